@@ -65,7 +65,7 @@ from lightning_swarm.protocol.methods import (
     SETTLE,
     SKETCH,
 )
-from lightning_swarm.protocol.patience import Durations
+from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations
 from lightning_swarm.protocol.queries import MAX_TRIES, call_each, is_superseded
 
 
@@ -140,7 +140,9 @@ class ServerCalls:
             record = self._behind.get(peer)
             if record is not None:
                 await self._apply(peer, record)
-            answer = decode(await self._call(peer, FREEZE, encode(request)), FreezeReply)
+            # A microbatch that was given to another server for its lateness may still hold the compute thread.
+            timeout = min(max(self._deadline_s(FREEZE, self._timeout), UNFAMILIAR_S), self._timeout)
+            answer = decode(await self._call(peer, FREEZE, encode(request), timeout=timeout), FreezeReply)
             for signed in answer.bans or ():
                 heed(self._transport, signed)  # so that the step's record tells it
             return answer
@@ -258,16 +260,26 @@ class ServerCalls:
         """
         replies = await gather(self._answer_of(method, peer, work) for peer, work in works.items())
         found = dict(zip(works, replies, strict=True))
-        late = [peer for peer, reply in found.items() if isinstance(reply, DeadlineExceeded)]
-        if self._durations is not None and 2 * len(late) > len(works) - (self.own in works):
+        if self._durations is not None and self._are_most_late(found):
             # The whole swarm is slow, or this peer's own link. They have twice the time, and twice that the next time.
             self._durations[method].note_late()
+            late = [peer for peer, reply in found.items() if isinstance(reply, ServerSilent)]
             again = await gather(self._answer_of(method, peer, works[peer]) for peer in late)
             found.update(zip(late, again, strict=True))
+            if self._are_most_late(found):  # then no silence counts
+                found = {
+                    peer: DeadlineExceeded(str(reply)) if isinstance(reply, ServerSilent) else reply
+                    for peer, reply in found.items()
+                }
         deposed = next((reply for reply in found.values() if isinstance(reply, NotCoordinator)), None)
         if deposed is not None and await is_superseded(self._transport, self._run, self._term, timeout=self._silence_s):
             raise deposed
         return found
+
+    def _are_most_late(self, found: Mapping[PeerId, object]) -> bool:
+        """Return whether most of the servers, without the coordinator's own, gave no answer in time."""
+        num_late = sum(isinstance(reply, ServerSilent) for reply in found.values())
+        return 2 * num_late > len(found) - (self.own in found)
 
     async def _answer_of(self, method: str, peer: PeerId, work: Callable[[], Awaitable[_T]]) -> _T | SwarmError:
         began_s = now_s()

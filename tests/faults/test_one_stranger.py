@@ -280,7 +280,7 @@ def test_whose_work_does_not_fit_in_the_auditor_s_memory_is_not_convicted(
         return recompute(stage, *work)
 
     monkeypatch.setattr(handlers, "_recompute", exhausted)
-    monkeypatch.setattr(step_audits, "_MAX_SILENCES", 0)
+    monkeypatch.setattr(step_audits, "MAX_SILENCES", 0)
     with pytest.raises(StageLost, match="cannot compute its work again"):
         audited(4, num_stages=2)
     assert failed

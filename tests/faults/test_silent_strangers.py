@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase, local_swarm
 from tests.faults.test_audited import NUM_STEPS, Model, audited, data, events_of
 
@@ -81,4 +82,27 @@ def test_a_server_that_is_late_with_each_microbatch_is_avoided(clean: Tensor) ->
     late = [b - a for a, b in zip(clock.ends_s, clock.ends_s[1:], strict=False) if b - a > 1.0]
     assert len(late) <= 2
     assert clock.longest_s < SOON_S
+    assert torch.equal(weights, clean)
+
+
+def test_an_honest_server_behind_a_slow_link_is_not_convicted(clean: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_audits, "MAX_SILENCES", 0)
+    slow_s = 8.0
+    faults = FaultPlan().delay(SILENT, by_s=slow_s, at=Phase.KEPT_WORK, times=None)
+    weights, strategy, clock = run(faults, share=1.0)
+    assert clock.longest_s > slow_s, "the coordinator waited for what an auditor had not waited for"
+    assert not events_of(strategy, "convicted")
+    assert torch.equal(weights, clean)
+
+
+@pytest.mark.parametrize("phase", [Phase.CLOSE, Phase.SKETCH], ids=lambda one: one.name)
+def test_a_server_that_is_late_by_seconds_is_not_convicted(
+    clean: Tensor, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_audits, "MAX_SILENCES", 0)
+    late_s = 40.0 if phase is Phase.CLOSE else 9.0
+    faults = FaultPlan().delay(SILENT, by_s=late_s, at=phase, times=None, step=NUM_STEPS - 2)
+    weights, strategy, _ = run(faults, share=1.0)
+    assert events_of(strategy, "gone") == {SILENT}
+    assert not events_of(strategy, "convicted")
     assert torch.equal(weights, clean)

@@ -326,7 +326,7 @@ def test_who_gives_no_receipt_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 def test_who_cannot_be_reached_while_it_is_audited_is_convicted_the_sixth_time(
     monkeypatch: pytest.MonkeyPatch, arithmetic: str | None, num_allowed: int
 ) -> None:
-    monkeypatch.setattr(step_audits, "_MAX_SILENCES", num_allowed)
+    monkeypatch.setattr(step_audits, "MAX_SILENCES", num_allowed)
     true, ask = GradientSums.arithmetic.fget, AuditHandlers._ask_kept
     assert true is not None
     said = property(lambda self: arithmetic if arithmetic and self._me.peer_id == FIRST else true(self))

@@ -70,7 +70,8 @@ class AuditSender:
             try:
                 if work.auditor in silent:
                     raise _AuditorSilent(f"{work.auditor} was silent about another microbatch of this order")
-                await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor])
+                convicts = work.auditor == caller  # the coordinator
+                await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor], convicts=convicts)
             except SwarmError as error:
                 undone[place] = shorten(str(error))[:500]
                 if isinstance(error, _AuditorSilent):
@@ -84,11 +85,13 @@ class AuditSender:
             self._num_audits.subtract(orders)
         return encode(AuditOrderReply(undone=undone, lost=sorted(lost), silent=sorted(silent)))
 
-    async def _send(self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int) -> None:
+    async def _send(
+        self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int, convicts: bool
+    ) -> None:
         context = self._context
-        # Twice as long where the audited server computes its part again, too.
-        patience_s = (1 + order.compare) * context.audit_patience_s(
-            work.stage_index, copy.microbatch.num_rows, num_ahead
+        # Twice as long where the audited server computes its part again, too, or where its silence may convict it.
+        patience_s = (1 + (order.compare or convicts)) * context.audit_patience_s(
+            work.stage_index, copy.microbatch.num_rows, num_ahead, convicts=convicts
         )
         structure, tensors = serialization.flatten(_brought(copy, work.stage_index))
         request = AuditRequest(

@@ -223,12 +223,18 @@ class PipelineContext:
         expected_s = charge.expected_s if rate is None else min(charge.expected_s, _SLOWEST * charge.num_samples / rate)
         return expected_s * (1 + self.num_under_way + queued)
 
-    def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int) -> float:
-        """Return how long an auditor may take for a microbatch, with so many before it."""
+    def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
+        """Return how long an auditor may take for a microbatch, with so many before it.
+
+        Longer if a silence that it finds may convict: the audited server's link may be slower than all others.
+        """
         rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
         if rate is None or whole_s is None:
             return self.timeout
-        return deadline_s(max(_SLOWEST * num_rows / rate, whole_s) * (1 + num_ahead), longest_s=self.timeout)
+        usual_s = max(_SLOWEST * num_rows / rate, whole_s) * (1 + num_ahead)
+        if convicts:
+            return deadline_s(_SLOWEST * usual_s, longest_s=self.timeout, least_s=UNFAMILIAR_S)
+        return deadline_s(usual_s, longest_s=self.timeout)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:
         """Return True if another peer may take the place of `peer`."""

@@ -20,7 +20,9 @@ from lightning_swarm.protocol.messages.calls import Receipt
 PROBATION: Final = 20  # steps in which all of a new server's work is audited
 WATCHED_STEPS: Final = 100  # likewise, once a peer of the same invitation was convicted, or this one fell silent
 FORGIVEN_AFTER: Final = 5_000  # steps, that a server gave no answer while it was audited
-MAX_SILENCES: Final = 5  # of a server that answers pings, that are forgiven later, before it is convicted
+MAX_SILENCES: Final = 5  # of an audited server, in steps that are forgiven later, before it is convicted
+_FIRST_LEFT_OUT_S: Final = 10.0  # twice as long with each further silence
+_MAX_DOUBLINGS: Final = 10
 _EXCUSED_STEPS: Final = 20  # in which a server audits nothing, after it was silent as an auditor for the first time
 _SHARE_OF_STEP: Final = 0.75  # of the servers, drawn in a step that has audits
 LAST_STEPS: Final = 5  # of a run, in which a lie is hardly found out later
@@ -262,6 +264,26 @@ class Silences:
 
 
 @dataclass
+class LeftOut:
+    """Servers that answered pings and not the coordinator's calls, and until when they may not join again.
+
+    No silence of this kind convicts: a machine that compiles, swaps or was suspended is silent, too.
+    """
+
+    silences: Silences = field(default_factory=Silences)
+    _until_s: dict[PeerId, float] = field(default_factory=dict)
+
+    def note(self, peer: PeerId, step: int, *, now_s: float) -> None:
+        """Keep a server out for a while, for twice as long with each step in which it was silent."""
+        number = self.silences.note(peer, step)
+        self._until_s[peer] = now_s + _FIRST_LEFT_OUT_S * 2.0 ** min(number - 1, _MAX_DOUBLINGS)
+
+    def wait_s(self, peer: PeerId, *, now_s: float) -> float:
+        """Return the seconds until a server may join again; not positive: it may now."""
+        return self._until_s.get(peer, now_s) - now_s
+
+
+@dataclass
 class AuditMemory:
     """What a coordinator knows from the audits of steps before."""
 
@@ -273,6 +295,7 @@ class AuditMemory:
     # In how many closings servers gave a trainer something else than was claimed.
     contested: Counter[PeerId] = field(default_factory=Counter)
     silences: Silences = field(default_factory=Silences)
+    left_out: LeftOut = field(default_factory=LeftOut)
     refuted: Silences = field(default_factory=Silences)  # accusations that the coordinator refuted, likewise
     unrepeatable: set[str] = field(default_factory=set)  # kinds of machines that compute other bits each time
 
@@ -285,6 +308,7 @@ class AuditMemory:
             convicted=self.convicted,
             contested=self.contested,
             silences=self.silences,
+            left_out=self.left_out,
             refuted=self.refuted,
             unrepeatable=self.unrepeatable,
         )

@@ -42,7 +42,7 @@ from lightning_swarm.coordinator.audit.policy import (
 )
 from lightning_swarm.coordinator.audit.step_screen import StepScreen
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.server_calls import ServerCalls, ServerSilent
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.step.replay_plan import Ledgers, ServerLedger
 from lightning_swarm.core.errors import ProtocolError, SwarmError
@@ -278,8 +278,10 @@ class StepAudits:
         passed = set()
         for one in assignments:
             if one.unit.peer in verdict.failed:  # it has gone, and others compute its work again
-                if one.unit.peer in results.failed:  # or it was left out before, and answers still
-                    self._note_silence(one.unit.peer, verdict)
+                if (
+                    error := results.failed.get(one.unit.peer)
+                ) is not None:  # or it was left out before, and answers still
+                    self._note_silence(one.unit.peer, verdict, is_late=isinstance(error, ServerSilent))
                 continue
             if not results.lost.isdisjoint(one.receipts):
                 self._dispute(one.unit, "some of its work could not be computed again, for its trainer has no copy")
@@ -328,7 +330,7 @@ class StepAudits:
         verdict.failed |= results.failed
         for unit, trainers in sorted(results.silent.items()):
             if unit.peer != self._own:
-                self._note_silent_auditor(unit, trainers, verdict)
+                self._note_silent_auditor(unit, trainers)
         for unit, told in results.sums.items():
             self.told[unit].append((results.seed, told))
         self.audited |= results.sums.keys()
@@ -428,23 +430,26 @@ class StepAudits:
                 self._note_silence(unit.peer, verdict)
         return comparison.is_equal
 
-    def _note_silence(self, peer: PeerId, verdict: Verdict) -> None:
-        """Convict who falls silent under audit again and again: by that a liar would escape each of them."""
+    def _note_silence(self, peer: PeerId, verdict: Verdict, *, is_late: bool = False) -> None:
+        """Convict who falls silent under audit again and again: by that a liar would escape each of them.
+
+        One that is `is_late` by seconds is only audited more: it is left out of the step, and for a while.
+        """
         if peer in self._silent:  # in this step, already
             return
         self._silent.add(peer)
         # Machines and links fail now and then. A liar that is audited in each step has few lies left.
         self._standing.watch([peer], self._step.step)
+        if is_late:
+            return
         number = self._silences.note(peer, self._step.step)
         if number > MAX_SILENCES:
             verdict.convicted[peer] = f"gave no answer {number} times while it was audited"
 
-    def _note_silent_auditor(self, unit: Unit, trainers: Collection[PeerId], verdict: Verdict) -> None:
-        """Give a server no audits for a while that was silent as an auditor; the lead's report counts as a silence."""
+    def _note_silent_auditor(self, unit: Unit, trainers: Collection[PeerId]) -> None:
+        """Give a server no audits for a while that was silent as an auditor. That convicts nobody."""
         self._dispute(unit, f"it audited nothing in time, as {' and '.join(sorted(trainers))} found")
         self._silences.note_auditor(unit.peer, self._step.step)
-        if self._run.manifest.lead in trainers:  # other trainers may be strangers, and convict nobody
-            self._note_silence(unit.peer, verdict)
 
     def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: _Examined) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"

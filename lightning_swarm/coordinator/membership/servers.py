@@ -137,6 +137,7 @@ class ServerMembership:
         for index, roster in enumerate(self._run.rosters):
             for member in roster:
                 self._lots.know(member.peer_id, index)
+        self._left_out = context.audit_memory.left_out
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
         self._entering: set[PeerId] = set()  # by the record that is being decided
@@ -221,6 +222,8 @@ class ServerMembership:
             )
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
+        if (wait_s := self._left_out.wait_s(caller, now_s=now_s())) > 0:
+            raise Busy(f"{caller} answered pings, and not a call of a closing step; it may join in {wait_s:.0f} s")
         count, wait_s = self._misses.missed(caller, now_s=now_s())
         if wait_s > 0:
             raise Busy(

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from lightning_swarm.coordinator.audit.policy import MAX_SILENCES, AuditMemory
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls, ServerSilent
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
@@ -25,7 +25,7 @@ class StepServers:
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
         self._run, self._events = context.run, context.events
         self._own = servers.own
-        self._memory = context.audit_memory if context.run.manifest.settings.is_audited else None
+        self._left_out = context.audit_memory.left_out
         self._step = step
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
@@ -49,16 +49,10 @@ class StepServers:
             raise error
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step, reason=str(error))
-            if self._memory is not None and isinstance(error, ServerSilent):
-                self._note_silence(peer, self._memory)
+            # A stranger would hold up the run again and again.
+            if isinstance(error, ServerSilent) and peer not in (self._run.keepers or ()):
+                self._left_out.note(peer, self._step, now_s=now_s())
         self.gone[peer] = error
-
-    def _note_silence(self, peer: PeerId, memory: AuditMemory) -> None:
-        """Count that a server answered pings, and no call: by that a stranger would hold up the run again and again."""
-        number = memory.silences.note(peer, self._step)
-        if number > MAX_SILENCES and peer not in (self._run.keepers or ()):
-            memory.convicted[peer] = reason = f"gave no answer {number} times, and answered pings"
-            self._events.note("convicted", peer=peer, step=self._step, reason=reason)
 
     def suspect(self, peer: PeerId, error: SwarmError) -> None:
         """Go on without a server; but not yet if it only was not heard of in time: a message may have been lost."""

@@ -16,6 +16,7 @@ from lightning_swarm.coordinator.audit.policy import (
     PROBATION,
     WATCHED_STEPS,
     WORTHWHILE_SHARE,
+    LeftOut,
     Screening,
     Silences,
     StageHistory,
@@ -270,6 +271,20 @@ def test_gradients_of_any_size_have_a_magnitude_that_a_message_holds() -> None:
 def test_a_silence_counts_once_a_step() -> None:
     silences, peer = Silences(), PeerId("a")
     assert [silences.note(peer, step) for step in (3, 3, 4, 4, 5)] == [1, 1, 2, 2, 3]
+
+
+def test_a_server_that_answers_no_calls_is_left_out_for_twice_as_long_each_time() -> None:
+    left_out, peer = LeftOut(), PeerId("a")
+    assert left_out.wait_s(peer, now_s=5.0) <= 0.0
+    waits = []
+    for step in (1, 1, 2, 3):
+        left_out.note(peer, step, now_s=100.0)
+        waits.append(left_out.wait_s(peer, now_s=100.0))
+    assert waits == [10.0, 10.0, 20.0, 40.0], "two silences of one step are one"
+    assert left_out.wait_s(peer, now_s=141.0) <= 0.0
+    left_out.note(peer, 3 + 2 * FORGIVEN_AFTER, now_s=1e6)
+    assert left_out.wait_s(peer, now_s=1e6) == 10.0, "earlier ones are forgiven"
+    assert left_out.wait_s(PeerId("b"), now_s=1e6) <= 0.0
 
 
 def test_a_silent_auditor_is_excused_for_twice_as_many_steps_each_time() -> None:
