@@ -27,7 +27,7 @@ demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed,
 test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -k router"
 	@echo "== test"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \
-		$(or $(ARGS),-m "not thorough")
+		$(or $(ARGS),-m "not thorough and not benchmark")
 
 # Each Lightning lies over the installed one. docs/versions.md says which failures are Lightning's own.
 LIGHTNINGS := 2.5.0 2.5.6 2.6.0
@@ -52,7 +52,7 @@ check: ## lint, type, build the docs and run all tests, the thorough ones too: w
 	@$(MAKE) --no-print-directory type
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test
-	@$(MAKE) --no-print-directory test ARGS="-m thorough"
+	@$(MAKE) --no-print-directory test ARGS="-m 'thorough and not benchmark'"
 
 # The wheel is built from the sdist, in isolation, and everything that it depends on comes from the package index.
 WHEEL_ENVIRONMENT := $(CURDIR)/$(VENV)/wheel

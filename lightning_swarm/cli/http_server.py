@@ -195,12 +195,12 @@ def _stream(events: AsyncIterator[str], held: ExitStack) -> Any:
     """Return a response of server-sent events. `held` is closed after it, also if the client left before the first."""
     from starlette.responses import StreamingResponse
 
-    class Stream(StreamingResponse):
+    class EventStream(StreamingResponse):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
             with held:
                 await super().__call__(scope, receive, send)
 
-    return Stream(events, media_type="text/event-stream")
+    return EventStream(events, media_type="text/event-stream")
 
 
 async def _events(writer: TextWriter, form: _Form, *, with_usage: bool) -> AsyncIterator[str]:

@@ -114,11 +114,26 @@ class InlineRuntime(Runtime):
         """Leave the loop open: it belongs to its maker, and other peers may use it."""
 
 
-class TimedRuntime(Runtime):
-    """Another runtime's loop, with the seconds that callers have waited for it."""
+class _WrappedRuntime(Runtime):
+    """Another runtime's loop."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+
+    @override
+    def post(self, callback: Callable[[], None]) -> None:
+        self._runtime.post(callback)
+
+    @override
+    def close(self) -> None:
+        self._runtime.close()
+
+
+class TimedRuntime(_WrappedRuntime):
+    """Another runtime's loop, with the seconds that callers have waited for it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
         self.waited_s = 0.0
 
     @override
@@ -129,20 +144,9 @@ class TimedRuntime(Runtime):
         finally:
             self.waited_s += time.monotonic() - began_s
 
-    @override
-    def post(self, callback: Callable[[], None]) -> None:
-        self._runtime.post(callback)
 
-    @override
-    def close(self) -> None:
-        self._runtime.close()
-
-
-class _InterruptibleRuntime(Runtime):
+class _InterruptibleRuntime(_WrappedRuntime):
     """Another runtime's loop, where an event can end the waiting for work."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
 
     @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -151,14 +155,6 @@ class _InterruptibleRuntime(Runtime):
     @abstractmethod
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await `work`, unless the event comes first."""
-
-    @override
-    def post(self, callback: Callable[[], None]) -> None:
-        self._runtime.post(callback)
-
-    @override
-    def close(self) -> None:
-        self._runtime.close()
 
 
 class UntilCutOff(_InterruptibleRuntime):

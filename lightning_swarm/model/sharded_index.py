@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError
 
 
-class _Record:
+class _IndexRecord:
     """Stands in for an object of an index, and keeps its state as plain data."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -34,8 +34,8 @@ class _Record:
         self.state = state
 
 
-def _record(name: str) -> type[_Record]:
-    return type(name, (_Record,), {})
+def _record(name: str) -> type[_IndexRecord]:
+    return type(name, (_IndexRecord,), {})
 
 
 _METADATA: Final = _record("Metadata")
@@ -61,7 +61,7 @@ _STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
                 for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
             ),
         ],
-        _Record,
+        _IndexRecord,
     ),
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
@@ -196,7 +196,7 @@ def _text(raw: Any) -> str:
     return raw
 
 
-def _fields(raw: Any, kind: type[_Record], **types: type | Sequence[type]) -> Mapping[str, Any]:
+def _fields(raw: Any, kind: type[_IndexRecord], **types: type | Sequence[type]) -> Mapping[str, Any]:
     """Return the state of a record of one kind, in which these fields are of these types."""
     state = raw.state if type(raw) is kind else None
     if not isinstance(state, dict) or not all(type(state.get(name)) is wanted for name, wanted in types.items()):

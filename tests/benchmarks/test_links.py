@@ -13,7 +13,7 @@ from tests.benchmarks.small import Small, run
 
 # A benchmark's process ends after it, and leaves its children's pipes to that.
 pytestmark = [
-    pytest.mark.thorough,
+    pytest.mark.benchmark,
     pytest.mark.timeout(580),  # processes begin slowly where others use the cores
     pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

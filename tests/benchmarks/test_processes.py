@@ -11,7 +11,6 @@ from tests.benchmarks.small import Small, run
 
 # A benchmark's process ends after it, and leaves its children's pipes to that.
 pytestmark = [
-    pytest.mark.thorough,
     pytest.mark.timeout(580),  # processes begin slowly where others use the cores
     pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -45,17 +44,28 @@ PROCESSES = {
 }
 """Each starts two to five processes at once, once or a few times."""
 
+CHECKED = ("streaming", "allreduce", "steps", "overhead")
+"""Those that `make check` runs, for the others take too long together."""
 
-@pytest.mark.parametrize("name", PROCESSES)
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in CHECKED else pytest.mark.benchmark)
+        for name in PROCESSES
+    ],
+)
 def test_it_measures(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(name, PROCESSES[name], folder, monkeypatch)
 
 
+@pytest.mark.benchmark
 def test_memory_measures_peers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"WIDTH": 64, "NUM_BLOCKS": 2, "OPTIONS": {"8 bits": ("--eight-bits",)}}
     run("memory", Small("--steps 0", sizes), folder, monkeypatch)
 
 
+@pytest.mark.benchmark
 def test_lightnings_own_tests_run_in_a_swarm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = folder / "lightning" / "tests" / "tests_pytorch" / "core"
     tests.mkdir(parents=True)

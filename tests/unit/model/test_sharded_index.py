@@ -110,10 +110,10 @@ def test_no_name_outside_of_an_index_is_looked_up(module: str, name: str, tmp_pa
 def test_nothing_in_this_process_is_changed(module: str, name: str, attribute: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(set_on(module, name, attribute))
     target = pkgutil.resolve_name(f"{module}:{name}")
-    before = dict(vars(sharded_index._Record)), getattr(target, attribute, None)
+    before = dict(vars(sharded_index._IndexRecord)), getattr(target, attribute, None)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_index(tmp_path / ".metadata")
-    assert (dict(vars(sharded_index._Record)), getattr(target, attribute, None)) == before
+    assert (dict(vars(sharded_index._IndexRecord)), getattr(target, attribute, None)) == before
 
 
 # ---------------------------------------------------------------------- records of an index, with other contents
