@@ -175,9 +175,9 @@ class AuditRun:
             _log.warning("Trainer %s sent nothing to an auditor: %s", trainer, error)
             return
         results.lost |= set(reply.lost)
-        for one in work:
-            if one.auditor in reply.silent:
-                results.silent[Unit(one.stage_index, one.auditor)].add(trainer)
+        for done in work:
+            if done.auditor in reply.silent:
+                results.silent[Unit(done.stage_index, done.auditor)].add(trainer)
         undone = reply.undone
         for place, reason in sorted(undone.items())[:1]:
             one = work[place] if place < len(work) else None
