@@ -272,7 +272,9 @@ class MemoryTransport(BaseTransport):
             raise ConnectionResetError(f"{self._peer_id} is gone")
         return serving.result()
 
-    async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+    async def _send_stream(
+        self, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
+    ) -> Message:
         remote = self._network.find(peer)
         request, answer = _Wire(self._network, self._peer_id, peer), _Wire(self._network, peer, self._peer_id)
         if tap := self._network.wire_tap:
@@ -281,7 +283,8 @@ class MemoryTransport(BaseTransport):
             answer.damaged = tap.damages(*exchange, answer=None, is_answer=True)
         remote._spawn(remote._serve_wires(self._peer_id, request, answer))
         try:
-            return (await self._ask_over(Channel(answer.reader, request.write), peer, method, message, max_bytes))[0]
+            channel = Channel(answer.reader, request.write)
+            return (await self._ask_over(channel, peer, method, message, max_bytes, exchange_id))[0]
         finally:
             request.hang_up()
             answer.hang_up()

@@ -1,4 +1,4 @@
-"""Small requests that are sent again while no answer comes: both sides of it, for every transport."""
+"""Requests that are sent again while no answer comes: both sides of it, for every transport."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.errors import SwarmError, Unreachable
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.exchanges import end_now
@@ -24,12 +24,17 @@ def repeated_id(exchange_id: int, num_repeats: int) -> int:
     return exchange_id | num_repeats << _REPEAT_BITS
 
 
+def first_id_of(exchange_id: int) -> int:
+    """Return the exchange id of the request that a repeat repeats, or of the request itself."""
+    return exchange_id & ((1 << _REPEAT_BITS) - 1)
+
+
 # A peer that answers pings but not a request may compute for long, or may have missed the request. The caller cannot
 # tell the two apart, so it sends the request again beside the first one, which goes on. The answering peer runs the
 # handler once for both. Where only the answer was lost the handler runs again, and repeats nothing that has to happen
 # once.
 class RepeatedSend(Generic[_T]):
-    """Sends one small request, again at each look of its exchange that finds no answer, and takes the first answer."""
+    """Sends one request, again at each look of its exchange that finds no answer, and takes the first answer."""
 
     def __init__(
         self,
@@ -60,26 +65,31 @@ class RepeatedSend(Generic[_T]):
                 await ended(self._again)
 
     def _send_again(self) -> None:
-        self._again.append(self._spawn(self._repeat(len(self._again) + 1)))
+        if self._answers:  # an error, and the first request still has no answer
+            end_now(self._first)
+        else:
+            self._again.append(self._spawn(self._repeat(len(self._again) + 1)))
 
     async def _repeat(self, number: int) -> None:
         try:
             self._answers.append(await self._send(number))
         except SwarmError as error:
             self._answers.append(error)
+            # The first answer may be on its way: one that is given once is gone for the repeat.
+            if self._exchange.is_large or isinstance(error, Unreachable):
+                return
         end_now(self._first)
 
 
 class RunningAnswers:
-    """Small requests that are being answered. A repeat joins the request that it repeats."""
+    """Requests that are being answered. A repeat joins the request that it repeats."""
 
     def __init__(self) -> None:
         self._running: dict[_Request, asyncio.Future[Message | None]] = {}
 
     def joining(self, caller: PeerId, head: Head, respond: Responder) -> Responder:
         """Return a function that answers like `respond`, but runs it once for a request and its repeats."""
-        first_id = head.exchange_id & ((1 << _REPEAT_BITS) - 1)
-        request = caller, first_id, head.method, head.body
+        request = caller, first_id_of(head.exchange_id), head.method, head.body
 
         async def answer(message: Message) -> Message:
             while (running := self._running.get(request)) is not None:

@@ -153,14 +153,14 @@ class BaseTransport(Transport):
     ) -> Message:
         """Exchange messages over a stream of their own; repeat a request without tensors while nothing moves."""
         exchange.is_large = True
-        if message.tensors:
-            return await self._send_large(peer, method, message, max_bytes)
-        send = partial(self._send_large, peer, method, message, max_bytes)
-        return await RepeatedSend(exchange, lambda _: send(), self._spawn).first_answer()
+        send = partial(self._send_large, peer, method, message, max_bytes, next(self._exchange_ids))
+        return await (send(0) if message.tensors else RepeatedSend(exchange, send, self._spawn).first_answer())
 
-    async def _send_large(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+    async def _send_large(
+        self, peer: PeerId, method: str, message: Message, max_bytes: int, first_id: int, num_repeats: int
+    ) -> Message:
         began_s = now_s()
-        answer = await self._send_stream(peer, method, message, max_bytes)
+        answer = await self._send_stream(peer, method, message, max_bytes, repeated_id(first_id, num_repeats))
         self._liveness.heard(peer)
         self.links.add_sample(
             peer,
@@ -293,7 +293,9 @@ class BaseTransport(Transport):
         """Carry an encoded call to `peer` and its encoded answer back, or raise `Unreachable`."""
 
     @abstractmethod
-    async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+    async def _send_stream(
+        self, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
+    ) -> Message:
         """Carry a message with tensors to `peer` and the answer back, or raise `Unreachable`."""
 
     async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
@@ -377,12 +379,12 @@ class BaseTransport(Transport):
         return answer
 
     async def _ask_over(
-        self, channel: Channel, peer: PeerId, method: str, message: Message, max_bytes: int
+        self, channel: Channel, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
     ) -> tuple[Message, bool]:
         """Send a message with tensors over a channel, as `ask` does; its bytes are counted, and are signs of life."""
         try:
             with self._liveness.moving(peer, channel):
-                return await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes)
+                return await ask(channel, Kind.STREAM, exchange_id, method, message, max_bytes)
         finally:
             self._count(peer, method, channel)
 
@@ -392,7 +394,7 @@ class BaseTransport(Transport):
         def find(head: Head) -> ServedMethod:
             if slot is not None:
                 slot.begin()
-            return self._find(caller, head)
+            return self._find(caller, head, joins=not head.payload_bytes)  # no others are repeated
 
         def count(method: str, channel: Channel) -> None:
             if slot is not None and slot.num_busy:  # else the request was no message

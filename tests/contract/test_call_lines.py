@@ -13,7 +13,8 @@ import pytest
 
 from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.framing import HEADER_BYTES, Kind, encode, encode_cancel
+from lightning_swarm.network.framing import HEADER_BYTES, Kind, encode, encode_cancel, exchange_id_of
+from lightning_swarm.network.repeats import repeated_id
 
 pytest.importorskip("lightning_swarm.network.hivemind")
 from lightning_swarm.network.admission import StreamSlot
@@ -251,3 +252,24 @@ def test_who_reads_no_answers_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, fas
             assert ours.ended
 
     run(go, fast=fast)
+
+
+def test_a_repeat_of_a_call_that_came_by_the_same_stream_takes_no_room() -> None:
+    begun: list[int] = []
+
+    async def endless(request: bytes) -> bytes:
+        begun.append(exchange_id_of(request))
+        await asyncio.Event().wait()
+        return b""
+
+    async def go(tasks: Tasks) -> None:
+        async with connected() as (ours, theirs):
+            serving = answer_calls(ours, endless, tasks.spawn, StreamSlot("theirs", ours.close, 0.0))
+            tasks.spawn(serving)
+            for number in (1, repeated_id(1, 1), repeated_id(1, 2), repeated_id(2, 1), 3):
+                await theirs.write(request(number))
+            while 3 not in begun:  # noqa: ASYNC110
+                await asyncio.sleep(0.0)
+            assert begun == [1, repeated_id(2, 1), 3], "the second call's first request was lost"
+
+    run(go)

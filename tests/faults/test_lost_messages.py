@@ -16,7 +16,7 @@ from tests.faults.plans import CLOSING, COMPUTING, SENDING, STAGES, STEP, TRAINE
 SOON_S = 5.0
 """Virtual seconds that one lost message may cost."""
 
-LARGE_S = 7.0
+LARGE_S = 9.0
 """Likewise of a message with a stream of its own."""
 
 AUDITING = [

@@ -16,6 +16,7 @@ from lightning_swarm.network import PeerId, framing
 from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.framing import FixedHeader, Kind
 from lightning_swarm.network.hivemind.streams import Stream
+from lightning_swarm.network.repeats import first_id_of
 from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel
 
 MAX_CALLS: Final = 4096
@@ -272,6 +273,8 @@ class _Answers:
         if head.kind is Kind.CANCEL:
             if exchange_id in self.tasks:
                 self.tasks[exchange_id].cancel()
+        elif exchange_id != first_id_of(exchange_id) and first_id_of(exchange_id) in self.tasks:
+            return  # the request that it repeats came by this stream, so its answer comes, too
         elif exchange_id in self.tasks:
             raise ProtocolError(f"call {exchange_id} came twice")
         elif len(self.tasks) >= MAX_CALLS:  # waiting here would delay cancellations

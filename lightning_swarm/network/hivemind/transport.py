@@ -173,9 +173,11 @@ class HivemindTransport(BaseTransport):
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
         return await self._calls.exchange(peer, request)
 
-    async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+    async def _send_stream(
+        self, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
+    ) -> Message:
         async with self._pool.lease(peer) as stream:
-            answer, fit = await self._ask_over(stream.channel, peer, method, message, max_bytes)
+            answer, fit = await self._ask_over(stream.channel, peer, method, message, max_bytes, exchange_id)
             if fit and not self._closed:
                 self._pool.keep(peer, stream)
             return answer

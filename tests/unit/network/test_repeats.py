@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 
 import pytest
+import torch
+from typing_extensions import override
 
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.errors import ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
@@ -17,6 +20,7 @@ from lightning_swarm.network.transport import PING
 
 METHOD = "test.call"
 SOON_S = 5.0
+LARGE_BYTES = 1 << 20
 
 
 class Losing:
@@ -51,6 +55,30 @@ class Losing:
 
     async def arrived(self, *_: object) -> None:
         pass
+
+
+class Late(Losing):
+    """A tap that delays the first answer.
+
+    Args:
+        by_s: Seconds.
+    """
+
+    def __init__(self, by_s: float) -> None:
+        super().__init__(1, answers=True)
+        self._by_s = by_s
+
+    @override
+    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder) -> Responder:
+        async def tapped(message: Message) -> Message:
+            is_late = head.method == METHOD and self.num_left > 0
+            self.num_left -= is_late
+            answer = await respond(message)
+            if is_late:
+                await asyncio.sleep(min(self._by_s, 1e6))
+            return answer
+
+        return tapped
 
 
 @pytest.fixture
@@ -155,4 +183,45 @@ def test_a_frozen_peer_is_pinged_and_not_asked_again(loop: VirtualLoop) -> None:
 
     assert loop.run_until_complete(freeze()) == b"x"
     assert len(runs) <= 2
+    end(loop, a, b)
+
+
+def test_a_large_answer_that_takes_long_is_computed_once(loop: VirtualLoop) -> None:
+    _, a, b = pair(loop)
+    runs: list[bytes] = []
+
+    async def handle(caller: PeerId, message: Message) -> Message:
+        runs.append(message.body)
+        await asyncio.sleep(100.0)
+        return Message(message.body, (torch.ones(LARGE_BYTES, dtype=torch.uint8),))
+
+    b.handle_stream(METHOD, handle)
+    answer = loop.run_until_complete(a.stream(b.peer_id, METHOD, Message(b"x"), timeout=300.0))
+    assert answer.num_tensor_bytes == LARGE_BYTES
+    assert runs == [b"x"]
+    end(loop, a, b)
+
+
+@pytest.mark.parametrize("late_s", [6.0, math.inf], ids=["late", "lost"])
+def test_a_repeat_does_not_end_a_transfer_that_is_late(loop: VirtualLoop, late_s: float) -> None:
+    """An answer that is given once is gone for a repeat, which may be refused before the answer has come."""
+    network, a, b = pair(loop)
+    asked_s: list[float] = []
+
+    async def handle(caller: PeerId, message: Message) -> Message:
+        asked_s.append(loop.time())
+        if len(asked_s) > 1:
+            raise TicketGone("it was taken")
+        return Message(b"", (torch.ones(LARGE_BYTES, dtype=torch.uint8),))
+
+    b.handle_stream(METHOD, handle)
+    network.attach_tap(Late(late_s))
+    ask = a.stream(b.peer_id, METHOD, Message(b"x"), timeout=300.0)
+    if math.isinf(late_s):
+        with pytest.raises(TicketGone):
+            loop.run_until_complete(ask)
+        assert loop.time() < 2 * SOON_S
+    else:
+        assert loop.run_until_complete(ask).num_tensor_bytes == LARGE_BYTES
+    assert len(asked_s) == 2
     end(loop, a, b)
