@@ -108,6 +108,7 @@ class ServerCalls:
         self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step began with
         # method -> durations; None unless servers may be strangers. Others are waited for until the call's timeout.
         self._durations: defaultdict[str, Durations] | None = None
+        self._durations_of = defaultdict[tuple[str, PeerId], Durations](Durations)  # likewise, of one server each
         if context.run.manifest.settings.is_audited:
             self._durations = defaultdict(Durations)
 
@@ -141,7 +142,7 @@ class ServerCalls:
             if record is not None:
                 await self._apply(peer, record)
             # A microbatch that was given to another server for its lateness may still hold the compute thread.
-            timeout = min(max(self._deadline_s(FREEZE, self._timeout), UNFAMILIAR_S), self._timeout)
+            timeout = min(max(self._deadline_s(FREEZE, self._timeout, peer), UNFAMILIAR_S), self._timeout)
             answer = decode(await self._call(peer, FREEZE, encode(request), timeout=timeout), FreezeReply)
             for signed in answer.bans or ():
                 heed(self._transport, signed)  # so that the step's record tells it
@@ -292,16 +293,24 @@ class ServerCalls:
             return ServerSilent(str(error)) if is_silent else error
         if self._durations is not None and peer != self.own:
             self._durations[method].note(now_s() - began_s)
+            self._durations_of[method, peer].note(now_s() - began_s)
         return answer
 
-    def _deadline_s(self, method: str, longest_s: float) -> float:
-        """Return how long a server may take: where servers may lie, a multiple of what it usually takes."""
-        return longest_s if self._durations is None else self._durations[method].deadline_s(longest_s=longest_s)
+    def _deadline_s(self, method: str, longest_s: float, peer: PeerId | None = None) -> float:
+        """Return how long a server may take: where servers may lie, a multiple of what it usually takes.
+
+        Without a `peer`, the work is done by all servers together.
+        """
+        if self._durations is None:
+            return longest_s
+        usual = self._durations[method]
+        slower = 1.0 if peer is None else usual.times_slower(self._durations_of[method, peer])
+        return usual.deadline_s(longest_s=longest_s, times_slower=slower)
 
     async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:
         try:
             if timeout is None:
-                timeout = self._deadline_s(method, self._timeout)
+                timeout = self._deadline_s(method, self._timeout, peer)
             if peer == self.own:  # it is no stranger, and the step fails with it
                 timeout = max(timeout, self._timeout)
             return await self._call_undamaged(peer, method, body, timeout=timeout)

@@ -20,8 +20,12 @@ UNFAMILIAR_S: Final = 30.0
 TIMES: Final = 8.0
 """A peer is late when it takes so many times as long as usual."""
 
+MOST_SLOWER: Final = 4.0
+"""A peer of a run with strangers is waited for as if it took at most so many times as long as others."""
+
 _KEPT: Final = 32  # newest durations
 _MOST_STRETCHED: Final = 2.0**20  # beyond all limits
+_SHORTEST_S: Final = 1e-9
 _ENOUGH: Final = 3  # durations from which a usual one follows
 
 
@@ -51,9 +55,16 @@ class Durations:
         """The median of the newest durations; None until enough was measured."""
         return statistics.median(self._newest) if len(self._newest) >= _ENOUGH else None
 
-    def deadline_s(self, *, longest_s: float) -> float:
-        """Return how long such work may take; `longest_s` until enough was measured."""
+    def deadline_s(self, *, longest_s: float, times_slower: float = 1.0) -> float:
+        """Return how long such work may take, if a peer is slower than others; `longest_s` until it was measured."""
         usual_s = self.usual_s
         if usual_s is None:
             return longest_s
-        return min(deadline_s(usual_s, longest_s=longest_s) * self._stretch, longest_s)
+        return min(deadline_s(usual_s * times_slower, longest_s=longest_s) * self._stretch, longest_s)
+
+    def times_slower(self, own: Durations) -> float:
+        """Return how many times as long as others a peer takes, by its own durations, within the believed bounds."""
+        # Nothing is known of a new one. It may hold more weights than others, or compute slower.
+        if self.usual_s is None or own.usual_s is None:
+            return MOST_SLOWER
+        return min(max(own.usual_s / max(self.usual_s, _SHORTEST_S), 1.0), MOST_SLOWER)

@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.calls import TicketKey
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import WireMessage, encode
-from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations, deadline_s
+from lightning_swarm.protocol.patience import MOST_SLOWER, UNFAMILIAR_S, Durations, deadline_s
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ _CONNECT_AGAIN_S = 300.0  # rarely: a record may be held up by it
 _ACCEPT_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
-_SLOWEST = 4.0  # times the median time, that a server may be believed to take in an audited run
 _DEFAULT_COPIES_BYTES = 4 << 30
 _KEY_BYTES = 16
 
@@ -219,8 +218,10 @@ class PipelineContext:
             return charge.expected_s * (1 + self.num_under_way + load.queued)
         # Where servers may lie, what one reports of its own rate and queue buys it no more than a little time.
         router = self.routers[stage]
-        rate, queued = router.median_rate(), min(load.queued, _SLOWEST * (1 + router.median_queued()))
-        expected_s = charge.expected_s if rate is None else min(charge.expected_s, _SLOWEST * charge.num_samples / rate)
+        rate, queued = router.median_rate(), min(load.queued, MOST_SLOWER * (1 + router.median_queued()))
+        expected_s = (
+            charge.expected_s if rate is None else min(charge.expected_s, MOST_SLOWER * charge.num_samples / rate)
+        )
         return expected_s * (1 + self.num_under_way + queued)
 
     def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
@@ -231,9 +232,9 @@ class PipelineContext:
         rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
         if rate is None or whole_s is None:
             return self.timeout
-        usual_s = max(_SLOWEST * num_rows / rate, whole_s) * (1 + num_ahead)
+        usual_s = max(MOST_SLOWER * num_rows / rate, whole_s) * (1 + num_ahead)
         if convicts:
-            return deadline_s(_SLOWEST * usual_s, longest_s=self.timeout, least_s=UNFAMILIAR_S)
+            return deadline_s(MOST_SLOWER * usual_s, longest_s=self.timeout, least_s=UNFAMILIAR_S)
         return deadline_s(usual_s, longest_s=self.timeout)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:

@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.parts import (
 from lightning_swarm.protocol.messages.step import Closing
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
-from lightning_swarm.protocol.patience import Durations
+from lightning_swarm.protocol.patience import MOST_SLOWER, Durations
 from lightning_swarm.server.audit.examination import Examination
 from lightning_swarm.server.averaging.all_reduce import squared_norm
 from lightning_swarm.server.averaging.projection import (
@@ -177,7 +177,7 @@ class MeanChecks:
 
     @property
     def _patience_s(self) -> float:
-        return self._durations.deadline_s(longest_s=self._timeout)
+        return self._durations.deadline_s(longest_s=self._timeout, times_slower=MOST_SLOWER)
 
     async def _replace(self, peer: PeerId, request: ExamineRequest, mean: Tensor) -> None:
         body = encode(MeanReplacement(closing=request.closing, stage_index=request.stage_index))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_swarm.protocol.patience import LEAST_S, TIMES, Durations, deadline_s
+from lightning_swarm.protocol.patience import LEAST_S, MOST_SLOWER, TIMES, Durations, deadline_s
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,16 @@ def test_what_was_long_ago_does_not_count() -> None:
     for took_s in [1.0] * 100 + [30.0] * 32:
         durations.note(took_s)
     assert durations.deadline_s(longest_s=3000.0) == 30.0 * TIMES
+
+
+def test_a_peer_that_always_takes_longer_has_more_time_within_bounds() -> None:
+    all_of_them, slow, liar = Durations(), Durations(), Durations()
+    for _ in range(3):
+        all_of_them.note(2.0)
+        slow.note(5.0)
+        liar.note(500.0)
+    assert all_of_them.times_slower(slow) == 2.5
+    assert all_of_them.times_slower(liar) == MOST_SLOWER
+    assert all_of_them.times_slower(Durations()) == MOST_SLOWER, "nothing is known of it"
+    assert slow.times_slower(all_of_them) == 1.0
+    assert all_of_them.deadline_s(longest_s=1e3, times_slower=2.5) == TIMES * 5.0
