@@ -107,7 +107,7 @@ class HivemindTransport(BaseTransport):
         except (TimeoutError, Unreachable) as error:
             if found := _FOUND_ID.search(str(error)):
                 return PeerId(found[1])
-        # The daemon does not dial the address where it listens. It may announce an address at which another peer answers.
+        # The daemon does not dial the address where it listens. At one that it announces another peer may answer.
         is_own = f"{address}/p2p/{self._peer_id}" in await self.addresses()
         return self._peer_id if is_own else None
 
