@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from typing import Any, Final, TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.cli.texts import RequestError
 
@@ -19,6 +20,10 @@ _SMALL_TEXT_TOKENS: Final = 512
 _T = TypeVar("_T")
 
 
+class _Grow(Protocol):
+    def __call__(self, amount: int, *, is_small: bool) -> None: ...
+
+
 class Budget:
     """A number of bytes, or of texts, that requests share. A quarter of it is kept for small requests."""
 
@@ -27,18 +32,27 @@ class Budget:
         self._used = self._used_by_large = 0
 
     @contextmanager
-    def taken(self, amount: int, *, is_small: bool) -> Iterator[None]:
-        """Hold a share; raise RequestError if there is no room for it."""
-        large = 0 if is_small else amount
-        if self._used + amount > self._total or self._used_by_large + large > self._total * 3 // 4:
-            raise RequestError(
-                429, f"this endpoint has {self._total} {self._what} at once, and is busy. Try again later"
-            )
-        self._used, self._used_by_large = self._used + amount, self._used_by_large + large
+    def share(self) -> Iterator[_Grow]:
+        """Hold a share until the context ends. The yielded function enlarges it, or raises RequestError if it is full.
+
+        A large amount may not use the last quarter.
+        """
+        total = large = 0
+
+        def grow(amount: int, *, is_small: bool) -> None:
+            nonlocal total, large
+            in_large = 0 if is_small else amount
+            if self._used + amount > self._total or self._used_by_large + in_large > self._total * 3 // 4:
+                raise RequestError(
+                    429, f"this endpoint has {self._total} {self._what} at once, and is busy. Try again later"
+                )
+            total, large = total + amount, large + in_large
+            self._used, self._used_by_large = self._used + amount, self._used_by_large + in_large
+
         try:
-            yield
+            yield grow
         finally:
-            self._used, self._used_by_large = self._used - amount, self._used_by_large - large
+            self._used, self._used_by_large = self._used - total, self._used_by_large - large
 
 
 class RequestLimits:
@@ -59,21 +73,20 @@ class RequestLimits:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
             raise RequestError(413, f"a request has at most {MAX_BODY_BYTES} bytes, got {declared}")
-        with ExitStack() as held:
+        with self._bodies.share() as grow:
             try:
                 async with asyncio.timeout(_BODY_S):
-                    content = await self._read(request, held)
+                    content = await self._read(request, grow)
             except TimeoutError as error:
                 raise RequestError(408, f"a request must arrive within {_BODY_S:g} s") from error
             yield content
 
-    async def _read(self, request: Any, held: ExitStack) -> bytes:
+    async def _read(self, request: Any, grow: _Grow) -> bytes:
         body = bytearray()
         async for part in request.stream():
             if len(body) + len(part) > MAX_BODY_BYTES:
                 raise RequestError(413, f"a request has at most {MAX_BODY_BYTES} bytes")
-            is_small = len(body) + len(part) <= _SMALL_BODY_BYTES
-            held.enter_context(self._bodies.taken(len(part), is_small=is_small))
+            grow(len(part), is_small=len(body) + len(part) <= _SMALL_BODY_BYTES)
             body += part
         return bytes(body)
 
@@ -82,9 +95,12 @@ class RequestLimits:
         pool = None if num_bytes <= _SMALL_BODY_BYTES else self._long_prompts
         return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
 
-    def text(self, num_tokens: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def text(self, num_tokens: int) -> Iterator[None]:
         """Hold a place for a text of at most so many new tokens while it is written."""
-        return self._texts.taken(1, is_small=num_tokens <= _SMALL_TEXT_TOKENS)
+        with self._texts.share() as grow:
+            grow(1, is_small=num_tokens <= _SMALL_TEXT_TOKENS)
+            yield
 
 
 def names_of(host: str, also: Sequence[str]) -> list[str]:
@@ -93,8 +109,14 @@ def names_of(host: str, also: Sequence[str]) -> list[str]:
     A page in a user's browser can have its own name point to 127.0.0.1, and so read from an endpoint of this machine.
     Its requests name the page's host.
     """
+    return ["localhost", "127.0.0.1", "[::1]", host, *also] if _is_local(host) else ["*"]
+
+
+def _is_local(host: str) -> bool:
+    """Return whether a host's name or address means this machine alone."""
     try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = host == "localhost"
-    return ["localhost", "127.0.0.1", "[::1]", host, *also] if is_local else ["*"]
+        found = socket.getaddrinfo(host, None)
+    except OSError:  # the server will report it
+        return False
+    addresses = [ipaddress.ip_address(place[0]) for *_, place in found]
+    return all((getattr(one, "ipv4_mapped", None) or one).is_loopback for one in addresses)

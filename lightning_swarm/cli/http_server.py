@@ -76,6 +76,7 @@ class TextEndpoint:
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.requests import ClientDisconnect
         from starlette.routing import Route
 
         return Starlette(
@@ -86,7 +87,11 @@ class TextEndpoint:
                 Route("/v1/completions", self._answer_completion, methods=["POST"]),
                 Route("/v1/chat/completions", self._answer_chat, methods=["POST"]),
             ],
-            exception_handlers={RequestError: self._answer_error, Exception: self._answer_failure},
+            exception_handlers={
+                RequestError: self._answer_error,
+                ClientDisconnect: self._answer_nobody,
+                Exception: self._answer_failure,
+            },
         )
 
     async def _answer_error(self, _: Any, error: Exception) -> Any:
@@ -94,6 +99,12 @@ class TextEndpoint:
 
         assert isinstance(error, RequestError)
         return JSONResponse(_error(str(error), error.status, error.code), status_code=error.status)
+
+    async def _answer_nobody(self, _: Any, error: Exception) -> Any:
+        """Answer a client that left: the response goes nowhere, and the server logs no failure of its own."""
+        from starlette.responses import Response
+
+        return Response(status_code=400)
 
     async def _answer_failure(self, _: Any, error: Exception) -> Any:
         from starlette.responses import JSONResponse

@@ -74,8 +74,10 @@ class _Follower(MetaPathFinder):
             # The finder stays until then, because `importlib.util.find_spec` looks for packages without importing them.
             def exec_module(module: ModuleType) -> None:
                 own(module)
-                sys.meta_path.remove(self)
-                _import_all(self._paths)
+                # One loader may load many modules, such as pytest's, which rewrites assertions.
+                if module.__name__ == self._package and self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _import_all(self._paths)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

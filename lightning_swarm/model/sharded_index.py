@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,13 +21,16 @@ from torch.distributed.checkpoint.metadata import (
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import printable
 
 
 class _IndexRecord:
     """Stands in for an object of an index, and keeps its state as plain data."""
 
+    state: Any = None  # of an object that a pickle makes without one
+
     def __init__(self, *arguments: Any) -> None:
-        self.state: Any = arguments
+        self.state = arguments
 
     # Also keeps a pickle from setting attributes of this class: it would call this method without `self`.
     def __setstate__(self, state: Any) -> None:
@@ -46,6 +49,7 @@ _PROPERTIES: Final = _record("TensorProperties")
 _PLACE: Final = _record("MetadataIndex")
 _STORED: Final = _record("_StorageInfo")
 
+_MAX_NAME: Final = 200  # characters of a file's name
 _METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"
 _STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
     **{(_METADATA_MODULE, one.__name__): one for one in (_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _PLACE)},
@@ -70,7 +74,8 @@ _STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
 """The only names in an index, and the harmless objects that unpickling makes of them. No name is looked up."""
 
 
-class _Unpickler(pickle.Unpickler):
+# `pickle.Unpickler` allocates an array of any length that a file names: twenty bytes would take gigabytes.
+class _Unpickler(pickle._Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -90,25 +95,16 @@ def read_index(path: Path) -> Metadata:
     """
     try:
         with path.open("rb") as file:
-            return _metadata(_unpickled(file))
-    except (OSError, _Malformed) as error:
+            return _metadata(_Unpickler(file).load())
+    except Exception as error:  # the bytes are a stranger's, and may raise anything
         raise ConfigError(
             f"a sharded checkpoint must have an index that torch.distributed.checkpoint wrote; {path} "
-            f"cannot be read: {error}. Take another checkpoint."
+            f"cannot be read: {printable(str(error)) or type(error).__name__}. Take another checkpoint."
         ) from error
 
 
 class _Malformed(Exception):
     """An index says something that no writer of a checkpoint says."""
-
-
-def _unpickled(file: IO[bytes]) -> Any:
-    try:
-        return _Unpickler(file).load()
-    except OSError:
-        raise
-    except Exception as error:  # the bytes are a stranger's, and may raise anything
-        raise _Malformed(str(error) or type(error).__name__) from error
 
 
 def _metadata(raw: Any) -> Metadata:
@@ -154,7 +150,8 @@ def _place(raw: Any) -> MetadataIndex:
 def _stored(raw: Any) -> _StorageInfo:
     stored = _fields(raw, _STORED, relative_path=str, offset=int, length=int)
     name, offset, length = stored["relative_path"], stored["offset"], stored["length"]
-    if name in ("", "..") or name != Path(name).name or "\0" in name or "\\" in name:
+    is_name = name.isprintable() and len(name) <= _MAX_NAME and name == Path(name).name
+    if not is_name or name in ("", "..") or "\\" in name:
         raise _Malformed(f"it names {name!r}, which is no file in its folder")
     if min(offset, length) < 0:
         raise _Malformed(f"it has a value at {offset} of {length} bytes")

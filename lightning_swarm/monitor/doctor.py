@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,7 @@ from lightning_swarm.protocol.queries import GreetingResult, installed_version
 from lightning_swarm.trust.credentials import is_untimely
 
 _TIMEOUT_S: Final = 10.0
+_MAX_KNOCKS: Final = 16  # at once
 _PAUSES_S: Final = (0.5, 1.0)  # between attempts to reach a peer
 _START_TIMEOUT_S: Final = 30.0
 _BY_INVITATION: Final = (
@@ -73,17 +75,29 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
 
 def check_answering(addresses: Sequence[Address]) -> None:
     """Raise `InitialPeersSilent` if libp2p answers at none of these addresses, in a few attempts."""
+    dialed: list[DialResult] = []
     for pause_s in (*_PAUSES_S, 0.0):
-        dialed = []
-        for address in addresses:
-            dialed.append(knock(address))
-            if dialed[-1].obstacle is None:
-                return
+        dialed = _knock_until_one_answers(addresses)
+        if any(one.obstacle is None for one in dialed):
+            return
         if not any(one.obstacle is Obstacle.REFUSED for one in dialed):  # else a peer may just be starting
             break
         time.sleep(pause_s)
     if addresses:
         raise InitialPeersSilent(" ".join(map(_as_rule, addresses, dialed)))
+
+
+def _knock_until_one_answers(addresses: Sequence[Address]) -> list[DialResult]:
+    """Knock at all addresses at once. Returns the result of one that answers, or all results in order."""
+    pool = ThreadPoolExecutor(_MAX_KNOCKS)
+    try:
+        knocks = [pool.submit(knock, address) for address in addresses]
+        for done in as_completed(knocks):
+            if done.result().obstacle is None:
+                return [done.result()]
+        return [one.result() for one in knocks]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a silent address would take until the timeout
 
 
 def explain(addresses: Sequence[Address]) -> str:

@@ -31,8 +31,8 @@ _POLL_S: Final = 0.1
 # Of a peer that is gone, for so long; the others renew theirs, for those who store them may go at any time.
 ANNOUNCEMENT_TTL_S: Final = 3600.0
 _RENEW_EVERY_S: Final = ANNOUNCEMENT_TTL_S / 6
-_NO_TIME_S: Final = 0.001  # of an announcement that takes the place of one that is withdrawn
-_LIST_S: Final = 5.0  # within which a coordinator lists the servers of its run
+_NO_TIME_S: Final = 0.001  # lifetime of an announcement that replaces a withdrawn one
+_LIST_S: Final = 5.0  # timeout of a coordinator's list of servers
 
 
 class ServerAnnouncement(WireMessage, frozen=True):
@@ -137,7 +137,7 @@ class RunDirectory:
 
     async def _connect_to_living(self, coordinators: Collection[PeerId]) -> None:
         """Connect to coordinators, and to the servers that one of them lists, or to all if none of them answers."""
-        # Announcements outlive peers by up to an hour, and nobody shall wait for the dead.
+        # Announcements outlive peers by up to an hour, and a joiner must not wait for dead peers.
         announced = await self.announced()
         first = {peer: server for peer, server in announced.items() if peer in coordinators}
         reached = await self._connect(first, warns=False)
@@ -155,7 +155,7 @@ class RunDirectory:
         await self._connect(rest, warns=False)
 
     async def withdraw(self) -> None:
-        """Announce this server no more; others forget it at once, and not only after the announcement's time."""
+        """Withdraw this server's announcements, so that other peers forget them before they expire."""
         own = dict(self._own)
         self._own.clear()  # so that nothing renews it
         for key, value in own.items():

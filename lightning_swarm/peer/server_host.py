@@ -109,7 +109,7 @@ class ServerHost:
         try:
             await self._lifecycle.serve_run(say)
         finally:
-            if self._leaves:  # a run that goes on tells its later peers nothing of this one
+            if self._leaves:  # else later joiners would look for this peer for up to an hour
                 await self._directory.withdraw()
 
     def leave(self) -> None:

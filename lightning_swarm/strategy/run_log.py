@@ -28,7 +28,10 @@ class _TerminalHandler(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201 - as a handler does
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201 - as a handler does
+        except Exception:  # noqa: BLE001 - a terminal that is gone must not end the run
+            self.handleError(record)
 
 
 class RunLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,10 @@ def test_one_that_would_fail_is_found(command: str, tmp_path: Path) -> None:
     [words] = lines(command)
     with pytest.raises((NotUnderstood, OSError)):
         check(words)
+
+
+def test_the_page_of_variables_lists_all_of_them() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "lightning_swarm").rglob("*.py"))
+    names = set(re.findall(r'"(SWARM_[A-Z_]+)"', sources))
+    assert {"SWARM_JOIN", "SWARM_ANNOUNCE"} <= names
+    assert names - {*re.findall(r"`(SWARM_[A-Z_]+)`", (ROOT / "docs" / "environment.md").read_text())} == set()

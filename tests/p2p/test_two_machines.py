@@ -94,8 +94,9 @@ def edited(script: str, page: str) -> str:
     strategy = next(block.text for block in blocks(page) if block.kind == "python")
     [call] = re.findall(r"^strategy = (SwarmStrategy\(.*\))$", strategy, re.MULTILINE)
     assert script.count("SwarmStrategy(num_stages=2)") == 1
-    assert script.count("max_steps=20)") == 1
-    return script.replace("SwarmStrategy(num_stages=2)", call).replace("max_steps=20)", "max_steps=20000)")
+    [length] = re.findall(r"Set `(max_epochs=\d+)`", (ROOT / page).read_text())
+    assert script.count("max_epochs=1)") == 1
+    return script.replace("SwarmStrategy(num_stages=2)", call).replace("max_epochs=1)", f"{length})")
 
 
 def wait_for(server: Server, text: str, *, times: int = 1) -> str:

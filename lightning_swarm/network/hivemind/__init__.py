@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, InitialPeersSilent, Unreachable
+from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.access import Certify
 from lightning_swarm.network.addresses import Address, HostPort, host_of
@@ -65,13 +66,18 @@ async def start(
         transport.set_credentials(certify(transport.peer_id))
     try:
         await transport.open()
-        for place in announce:
-            there = Address.parse(f"{place}/p2p/{transport.peer_id}").place
-            there.check_answers_as(await transport.identify(place), transport.peer_id)
+        # An address behind a router that does not lead back inside is silent until the timeout.
+        await gather(_check_answers(transport, place) for place in announce)
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
         await transport.close()
         raise
+
+
+async def _check_answers(transport: HivemindTransport, place: str) -> None:
+    """Refuse an announced address, ``/ip4/…/tcp/…``, at which another peer answers."""
+    there = Address.parse(f"{place}/p2p/{transport.peer_id}").place
+    there.check_answers_as(await transport.identify(place), transport.peer_id)
 
 
 def _identity(path: str | None, *, is_local: bool) -> Identity:

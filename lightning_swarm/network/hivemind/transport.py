@@ -99,17 +99,17 @@ class HivemindTransport(BaseTransport):
 
     async def identify(self, address: str) -> PeerId | None:
         """See `Transport`."""
-        if f"{address}/p2p/{self._peer_id}" in await self.addresses():  # the daemon does not dial itself
-            return self._peer_id
         # The encrypted handshake with a peer of another id fails, and the daemon's error names the id that it found.
         nobody = Identity.generate().peer_id
         try:
             async with asyncio.timeout(_IDENTIFY_S):
                 await self._daemon.connect(nobody, [address])
         except (TimeoutError, Unreachable) as error:
-            found = _FOUND_ID.search(str(error))
-            return PeerId(found[1]) if found else None
-        return None
+            if found := _FOUND_ID.search(str(error)):
+                return PeerId(found[1])
+        # The daemon does not dial the address where it listens. At one that it announces another peer may answer.
+        is_own = f"{address}/p2p/{self._peer_id}" in await self.addresses()
+        return self._peer_id if is_own else None
 
     async def addresses(self) -> tuple[str, ...]:
         """See `Transport`."""

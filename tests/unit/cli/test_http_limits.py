@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -155,7 +156,40 @@ def test_a_page_of_another_origin_is_refused(headers: Any, host: str, status: in
 
 def test_an_endpoint_that_others_reach_is_addressed_by_any_name() -> None:
     assert names_of("0.0.0.0", []) == ["*"]
-    assert "*" not in names_of("::1", []) + names_of("localhost", [])
+    local = ("::1", "localhost", "LOCALHOST", "127.0.1.1", "::ffff:127.0.0.1")
+    assert [host for host in local if "*" in names_of(host, [])] == []
+
+
+def test_a_body_in_tiny_parts_takes_no_more_memory_than_its_bytes(served: ServedText) -> None:
+    async def attack() -> None:
+        client = Client(TextEndpoint([served]).app())
+        num_parts = 20_000
+        for _ in range(num_parts):
+            client.body(b" ", more=True)
+        tracemalloc.start()
+        try:
+            asked = asyncio.ensure_future(client.run())
+            await until(client.to_send.empty)  # all parts have come, and more are to come
+            assert tracemalloc.get_traced_memory()[0] < 100 * num_parts
+        finally:
+            tracemalloc.stop()
+        client.body(SMALL)
+        await until(lambda: Writer.made)
+        Writer.made[0].over.set()
+        assert await asked == 200
+
+    run(attack())
+
+
+def test_a_client_that_leaves_amid_its_body_gives_its_room_back(served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        for _ in range(20):  # 80 MB in all: more than there is room for
+            client = Client(app).body(b"a" * 4_000_000, more=True)
+            client.to_send.put_nowait({"type": "http.disconnect"})
+            assert await client.run() == 400  # and no failure is raised, which a server would log
+
+    run(attack())
 
 
 def test_bodies_that_never_end_leave_room_and_are_given_up(served: ServedText) -> None:

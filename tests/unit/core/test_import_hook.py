@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -79,3 +83,22 @@ def test_a_module_has_a_further_name_and_stays_one_module() -> None:
     assert sys.modules["lazy"].short is alias
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("lazy.value")
+
+
+def test_a_loader_of_several_modules_stays_as_it_was() -> None:
+    """As that of pytest, which rewrites assertions in modules of its choice."""
+
+    class Shared(MetaPathFinder, Loader):
+        def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+            return spec_from_loader(fullname, self) if fullname in ("waited_for", "lazy") else None
+
+        def exec_module(self, module: ModuleType) -> None:
+            executed.append(module.__name__)
+
+    executed: list[str] = []
+    sys.meta_path.insert(0, Shared())
+    import_along("waited_for", "along")
+    for name in ("waited_for", "lazy"):
+        importlib.import_module(name)
+    assert executed == ["waited_for", "lazy"]
+    assert sys.modules["waited_for"].number == 1

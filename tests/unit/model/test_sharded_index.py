@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import pkgutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,8 @@ CHANGES: dict[str, Callable[[Metadata], Any]] = {
     "it names '../secret', which is no file in its folder": lambda index: with_stored(index, relative_path="../secret"),
     "it names '/etc/passwd', which": lambda index: with_stored(index, relative_path="/etc/passwd"),
     "it names '..', which": lambda index: with_stored(index, relative_path=".."),
+    r"it names 'a\\x1b\[2J', which": lambda index: with_stored(index, relative_path="a\x1b[2J"),
+    "it names 'aaaa": lambda index: with_stored(index, relative_path="a" * 4096),
     "it names '', which": lambda index: with_stored(index, relative_path=""),
     "it has a value at -1 of": lambda index: with_stored(index, offset=-1),
     r"transformed by \['zstd'\]": lambda index: with_stored(index, transform_descriptors=["zstd"]),
@@ -185,11 +188,36 @@ def test_an_index_that_no_writer_writes_is_refused(message: str, folder: Path) -
         ShardedCheckpoint(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"\x80\x04]r\xff\xff\xff\x7f.", b"\x80\x04Pone\n.", b"(" * 100])
+NESTED = b")" + b"\x85" * 100_000  # too deep for `repr`
+BYTES: dict[str, bytes] = {
+    "empty": b"",
+    "no operations": b"\x80\x04",
+    "a memo of gigabytes": b"\x80\x04]r\xff\xff\xff\x07.",
+    "an object outside": b"\x80\x04Pone\n.",
+    "marks": b"(" * 100,
+    "a record without a state": b"\x80\x04" + named(METADATA, "Metadata") + b")\x81.",
+    "a nested path": b"\x80\x04"
+    + named(METADATA, "Metadata")
+    + b")\x81}("
+    + b"".join(text(field) + b"}" for field in ("state_dict_metadata", "storage_data"))
+    + text("planner_data")
+    + b"}"
+    + text("a")
+    + NESTED
+    + b"sub.",
+}
+
+
+@pytest.mark.parametrize("content", BYTES.values(), ids=BYTES)
 def test_bytes_that_are_no_index_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"must have an index that torch\.distributed\.checkpoint wrote"):
-        read_index(tmp_path / ".metadata")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=r"must have an index that torch\.distributed\.checkpoint wrote"):
+            read_index(tmp_path / ".metadata")
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 class Trap:

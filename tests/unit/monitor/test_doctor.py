@@ -317,6 +317,22 @@ def test_other_faults_fail_the_command(
     assert daemons == []
 
 
+def test_one_peer_that_answers_is_enough_while_another_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer in a network that drops packets is silent until the timeout, and may be named before the others."""
+    silent, answering = Address("203.0.113.8", 1, PeerId("a")), Address("203.0.113.7", 1, PeerId("b"))
+    over = threading.Event()
+
+    def knock(address: Address) -> DialResult:
+        if address is silent:
+            assert over.wait(60.0)
+        return DialResult(address=str(address.place))
+
+    monkeypatch.setattr(doctor, "knock", knock)
+    doctor.check_answering([silent, answering])
+    assert not over.is_set()
+    over.set()
+
+
 def test_without_a_daemon_a_peer_is_knocked_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]]
 ) -> None:

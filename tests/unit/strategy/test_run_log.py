@@ -13,6 +13,7 @@ import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_swarm import SwarmView
+from lightning_swarm.strategy.run_log import _TerminalHandler
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import run_swarm
 from tests.parity.models import digits, loader
@@ -112,3 +113,20 @@ def test_a_line_does_not_begin_behind_a_bar(monkeypatch: pytest.MonkeyPatch) -> 
     assert "Epoch" in text, "there was a bar"
     (before, _) = text.split("Peer peer-2 ")
     assert before.rpartition("\r")[2].strip() == "", "the bar was wiped off"
+
+
+def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `python train.py 2>&1 | head`."""
+
+    class Gone(io.StringIO):
+        num_writes = 0
+
+        def write(self, _: str) -> int:
+            self.num_writes += 1
+            raise BrokenPipeError
+
+    terminal = Gone()
+    handler = _TerminalHandler()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler.emit(logging.LogRecord(NAME, logging.INFO, __file__, 1, "Peer b left", (), None))
+    assert terminal.num_writes
