@@ -170,6 +170,15 @@ def launch_id() -> str:
     return os.environ.get(_LAUNCH, "")
 
 
+def addresses_for_children(config: SwarmConfig, announced: Sequence[str]) -> list[str]:
+    """Return the addresses at which other peers of this machine find the first one, whose settings `config` are."""
+    if not config.announce or not config.listen.port:
+        return [*announced]
+    # Many routers do not lead from the inside back to the address that they have outside.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen.host, config.listen.host)
+    return [str(Address(host, config.listen.port, Address.parse(announced[0]).peer_id)), *announced]
+
+
 def child_environment(
     rank: int, addresses: Sequence[str], config: SwarmConfig, *, launch: str, trains: bool
 ) -> dict[str, str]:

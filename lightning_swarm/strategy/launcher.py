@@ -356,7 +356,8 @@ class SwarmLauncher(_Launcher):
         peer = self._strategy.peer = hivemind_peer(self._strategy.config, self._entry)
         if first:
             peer.check_run_id()
-            addresses = peer.runtime.run(peer.transport.addresses())
+            announced = peer.runtime.run(peer.transport.addresses())
+            addresses = process.addresses_for_children(self._strategy.config, announced)
             joins = self._strategy.enter(trainer)
             # A run that only evaluates lets no peer in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:

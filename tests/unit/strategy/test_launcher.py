@@ -366,3 +366,22 @@ def test_a_guest_says_how_many_of_its_peers_are_left(
         living.kill()
     assert caplog.text.count("2 of 3 peers of this machine are left: local peer 2 (process") == num_said
     assert caplog.text.count("ended with exit code 3") == num_said
+
+
+@pytest.mark.parametrize(
+    ("listen", "announce", "found"),
+    [
+        ("0.0.0.0:31337", "203.0.113.7:4000", "127.0.0.1:31337"),
+        ("[::]:31337", "[2001:db8::7]:4000", "[::1]:31337"),
+        ("10.0.0.5:31337", "203.0.113.7:4000", "10.0.0.5:31337"),
+        ("0.0.0.0:31337", "", None),
+        ("0.0.0.0", "203.0.113.7:4000", None),  # its port is the system's choice
+    ],
+)
+def test_peers_of_a_machine_meet_inside_its_router(listen: str, announce: str, found: str | None) -> None:
+    config = SwarmStrategy(num_stages=2, listen=listen, announce=announce or ()).config
+    own = Identity.generate().peer_id
+    announced = [f"/ip4/203.0.113.7/tcp/4000/p2p/{own}"]
+    addresses = process.addresses_for_children(config, announced)
+    assert addresses == [*([f"{found}/{own}"] if found else []), *announced]
+    assert all(Address.parse(text).peer_id == own for text in addresses)
