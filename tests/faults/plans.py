@@ -108,6 +108,7 @@ class Case:
     groups: tuple[str, ...] = ()
     of: str | None = None  # whose phase it is, if not its own
     away: frozenset[str] = field(default=frozenset())  # who is killed, or away for so long that it may be left out
+    times: int | None = 1  # messages that are lost; None: all
 
     def __str__(self) -> str:
         whom = "|".join(group.replace(" ", "") for group in self.groups) or self.whom or "any"
@@ -155,6 +156,8 @@ class Case:
                 plan.freeze(self.whom, for_s=self.for_s, **when)
             case "delay":
                 plan.delay(self.whom, by_s=self.for_s, **when)
+            case "drop":
+                plan.drop(self.whom, times=self.times, **when)
             case "duplicate":
                 plan.duplicate(self.whom, again_after_s=self.for_s, **when)
             case _:
@@ -218,8 +221,10 @@ def _partitions() -> Iterator[Case]:
 
 def caused() -> Iterator[tuple[Case, ...]]:
     """Faults in what only happens because of others, which come first."""
+    # All answers are lost: a repeat of the request would make up for a single one.
     lost_by = {
-        whom: (Case("drop", whom, Phase.BACKWARD_ACCEPTED, away=frozenset({whom})),) for whom in ("e", LEAD, "other")
+        whom: (Case("drop", whom, Phase.BACKWARD_ACCEPTED, away=frozenset({whom}), times=None),)
+        for whom in ("e", LEAD, "other")
     }
     # Of a stage's three servers two go, so that of each trainer's microbatches one is lost.
     lost = tuple(Case("kill", whom, Phase.CLOSE, away=frozenset({whom})) for whom in ("e", "f"))
