@@ -6,7 +6,6 @@ import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from lightning_swarm.coordinator.audit.audit_run import (
@@ -20,13 +19,13 @@ from lightning_swarm.coordinator.audit.disputes import (
     MAX_UNPROVEN,
     Accusation,
     AuditResult,
-    ClaimedWork,
     Kinds,
     Verdict,
     WorkTolerance,
     compare,
     judge_accusation,
 )
+from lightning_swarm.coordinator.audit.examined_step import ExaminedStep
 from lightning_swarm.coordinator.audit.policy import (
     MAX_SILENCES,
     Silences,
@@ -64,49 +63,6 @@ _MAX_CONTESTED: Final = 2  # closings in which a server may give trainers what i
 _FALSE_SUM: Final = WorkComparison(wrong=frozenset({"sum"}))
 
 lots = random.SystemRandom()
-
-
-@dataclass(frozen=True)
-class _Examined:
-    """The step's sums as they are looked into at once."""
-
-    ledgers: Mapping[Unit, ServerLedger]
-    claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]  # in the order in which each server added
-    arithmetic: Mapping[PeerId, str]
-    round: int
-    unrepeatable: Collection[str] = ()  # kinds of machines that compute other bits each time
-
-    def auditors_of(self, unit: Unit, without: Collection[PeerId]) -> list[PeerId]:
-        """The other servers of a unit's stage."""
-        return [
-            one.peer
-            for one in self.ledgers
-            if one.stage_index == unit.stage_index and one.peer != unit.peer and one.peer not in without
-        ]
-
-    def batches_of(self, peer: PeerId) -> set[int]:
-        """Places of the batches of which a server has computed something."""
-        return {first for unit, claims in self.claims.items() if unit.peer == peer for first, _, _ in claims}
-
-    def sharing_with(self, units: Collection[Unit]) -> set[Unit]:
-        """The units of other stages that computed microbatches of these."""
-        stages = {unit.stage_index for unit in units}
-        receipts = {receipt for unit in units for receipt in self.claims[unit]}
-        return {
-            unit
-            for unit, claims in self.claims.items()
-            if stages - {unit.stage_index} and not receipts.isdisjoint(claims)
-        }
-
-    def said(self, unit: Unit) -> ClaimedWork:
-        """What a server committed to."""
-        report = self.ledgers[unit].report
-        return ClaimedWork(self.claims[unit], report.sum_digest or b"", report.touched)
-
-    def differ(self, one: PeerId, other: PeerId) -> bool:
-        """Tell whether two servers' machines are of different kinds, or of one that never computes the same bits."""
-        kind = self.arithmetic.get(one)
-        return kind != self.arithmetic.get(other) or kind in self.unrepeatable
 
 
 class StepAudits:
@@ -191,7 +147,7 @@ class StepAudits:
             self._standing.passed.pop(peer, None)
         return verdict
 
-    def _convict_idle(self, step: _Examined, sums: Mapping[Unit, StageProjection], verdict: Verdict) -> None:
+    def _convict_idle(self, step: ExaminedStep, sums: Mapping[Unit, StageProjection], verdict: Verdict) -> None:
         """Convict servers whose sums hold something, and that claim to have computed nothing."""
         for unit, told in sums.items():
             if not step.claims[unit] and not told.is_nothing and unit.peer != self._own:
@@ -199,7 +155,7 @@ class StepAudits:
 
     def _compare_given(
         self,
-        step: _Examined,
+        step: ExaminedStep,
         results: TrainerResults,
         disagreements: Mapping[Receipt, set[Unit]],
         verdict: Verdict,
@@ -228,7 +184,7 @@ class StepAudits:
                 self._contest(giver, firsts, step, verdict)
         return contested
 
-    def _contest(self, unit: Unit, firsts: set[int], step: _Examined, verdict: Verdict) -> None:
+    def _contest(self, unit: Unit, firsts: set[int], step: ExaminedStep, verdict: Verdict) -> None:
         """Have batches run again without a server that gave something else of them than is claimed."""
         verdict.tainted |= firsts
         verdict.avoided.add(unit.peer)
@@ -242,7 +198,9 @@ class StepAudits:
         else:
             self._dispute(unit, reason)
 
-    def _examined(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int, verdict: Verdict) -> _Examined:
+    def _examined(
+        self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int, verdict: Verdict
+    ) -> ExaminedStep:
         held, claims = dict[Unit, ServerLedger](), dict[Unit, Mapping[Receipt, WorkClaim]]()
         for index, (stage, manifest) in enumerate(zip(ledgers, self._run.manifest.stages, strict=True)):
             for member, ledger in stage.items() if not manifest.on_trainers else ():
@@ -253,7 +211,7 @@ class StepAudits:
                     claims[unit], held[unit] = {receipt: its[receipt] for receipt in added}, ledger
                 except SwarmError as error:
                     verdict.failed[unit.peer] = error
-        return _Examined(held, claims, arithmetic, round_, self._unrepeatable)
+        return ExaminedStep(held, claims, arithmetic, round_, self._unrepeatable)
 
     # ------------------------------------------------------------------ whose work is audited
 
@@ -268,7 +226,7 @@ class StepAudits:
 
     # ------------------------------------------------------------------ audits
 
-    async def _audit(self, step: _Examined, units: Collection[Unit], verdict: Verdict) -> set[Unit]:
+    async def _audit(self, step: ExaminedStep, units: Collection[Unit], verdict: Verdict) -> set[Unit]:
         """Have servers' work computed again, and convict who lies; returns those that did what they claim."""
         # The coordinator is a keeper: there is nobody to doubt it.
         audited = sorted(unit for unit in units if unit.peer != self._own and step.claims[unit])
@@ -292,7 +250,7 @@ class StepAudits:
                 self._auditors[one.unit] = one.auditor if comparison.is_equal else self._own
         return passed
 
-    def _assigned(self, step: _Examined, units: Sequence[Unit], verdict: Verdict) -> list[Assignment]:
+    def _assigned(self, step: ExaminedStep, units: Sequence[Unit], verdict: Verdict) -> list[Assignment]:
         """Give each server's work to one other server of its stage, or to the coordinator's own."""
         # To one alone: of several, an accomplice could say what makes the others' sums come out right. And whoever they
         # say that they are: liars would choose their auditors by that.
@@ -309,10 +267,10 @@ class StepAudits:
             found.append(self._assignment(step, unit, auditor))
         return found
 
-    def _assignment(self, step: _Examined, unit: Unit, auditor: PeerId) -> Assignment:
+    def _assignment(self, step: ExaminedStep, unit: Unit, auditor: PeerId) -> Assignment:
         return Assignment(unit, auditor, list(step.claims[unit]), compare=step.differ(unit.peer, auditor))
 
-    def _compare(self, step: _Examined, one: Assignment, results: AuditResults) -> WorkComparison:
+    def _compare(self, step: ExaminedStep, one: Assignment, results: AuditResults) -> WorkComparison:
         """Compare what a server claims with what an auditor found."""
         its, told = results.found.get((one.unit, one.auditor)), results.sums.get(one.unit)
         if its is None or told is None:
@@ -338,7 +296,7 @@ class StepAudits:
     # ------------------------------------------------------------------ disputes
 
     async def _decide(
-        self, step: _Examined, one: Assignment, results: AuditResults, comparison: WorkComparison, verdict: Verdict
+        self, step: ExaminedStep, one: Assignment, results: AuditResults, comparison: WorkComparison, verdict: Verdict
     ) -> bool:
         """Have the coordinator's own server do the whole audit, and convict who lies; True: the audited did not."""
         # Also where an auditor does nothing, or says that it was refused: it would let an accomplice pass.
@@ -357,13 +315,13 @@ class StepAudits:
             await self._judge_auditor(step, one, results, comparison, own, again, verdict)
         return unit.peer not in verdict.convicted
 
-    async def _audit_itself(self, step: _Examined, unit: Unit, verdict: Verdict) -> tuple[Assignment, AuditResults]:
+    async def _audit_itself(self, step: ExaminedStep, unit: Unit, verdict: Verdict) -> tuple[Assignment, AuditResults]:
         own = self._assignment(step, unit, self._own)
         again = await self._audits.audit([own], step.round)
         self._take(again, verdict)
         return own, again
 
-    async def _repeats(self, step: _Examined, own: Assignment, again: AuditResults) -> bool:
+    async def _repeats(self, step: ExaminedStep, own: Assignment, again: AuditResults) -> bool:
         """Return whether the coordinator's server finds the same once more; if not, remember its kind of machine."""
         about, said = (own.unit, self._own), step.said(own.unit)
         second = await self._audits.audit([own], step.round)
@@ -378,7 +336,7 @@ class StepAudits:
 
     async def _judge_auditor(
         self,
-        step: _Examined,
+        step: ExaminedStep,
         one: Assignment,
         results: AuditResults,
         comparison: WorkComparison,
@@ -419,7 +377,7 @@ class StepAudits:
             self._disputes[_pair(unit, accuser)] += 1
             self._dispute(unit, f"{accuser} found other results, or was given something else, and {self._own} did not")
 
-    def _hear(self, step: _Examined, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
+    def _hear(self, step: ExaminedStep, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
         """Take what the coordinator's own server found of a server's work; True: that did what it claims."""
         if comparison.wrong:
             self._convict(unit, comparison, verdict, step)
@@ -451,7 +409,7 @@ class StepAudits:
         self._dispute(unit, f"it audited nothing in time, as {' and '.join(sorted(trainers))} found")
         self._silences.note_auditor(unit.peer, self._step.step)
 
-    def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: _Examined) -> None:
+    def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: ExaminedStep) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"
         if comparison.has_false_outputs:  # or it may have: of all that went through it nothing is sure
             verdict.tainted |= step.batches_of(unit.peer)
@@ -467,7 +425,7 @@ class StepAudits:
 
     def _settle(
         self,
-        step: _Examined,
+        step: ExaminedStep,
         disagreements: Mapping[Receipt, set[Unit]],
         replaced: Mapping[Receipt, Collection[Unit]],
         verdict: Verdict,

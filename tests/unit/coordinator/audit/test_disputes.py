@@ -11,8 +11,9 @@ import pytest
 
 from lightning_swarm.coordinator.audit.audit_run import AuditResults
 from lightning_swarm.coordinator.audit.disputes import Verdict
+from lightning_swarm.coordinator.audit.examined_step import ExaminedStep
 from lightning_swarm.coordinator.audit.policy import AuditMemory, Silences, Unit
-from lightning_swarm.coordinator.audit.step_audits import StepAudits, _Examined
+from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import EventLog
@@ -38,7 +39,7 @@ class Step:
 
     def close(self, *pairs: tuple[PeerId, PeerId], failed: dict[int, set[Unit]] | None = None) -> Verdict:
         verdict = Verdict()
-        examined = _Examined(dict.fromkeys(UNITS), {unit: {} for unit in UNITS}, {}, 0)  # type: ignore[arg-type]
+        examined = ExaminedStep(dict.fromkeys(UNITS), {unit: {} for unit in UNITS}, {}, 0)  # type: ignore[arg-type]
         units = {receipt(number): {Unit(0, one), Unit(1, other)} for number, (one, other) in enumerate(pairs)}
         replaced = {receipt(number): units for number, units in (failed or {}).items()}
         self.audits._settle(examined, units, replaced, verdict)
@@ -86,7 +87,7 @@ def test_who_is_left_out_and_answers_is_not_silent(silent: bool) -> None:
     audits.told, audits.audited = defaultdict(list), set()
     verdict = Verdict(failed={A: ProtocolError("its neighbour may have had it say two things")})
     claims: Any = {unit: {receipt(0): None} for unit in UNITS}
-    examined = _Examined(dict.fromkeys(UNITS), claims, {}, 0)  # type: ignore[arg-type]
+    examined = ExaminedStep(dict.fromkeys(UNITS), claims, {}, 0)  # type: ignore[arg-type]
     asyncio.run(audits._audit(examined, [Unit(0, A)], verdict))
     assert list(audits._silences.noted) == [A] * silent
     assert list(audits._standing.watched) == [A] * silent, "all of its work is audited for a while"

@@ -194,6 +194,6 @@ def test_a_run_begins_with_votes_on_different_hosts(make_swarm: MakeSwarm) -> No
 
 def test_a_record_names_voters_on_different_hosts(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b", "c d")
-    swarm.servers[PeerId("d")]._transport._address = "/ip4/10.0.0.2/tcp/1/p2p/d"  # type: ignore[attr-defined]
+    swarm.servers[PeerId("d")]._transport.address = "/ip4/10.0.0.2/tcp/1/p2p/d"  # type: ignore[attr-defined]
     record = swarm.run(swarm.step(rows(1)))
     assert [voter.peer_id for voter in record.next_voters or []] == ["a", "d", "b"]
