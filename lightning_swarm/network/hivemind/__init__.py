@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
+from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, InitialPeersSilent, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
@@ -28,6 +31,8 @@ __all__ = ["HivemindDirectory", "HivemindTransport", "start"]
 _log = logging.getLogger(__name__)
 
 _NUM_ATTEMPTS: Final = 3
+PORT_PATIENCE_S = 10.0
+_POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.5
 _KNOWS_NOBODY: Final = "find any peer in table"  # said for a moment, until a daemon knows whom it is connected to
 _NUM_LOOKS: Final = 20
@@ -54,7 +59,7 @@ async def start(
         ipaddress.ip_address(listen.host)
     except ValueError as error:
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
-    _check_free(listen)
+    await _check_free(listen)
     remove_dead_sockets()
     is_local = listen.is_loopback and all(HostPort(host_of([place]), 0).is_loopback for place in announce)
     identity = _identity(identity_path, is_local=is_local)
@@ -91,17 +96,28 @@ def _identity(path: str | None, *, is_local: bool) -> Identity:
     return identity
 
 
-def _check_free(listen: HostPort) -> None:
-    """Refuse a port that is in use: two daemons would share it, and each would get some of the other's connections."""
+async def _check_free(listen: HostPort) -> None:
+    """Refuse a port that stays in use: two daemons would share it, and each get some of the other's connections."""
+    # The daemon of a peer that was killed a moment ago may still end.
+    end_s = now_s() + PORT_PATIENCE_S
+    while _bind_error(listen) == errno.EADDRINUSE and now_s() < end_s:  # noqa: ASYNC110 - another process sets no event
+        await asyncio.sleep(_POLL_S)
+    if (number := _bind_error(listen)) is not None:
+        raise ConfigError(
+            f"`listen` must be an address of this machine and a free port, got {listen.host} and {listen.port}: "
+            f"{os.strerror(number)}. End what listens there, name another port, or none: then the system finds one."
+        )
+
+
+def _bind_error(listen: HostPort) -> int | None:
+    """Return the number of the system's error for an address and port; None if this process may listen there."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections may linger
             probe.bind((listen.host, listen.port))
     except OSError as error:
-        raise ConfigError(
-            f"`listen` must be an address of this machine and a free port, got {listen.host} and {listen.port}: "
-            f"{error.strerror}. End what listens there, name another port, or none: then the system finds one."
-        ) from error
+        return error.errno or errno.EINVAL
+    return None
 
 
 async def _start_daemon(

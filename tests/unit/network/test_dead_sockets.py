@@ -1,7 +1,9 @@
-"""The sockets that killed peers leave: a later start removes them, and no other ones."""
+"""The sockets and ports that killed peers leave: a later start removes files, no others, and waits for ports."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import socket
 import stat
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_swarm.network import hivemind
+from lightning_swarm.network.addresses import HostPort
 from lightning_swarm.network.hivemind import daemon
 
 
@@ -47,3 +51,21 @@ def test_those_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
     daemon.remove_dead_sockets(tmp_path)
     assert stat.S_ISSOCK(path.stat().st_mode)
+
+
+def test_a_port_is_waited_for_while_a_killed_peers_daemon_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is free a moment after its peer was killed, and the same command may begin before."""
+    looks = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        place = HostPort(*listening.getsockname())
+
+        def bind_error(listen: HostPort) -> int | None:
+            looks.append(found := real(listen))
+            if len(looks) == 2:
+                listening.close()
+            return found
+
+        real = hivemind._bind_error
+        monkeypatch.setattr(hivemind, "_bind_error", bind_error)
+        asyncio.run(hivemind._check_free(place))
+    assert looks == [errno.EADDRINUSE, errno.EADDRINUSE, None, None]

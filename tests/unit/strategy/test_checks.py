@@ -23,7 +23,7 @@ from lightning_swarm import SwarmStrategy, cli
 from lightning_swarm.core.errors import ConfigError, PeerError, StepError, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.boundary_layers import Bottleneck, Maxout, boundary_layers
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.peer import process as process_module
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.protocol.methods import VIEW
@@ -327,6 +327,7 @@ def test_what_looks_wrong_and_is_right(options: dict[str, Any], devices: int) ->
 
 def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
+    monkeypatch.setattr(hivemind, "PORT_PATIENCE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as refusal:
