@@ -31,10 +31,11 @@ class BatchTimes:
     took_s: float | None = None  # what that one took
     newest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_NEWEST))  # likewise of those before
     num_left: int = 0  # batches of its own that it left to others since
+    has_waited: bool = False  # it has asked for a place since its newest batch, and was told to wait
 
     def granted(self, now_s: float) -> None:
         """Begin a batch."""
-        self.granted_s, self.num_left = now_s, 0
+        self.granted_s, self.num_left, self.has_waited = now_s, 0, False
 
     def ended(self, now_s: float) -> None:
         """End the batch in hand, if there is one."""
@@ -53,6 +54,8 @@ class BatchTimes:
             return None
         if self.granted_s is not None:
             return max(now_s, self.granted_s + self.took_s)
+        if self.has_waited:  # so it asks again as soon as the next step opens
+            return now_s
         # Between two batches. One that pauses for longer validates, perhaps, or saves a checkpoint.
         return now_s if self.ended_s is not None and now_s <= self.ended_s + self.took_s else None
 

@@ -204,6 +204,7 @@ class LeaseTable:
             patience_s = max(_LEAST_PATIENCE_S, _FIRST_PATIENCE_S if times.took_s is None else times.took_s)
             waiting = WaitingTrainer(batch, now_s(), patience_s, times.took_s)
         self._idle[trainer] = waiting
+        times.has_waited = True
         return waiting
 
     def _others(self, trainer: PeerId) -> Iterator[tuple[float, float]]:

@@ -458,6 +458,7 @@ def auditing(swarm: Swarm) -> Message:
         weight=1.0,
         audited=A,
         order=3,
+        place=0,
         compare=False,
         structure=structure,
     )

@@ -35,7 +35,7 @@ def test_the_clocks_difference_is_found_whatever_the_way_takes(loop: VirtualLoop
     assert meeting.round_trip_s == pytest.approx(2 * LATENCY_S)
     assert meeting.ahead_s == pytest.approx(ahead_s)
     assert meeting.greeting.protocol_version == PROTOCOL_VERSION
-    assert meeting.greeting.versions.keys() == {"Python", "torch", "lightning", "hivemind"}
+    assert meeting.greeting.versions.keys() == {"Python", "torch", "lightning", "hivemind", "CPU"}
 
 
 def test_the_quickest_answer_counts(loop: VirtualLoop) -> None:

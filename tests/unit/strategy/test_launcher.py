@@ -172,6 +172,7 @@ def test_the_invitation_names_the_address_and_the_program(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], name: str | None, named: str
 ) -> None:
     monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", argv[0], raising=False)  # no notebook
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", name and SimpleNamespace(name=name))
     inner, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
     config = SwarmStrategy().config
@@ -198,6 +199,7 @@ def test_a_run_of_invited_peers_says_how_others_get_an_invitation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)  # no notebook
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     here = Address.parse(f"192.0.2.1:5/{ID}")
 
