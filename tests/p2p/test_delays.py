@@ -7,6 +7,7 @@ import subprocess
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import uvloop
@@ -78,7 +79,7 @@ def _namespaces() -> set[str]:
 @pytest.mark.usefixtures("_permitted")
 def test_peers_far_apart_that_dial_each_other_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As all servers do when a run begins. Their daemons are on hosts of their own, and nothing else of them is."""
-    monkeypatch.setattr(hivemind, "_check_free", lambda listen: None)  # the address is another host's
+    monkeypatch.setattr(hivemind, "_check_free", AsyncMock())  # the address is another host's
     with Hosts([100.0] * 2, [0.05] * 2) as hosts, closing(uvloop.new_event_loop()) as loop:
         loop.run_until_complete(_meet(hosts))
 
