@@ -21,6 +21,7 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.audit.parts import MeanAudit
 from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.membership.kinds import mixed_stages
 from lightning_swarm.coordinator.membership.moves import PlannedMoves
 from lightning_swarm.coordinator.membership.rosters import alone_in, choose_voters, next_rosters
 from lightning_swarm.coordinator.membership.servers import ServerMembership
@@ -260,6 +261,7 @@ class StepCommit:
             set(took) & set(present)
             for took, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
         ]
+        kinds = self._server_membership.kinds(absent=closed.closing.absent)
         known, right = self._run.snapshots, self._run.believed
         snapshots = agreed_snapshots(there, closed.snapshots, known, version=version, right=right)
         return Record(
@@ -278,6 +280,7 @@ class StepCommit:
             enlisted=[],
             retired=[],
             snapshots=snapshots or UNSET,
+            portable=mixed_stages(kinds, self._run.ties.groups()) or UNSET,
         )
 
     async def _with_changes(

@@ -166,6 +166,7 @@ class CoordinatorContext:
     limits: Limits
     events: EventLog
     audit_memory: AuditMemory = field(default_factory=AuditMemory)
+    arithmetic: dict[PeerId, str] = field(default_factory=dict)  # of the servers that told it, see `FreezeReply`
     # Requests name this number, and not that of `run`: what is still under way as the run is rolled back must not pass
     # for something of the next generation.
     generation: int = field(init=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -15,7 +16,10 @@ from torch.optim import Optimizer
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.copying import copied, copied_hooks
 from lightning_swarm.model.optimizer_closure import GradientClosure
+from lightning_swarm.model.portable import PortableArithmetic, Unportable
+from lightning_swarm.model.portable_numbers import portable_groups
 from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.wire import MAX_TEXT
 
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _TRIED_STEPS: Final = 3
@@ -98,14 +102,30 @@ class OptimizerTemplate:
             )
         return frozenset(groups)
 
+    def unportable(self) -> str:
+        """Say why machines of different kinds could not step to the same bits; empty if they can."""
+        largest_first = sorted(self._parameters.items(), key=lambda item: -item[1].numel())
+        alike = {(own.dim(), own.dtype): name for name, own in largest_first}  # of each kind the smallest
+        kind = type(self._optimizer).__name__
+        try:
+            for name in alike.values():
+                with PortableArithmetic():
+                    self._tried([name], portable=True)
+        except Unportable as error:
+            return f"{kind} computes by {error.operation}"[:MAX_TEXT]
+        except Exception as error:  # noqa: BLE001 - then nothing shows that it steps alike
+            return f"{kind} fails with portable arithmetic: {error!r}"[:MAX_TEXT]
+        return ""
+
     def _smallest(self, count: int) -> list[str]:
         """The names of the smallest parameters, in the order of all: a first one draws the same numbers alone."""
         names = sorted(self._parameters, key=lambda name: self._parameters[name].numel())[:count]
         return sorted(names, key=list(self._parameters).index)
 
-    def _tried(self, names: Sequence[str]) -> tuple[Tensor, dict[str, Any]]:
+    def _tried(self, names: Sequence[str], *, portable: bool = False) -> tuple[Tensor, dict[str, Any]]:
         """Return what some steps make of the first of these parameters, and what they write into its groups."""
-        made = {name: nn.Parameter(torch.ones(self._parameters[name].shape)) for name in names}
+        dtypes = {name: self._parameters[name].dtype if portable else None for name in names}
+        made = {name: nn.Parameter(torch.ones(self._parameters[name].shape, dtype=dtypes[name])) for name in names}
         optimizer = self.cut(made)
         for register in HOOKS:  # they may note what they are called for
             vars(optimizer).get(register, {}).clear()
@@ -116,7 +136,8 @@ class OptimizerTemplate:
                 for place, parameter in enumerate(made.values()):
                     parameter.grad = torch.full_like(parameter, 0.1 + step + 10 * place)
                 closure = GradientClosure([*made.values()], type(optimizer).__name__)
-                optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
+                with portable_groups(optimizer) if portable else nullcontext():
+                    optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
                 closure.check()
         pairs = zip(optimizer.param_groups, before, strict=True)
         written = {key: new for group, old in pairs for key, new in group.items() if _is_other(key, new, old)}

@@ -22,7 +22,7 @@ from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.network.access import Role
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest
 from lightning_swarm.protocol.messages.state import StageState
-from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
+from lightning_swarm.protocol.messages.wire import ShortText, WireMessage, decode, encode
 from lightning_swarm.protocol.methods import ADMIT, LOAD, RESTART
 from lightning_swarm.protocol.run_state import RunState
 
@@ -42,6 +42,7 @@ class ServerAnnouncement(WireMessage, frozen=True):
     addresses: list[str]
     trains: bool = False  # it reads data, too
     inherits: bool | UnsetType = UNSET  # it has data, and could lead the run if the lead died
+    arithmetic: ShortText = ""  # as in `FreezeReply`
 
 
 class RunAnnouncement(WireMessage, frozen=True):
@@ -181,11 +182,20 @@ class RunDirectory:
         return [peer for peer, is_one in zip(peers, found, strict=True) if is_one]
 
     async def announce(
-        self, boot_id: int, *, timeout: float, trains: bool = False, inherits: bool = False, among: str = "servers"
+        self,
+        boot_id: int,
+        *,
+        timeout: float,
+        trains: bool = False,
+        inherits: bool = False,
+        arithmetic: str = "",
+        among: str = "servers",
     ) -> None:
         """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
         addresses = list(await self.transport.addresses())
-        peer = ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET)
+        peer = ServerAnnouncement(
+            boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET, arithmetic=arithmetic
+        )
         key, value = f"{self.run_id}.{among}", encode(peer)
         await self._publish(key, value, timeout=timeout)
         self._own[key] = value

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
 from lightning_swarm.client.session import Session
 from lightning_swarm.coordinator.audit.auditable import check_auditable
+from lightning_swarm.coordinator.membership.kinds import assign_by_kind, check_one_kind
 from lightning_swarm.coordinator.membership.rosters import choose_voters
 from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
@@ -29,7 +30,7 @@ from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import discovery, failover
 from lightning_swarm.peer.arrivals import Arrivals, known_peers
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.peer.discovery import RunDirectory
+from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
 from lightning_swarm.protocol.bans import heed
 from lightning_swarm.protocol.events import EventLog
@@ -64,6 +65,7 @@ class RunSpec:
     open_to_trainers: bool = False  # others may come to train, too
     scaling: LossScaling | None = None  # of all trainers' losses, in the first step
     optimizer: str | None = None  # the kind that every peer must build; see `model.optimizer_state.kind_of`
+    unportable: str = ""  # why unlike machines cannot step it to the same bits
     generation: int = 0  # later than all in which the servers were with the lead
     former_leads: Sequence[PeerId] = ()  # of older generations
 
@@ -119,13 +121,15 @@ def make_manifest(
     me: Member,
     servers: Sequence[Member],
     others: Sequence[Member],
-    hosts: Mapping[PeerId, str],
+    announced: Mapping[PeerId, ServerAnnouncement],
     keepers: Keepers = UNSET,
 ) -> Manifest:
-    """Record 0 of a run that `me`, the starter, leads, and in which `others` train; `hosts`: the servers' machines.
+    """Record 0 of a run that `me`, the starter, leads, and in which `others` train; `announced`: by the servers.
 
-    Raises `ConfigError` where no server may coordinate.
+    Raises `ConfigError` where no server may coordinate, or a stage needs machines of one kind, and has others.
     """
+    hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
+    kinds = {peer: server.arithmetic for peer, server in announced.items()}
     # The starter's own server coordinates: its trainer's control calls then cross no network. Or another keeper.
     servers = sorted(servers, key=lambda one: (one.peer_id != me.peer_id, not may_decide(one.peer_id, keepers)))
     if not may_decide(servers[0].peer_id, keepers):
@@ -136,6 +140,8 @@ def make_manifest(
         )
     trainers = [me, *(member for member in others if member != me)]
     rosters = discovery.assign(len(spec.ranges), servers)
+    if (config.settings.deterministic or spec.unportable) and len(servers) >= len(rosters):
+        rosters = assign_by_kind(len(rosters), servers, kinds) or rosters
     stages = model.describe(spec.ranges, [*rosters, trainers])
     manifest = Manifest(
         protocol_version=PROTOCOL_VERSION,
@@ -157,6 +163,7 @@ def make_manifest(
         max_steps=spec.max_steps,
         total_steps=spec.total_steps,
         optimizer=spec.optimizer,
+        unportable=spec.unportable or UNSET,
         stages=stages,
         # Layers around a pipeline are held by the trainers that the run began with.
         open_to_trainers=spec.open_to_trainers and (not rosters or not stages[-1].on_trainers),
@@ -165,6 +172,8 @@ def make_manifest(
     )
     if config.settings.is_audited:
         check_auditable(manifest)
+    for index, stage in enumerate(manifest.stages):
+        check_one_kind(manifest, index, {one.peer_id: kinds.get(one.peer_id, "") for one in stage.roster})
     return manifest
 
 
@@ -284,11 +293,10 @@ class Lead:
         announced = await self._directory.announced()
         self.addresses = {peer: server.addresses for peer, server in announced.items()}
         trainers = [server for server in servers if server.peer_id in announced and announced[server.peer_id].trains]
-        hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
         keepers: Keepers = UNSET
         if self._config.settings.is_audited:
             keepers = self._arrivals.keepers_among(me.peer_id, [server.peer_id for server in servers])
-        manifest = make_manifest(spec, self._config, model, me, servers, trainers, hosts, keepers)
+        manifest = make_manifest(spec, self._config, model, me, servers, trainers, announced, keepers)
         invitations = await self._arrivals.count([*(one.peer_id for one in servers), *manifest.trainers])
         bans = self._transport.bans or UNSET
         convicted = convictions(self._arrivals.convicted)

@@ -59,7 +59,9 @@ class ServerHost:
         await self.start(model)
         self.announced, self.could_lead = True, inherits
         timeout = self._config.limits.start_timeout
-        await self._directory.announce(self.me.boot_id, trains=trains, inherits=inherits, timeout=timeout)
+        await self._directory.announce(
+            self.me.boot_id, trains=trains, inherits=inherits, arithmetic=model.arithmetic, timeout=timeout
+        )
 
     async def start(self, model: PeerModel) -> None:
         """Start the server without announcing it, or serve the next run with the one that is there."""

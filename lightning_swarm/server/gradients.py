@@ -33,7 +33,7 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.audit.arithmetic import arithmetic_of
+from lightning_swarm.server.arithmetic import arithmetic_of, shortened
 from lightning_swarm.server.audit.kept_work import KeptWork, sum_digest
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
@@ -268,8 +268,10 @@ class GradientSums:
     @property
     def arithmetic(self) -> str:
         """Tells what the bits of this server's results depend on; see `arithmetic_of`."""
-        devices = sorted({str(arithmetic_of(stage.device)) for stage in self.stages.values()})
-        return "; ".join(devices)[:100]
+        stages = self.stages.values()
+        return shortened(
+            "; ".join(sorted({arithmetic_of(one.device, offloads=one.optimizer.offloads) for one in stages}))
+        )
 
     def _is_audited(self, stage: Stage) -> bool:
         return self.are_audited and not stage.on_trainers

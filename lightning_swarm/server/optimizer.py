@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from lightning_swarm.model.optimizer_closure import GradientClosure
 from lightning_swarm.model.optimizer_state import GROUP, as_saved, set_hyperparameters
 from lightning_swarm.model.optimizer_template import copy_overrides, override_manager
+from lightning_swarm.model.portable import PortableArithmetic
+from lightning_swarm.model.portable_numbers import portable_groups
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.run import Selection
 
@@ -35,7 +38,7 @@ class StageOptimizer:
         # the parameters' memory: a graph of autograd refuses its backward where a parameter itself was stepped since.
         if offload or apart:
             self._stepped = {name: _copied(parameter, offload=offload) for name, parameter in parameters.items()}
-        self._offloads = offload
+        self.offloads = offload
         self._clip_value = clip_value  # each element of a gradient is clamped to this range
         self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # by the optimizer itself
         if self._stepped is not self._own:
@@ -63,9 +66,28 @@ class StageOptimizer:
         return []
 
     def step(
-        self, gradients: Mapping[str, Tensor | None], factor: float, hyperparameters: Sequence[Mapping[str, Any]]
+        self,
+        gradients: Mapping[str, Tensor | None],
+        factor: float,
+        hyperparameters: Sequence[Mapping[str, Any]],
+        *,
+        portable: bool = False,
     ) -> None:
-        """Step with gradients times `factor`; a parameter whose gradient is None is passed over."""
+        """Step with gradients times `factor`; a parameter whose gradient is None is passed over.
+
+        With `portable` the result has the same bits on machines of all kinds.
+        """
+        with PortableArithmetic() if portable else contextlib.nullcontext():
+            self._step(gradients, factor, hyperparameters, portable=portable)
+
+    def _step(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        factor: float,
+        hyperparameters: Sequence[Mapping[str, Any]],
+        *,
+        portable: bool,
+    ) -> None:
         stepped = [self._stepped[name] for name in gradients]
         self._fetch(gradients)
         for parameter, gradient in zip(stepped, gradients.values(), strict=True):
@@ -83,14 +105,15 @@ class StageOptimizer:
             manager.index2config.clear()
             manager.register_parameters(groups)
         closure = GradientClosure(stepped, type(self.torch_optimizer).__name__)
-        self.torch_optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
+        with portable_groups(self.torch_optimizer) if portable else contextlib.nullcontext():
+            self.torch_optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
         closure.check()
         for group, old, written in zip(groups, before, self._written, strict=True):
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
         for parameter in stepped:
             parameter.grad = None
         for name in gradients if self._stepped is not self._own else ():
-            if self._offloads:
+            if self.offloads:
                 self._own[name].data.copy_(self._stepped[name])
             else:
                 self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
@@ -98,7 +121,7 @@ class StageOptimizer:
     @torch.no_grad()
     def _fetch(self, names: Iterable[str]) -> None:
         """Begin each step with the parameters' values, so that nothing else that sets weights need know of copies."""
-        if self._offloads:
+        if self.offloads:
             for name in names:
                 self._stepped[name].copy_(self._own[name])
         elif self._stepped is not self._own:

@@ -303,7 +303,8 @@ class Stage:
             views = zip(names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
             gradients.update(dict.fromkeys(stepped))
-            self.optimizer.step(gradients, record.clip_factor, record.hyperparameters)
+            portable = self.index in (record.portable or ())
+            self.optimizer.step(gradients, record.clip_factor, record.hyperparameters, portable=portable)
             for other in before:
                 self.optimizer.share(other.optimizer)
         self.version += 1

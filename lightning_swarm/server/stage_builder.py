@@ -26,6 +26,7 @@ from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.model.running_statistics import RunningStatistics
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.messages.run import Manifest, Member, StageManifest, check_selection, ranges_of
+from lightning_swarm.server.arithmetic import arithmetic_of
 from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.server.stage import Stage
 
@@ -64,6 +65,11 @@ class PeerModel:
         self._foreign: frozenset[int] = frozenset()  # ids of tensors that belong to another module
         # The module may have kept its optimizer, and may come to train with it.
         self._made: weakref.ref[Optimizer] | None = None
+
+    @property
+    def arithmetic(self) -> str:
+        """Name what the bits of this peer's results depend on; see `arithmetic_of`."""
+        return arithmetic_of(self.device, offloads=self.offloads)
 
     def twin(self) -> PeerModel:
         """The model of a server beside this one's module: it has tensors of its own, once it is built."""

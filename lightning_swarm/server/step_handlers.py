@@ -213,7 +213,7 @@ class StepHandlers:
                 noted=noted,
                 bans=bans,
                 snapshots=snapshots,
-                arithmetic=self.sums.arithmetic if self.sums.are_audited else UNSET,
+                arithmetic=self.sums.arithmetic,
             )
         )
 

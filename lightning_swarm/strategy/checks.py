@@ -271,6 +271,14 @@ def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: boo
     return OptimizerTemplate(optimizer, names).check_steps(separable=in_stages)
 
 
+def unportable(optimizer: Optimizer, module: LightningModule) -> str:
+    """Say why machines of different kinds could not step an optimizer to the same bits; empty if they can."""
+    if step_of_its_own(optimizer) is not None:
+        return f"{type(optimizer).__name__} has a `step` of its own"
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return OptimizerTemplate(optimizer, names).unportable()
+
+
 def _check_attributes(optimizer: Optimizer) -> None:
     """Refuse lists of tensors beside the parameters: in a stage, and at a peer that joins, they would be others."""
     shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]

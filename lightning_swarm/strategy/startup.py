@@ -235,6 +235,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
         max_steps=trainer.max_steps if is_limited else None,
         total_steps=_total_steps(trainer) if selection is not None else None,
         optimizer=kind_of(trainer.optimizers[0]) if selection is not None else None,
+        unportable=checks.unportable(trainer.optimizers[0], strategy._own_module) if selection is not None else "",
     )
 
 

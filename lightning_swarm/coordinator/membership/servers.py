@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.membership.kinds import check_one_kind, mixed_stages, needs_one_kind
 from lightning_swarm.coordinator.membership.rosters import alone_in, next_rosters
 from lightning_swarm.coordinator.membership.stage_lots import StageLots
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
@@ -89,6 +90,7 @@ class _Round:
 @dataclass
 class _WaitingServer:
     candidate: Candidate
+    arithmetic: str  # see `FreezeReply`
     last_heard_s: float
     since_s: float  # when it first asked to join, this time
     ready: bool = False
@@ -137,6 +139,7 @@ class ServerMembership:
         for index, roster in enumerate(self._run.rosters):
             for member in roster:
                 self._lots.know(member.peer_id, index)
+        self._arithmetic = context.arithmetic
         self._left_out = context.audit_memory.left_out
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
@@ -185,13 +188,13 @@ class ServerMembership:
         await self._invitations.forget_the_gone(caller)
         self._check_may_join(caller, request)
         self._invitations.check(caller)
-        stage_index = self._stage_for(caller, request.stage_index)
+        stage_index = self._of_its_kind(caller, request, self._stage_for(caller, request.stage_index))
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
         # Before anyone is told, so that of two that come at once at least one is told of the other.
         before = self._waiting.get(caller)
         since_s = now_s() if before is None or before.caught_up else before.since_s
-        waiting = self._waiting[caller] = _WaitingServer(candidate, now_s(), since_s)
+        waiting = self._waiting[caller] = _WaitingServer(candidate, request.arithmetic, now_s(), since_s)
         try:
             await gather([self._introduce(candidate), self._check_answers(candidate)])
         except BaseException:
@@ -199,7 +202,8 @@ class ServerMembership:
                 del self._waiting[caller]
             raise
         _log.info("Server %s is joining stage %d.", caller, stage_index)
-        return encode(JoinReply(view=self._run.view(), stage_index=stage_index))
+        is_unlike = stage_index in mixed_stages(self.kinds(), self._run.ties.groups())
+        return encode(JoinReply(view=self._run.view(), stage_index=stage_index, is_unlike=is_unlike))
 
     def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
         manifest = self._run.manifest
@@ -252,6 +256,33 @@ class ServerMembership:
             invitation = None if permit is None else permit.invitation
             return self._lots.draw(caller, num_servers, invitation=invitation, waiting=self._waiting)
         return self._balancer.stage_for(caller, staying, self.targets, now_s=now_s())
+
+    def _of_its_kind(self, caller: PeerId, request: JoinRequest, chosen: int) -> int:
+        """Where a stage needs machines of one kind: the chosen stage, or another one whose machines are of its kind."""
+        if not needs_one_kind(self._run.manifest):
+            return chosen
+        kinds, own = self.kinds(without=caller), {request.arithmetic}
+        fitting = [index for index in range(self._run.num_pipeline_stages or 1) if kinds[index] <= own]
+        may_choose = not self._run.manifest.settings.is_audited  # there a lot chose
+        if chosen not in fitting and fitting and may_choose:
+            return min(fitting, key=lambda index: len(self._run.rosters[index]))
+        self._check_kind(caller, request.arithmetic, chosen)
+        return chosen
+
+    def _check_kind(self, peer: PeerId, arithmetic: str, stage_index: int) -> None:
+        """Refuse a joiner of another kind where a stage needs machines of one."""
+        roster = [one.peer_id for one in self._run.rosters[stage_index]]
+        known = {one: self._arithmetic[one] for one in roster if one in self._arithmetic}
+        check_one_kind(self._run.manifest, stage_index, {**known, peer: arithmetic})
+
+    def kinds(self, *, absent: Collection[PeerId] = (), without: PeerId | None = None) -> list[set[str]]:
+        """The kinds of machines that hold each stage, as far as they told, or come to hold it."""
+        present, known = self._run.present(absent), self._arithmetic
+        there = [{known[one.peer_id] for one in roster if one.peer_id in known} for roster in present]
+        for peer, one in self._waiting.items():
+            if peer != without:
+                there[one.candidate.stage_index].add(one.arithmetic)
+        return there
 
     def _forget_the_silent(self, caller: PeerId) -> None:
         """Drop joiners that were silent for too long; where all places are taken, sooner those that never caught up."""
@@ -383,6 +414,11 @@ class ServerMembership:
             self._miss(waiting, str(error))
             return
         stage = waiting.candidate.stage_index
+        try:
+            self._check_kind(member.peer_id, waiting.arithmetic, stage)
+        except ConfigError as error:  # when it asked, the stage's servers had not told theirs
+            waiting.refusal = str(error)
+            return
         if reply.boot_id != member.boot_id:
             waiting.refusal = f"{member.peer_id} was restarted while it was joining. Join again."
         elif reply.version_hash != round_.version_hashes[stage]:

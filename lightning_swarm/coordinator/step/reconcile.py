@@ -118,7 +118,7 @@ class SumReconciliation:
         self.step_servers = StepServers(context, servers, step.step)
         self._frozen = FrozenSums() if self._is_audited else None
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # by server
-        self._arithmetic: dict[PeerId, str] = {}  # by server, see `FreezeReply`
+        self._arithmetic = context.arithmetic
         # Servers that were found to lie, and what they did; a rollback before the record forgets none.
         self.convicted = context.audit_memory.convicted
         for peer in self.convicted.keys() - {*run.convicted, *(run.keepers or ())}:
@@ -279,7 +279,7 @@ class SumReconciliation:
                 self.step_servers.lose(peer, reply)
             else:
                 replies[peer] = reply
-                self._arithmetic[peer] = reply.arithmetic or ""
+                self._arithmetic[peer] = reply.arithmetic
                 self._events.learn({peer: reply.noted})
         return replies
 

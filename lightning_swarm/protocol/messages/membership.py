@@ -19,6 +19,7 @@ class JoinRequest(WireMessage, frozen=True):
     boot_id: int
     addresses: Addresses
     stage_index: Count | None  # the stage that it has built, if it asks again; it may get another one
+    arithmetic: ShortText = ""  # as in `FreezeReply`
 
 
 class JoinReply(WireMessage, frozen=True):
@@ -26,6 +27,7 @@ class JoinReply(WireMessage, frozen=True):
 
     view: RunView
     stage_index: Count
+    is_unlike: bool = False  # the stage's servers are of other kinds: from now on records have it step portably
 
 
 class FollowRequest(WireMessage, frozen=True):

@@ -262,6 +262,8 @@ class Manifest(WireMessage, frozen=True):
     scaling: LossScaling | None = None  # in the first step; None: nobody scales losses, or a lone trainer by itself
     # The optimizer's class and its settings; None: no peer has an optimizer, or the starter does not tell.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    # Why unlike machines cannot step the optimizer to the same bits; unset: they can.
+    unportable: ShortText | msgspec.UnsetType = msgspec.UNSET
     # Leads of older generations that fell silent, the newest last; unset: none.
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
     invitations: UsedInvitations = msgspec.UNSET  # those of the first members, and of older generations

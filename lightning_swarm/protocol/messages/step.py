@@ -135,8 +135,7 @@ class FreezeReply(WireMessage, frozen=True):
     noted: EventCounts  # by the server, so far
     bans: Bans = msgspec.UNSET  # that the server has heard of, and no record tells yet
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # of its own stages, that no record knows yet
-    # Servers that say the same here compute the same bits. Only in audited runs.
-    arithmetic: ShortText | msgspec.UnsetType = msgspec.UNSET
+    arithmetic: ShortText = ""  # servers that report the same compute the same bits
 
 
 class Replay(WireMessage, frozen=True):
@@ -266,6 +265,8 @@ class Record(WireMessage, frozen=True):
     convicted: Convictions = msgspec.UNSET  # by the audits of this step; unset: nobody
     # Work of one of these counted in earlier steps, and nobody audited it: the lead takes the run back to before them.
     goes_back: bool | msgspec.UnsetType = msgspec.UNSET
+    # Stages whose optimizer steps by arithmetic that all machines round alike, for theirs round differently.
+    portable: Annotated[list[Count], msgspec.Meta(max_length=1 << 12)] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def step(self) -> int:

@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_swarm.core.errors import ProtocolError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 SmallCount = Annotated[int, msgspec.Meta(ge=0, le=1024)]
@@ -24,7 +24,8 @@ Seconds = NotNegative
 Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]  # of one peer
 _CHALLENGE_BITS: Final = 62
 Challenge = Annotated[int, msgspec.Meta(ge=0, lt=1 << _CHALLENGE_BITS)]
-ShortText = Annotated[str, msgspec.Meta(max_length=100)]
+MAX_TEXT: Final = 100
+ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 def draw_challenge() -> int:

@@ -33,7 +33,7 @@ from lightning_swarm.protocol.messages.audits import (
 from lightning_swarm.protocol.messages.calls import Receipt, pack
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import AUDIT, FINDINGS, KEPT_WORK, SKETCH
-from lightning_swarm.server.audit.arithmetic import precision_of
+from lightning_swarm.server.arithmetic import precision_of
 from lightning_swarm.server.audit.borrowed import BorrowedStages
 from lightning_swarm.server.audit.kept_work import KeptWork, output_digest, sketch_of, sum_digest
 from lightning_swarm.server.compute import ForwardCall

@@ -69,6 +69,7 @@ class Joiner:
         self._joined_at = 0  # the version of the run then
         self._target: int | None = None  # the stage that a record told this server to hold
         self._former: int | None = None  # the stage that it had before
+        self._is_unlike = False  # the machines of the stage's servers are of other kinds
         self._alone = False  # one replica shall send everything
         self._unconfirmed: set[PeerId] = set()  # donors that sent what the coordinator did not confirm
         self._refused_by: set[PeerId] = set()  # of the peers that announce themselves
@@ -174,11 +175,13 @@ class Joiner:
             boot_id=self._membership.me.boot_id,
             addresses=list(await self._transport.addresses()),
             stage_index=self._stage.index if self._stage is not None else self._target,
+            arithmetic=self._admission.model.arithmetic,
         )
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
         if self._stage is None or self._stage.index != reply.stage_index:  # in an audited run it does not choose
             stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
+        self._is_unlike = reply.is_unlike
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
         # Joiners of one stage go round its replicas, and so do the attempts of one joiner: a replica may be gone.
         first = (self._membership.me.boot_id + attempt) % len(roster)
@@ -276,8 +279,16 @@ class Joiner:
                 hold_s = _HOLD_S if is_ready else _POLL_S
             if record is not None and record.step >= self._steps.version:  # else the coordinator was quicker
                 await self._confirm_record(record)
+                self._check_portable(record, stage)
                 await self._steps.commit(record, {stage.index: _gradient(gradient, stage)})
                 hold_s = 0.0
+
+    def _check_portable(self, record: Record, stage: Stage) -> None:
+        """Refuse to step as machines of another kind did: the weights would differ from theirs in their last bits."""
+        if self._is_unlike and record.outcome == "apply" and stage.index not in (record.portable or ()):
+            raise PeerError(
+                f"record {record.step} was decided before the run knew that this machine is of another kind"
+            )
 
     async def _confirm_record(self, record: Record) -> None:
         """In an audited run, raise `Unconfirmed` if a donor's record is not the one that was decided."""

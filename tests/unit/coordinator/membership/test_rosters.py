@@ -187,8 +187,11 @@ def test_a_run_begins_with_votes_on_different_hosts(make_swarm: MakeSwarm) -> No
         max_steps=None,
         total_steps=None,
     )
-    hosts = {PeerId(name): host for name, host in zip("abcd", "xxxy", strict=True)}
-    manifest = lead.make_manifest(spec, config(), swarm._model, members("a")[0], members("abcd"), [], hosts)
+    announced = {
+        PeerId(name): ServerAnnouncement(boot_id=0, addresses=[f"/dns4/{host}/tcp/1/p2p/{name}"])
+        for name, host in zip("abcd", "xxxy", strict=True)
+    }
+    manifest = lead.make_manifest(spec, config(), swarm._model, members("a")[0], members("abcd"), [], announced)
     assert manifest.voters == members("adb")
 
 

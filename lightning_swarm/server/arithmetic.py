@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.wire import MAX_TEXT
 
 _FACTS: Final = Path("/proc/cpuinfo")  # Linux
 _OF_THE_MODEL: Final = frozenset(
@@ -24,14 +25,23 @@ _FULL: Final = ("highest", *itertools.product(("none", "ieee"), repeat=2))
 _OF_LIBRARIES: Final = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 
 
-def arithmetic_of(device: torch.device) -> str:
-    """Name what the bits of a computation depend on, beside its input."""
+def arithmetic_of(device: torch.device, *, offloads: bool = False) -> str:
+    """Name what the bits of computations there depend on, beside their input; of the CPU's, too, if it steps."""
+    if offloads and device.type != "cpu":
+        return shortened(f"{arithmetic_of(device)}; {arithmetic_of(torch.device('cpu'))}")
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
         kind = f"{_processor()}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
     else:
         kind = torch.get_device_module(device).get_device_name(device)
-    return f"{device.type} {kind}, torch {torch.__version__}"[:100]
+    return shortened(f"{device.type} {kind}, torch {torch.__version__}")
+
+
+def shortened(name: str) -> str:
+    """Shorten a name to what a message may hold; different ones stay different."""
+    if len(name) <= MAX_TEXT:
+        return name
+    return f"{name[: MAX_TEXT - 17]} {blake3(name.encode()).hexdigest()[:16]}"
 
 
 def precision_of(mode: ComputeMode, dtype: torch.dtype) -> str:

@@ -1,0 +1,62 @@
+"""Decides which stages machines of different kinds hold, and who may hold them. Pure.
+
+Machines of one kind have the same `arithmetic_of`: they compute the same bits from the same input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import Manifest, Member
+
+
+def mixed_stages(kinds: Sequence[Collection[str]], tied: Collection[Sequence[int]] = ()) -> list[int]:
+    """Return the stages whose servers are of several kinds, and those that hold parameters in common with them.
+
+    Args:
+        kinds: For each stage, the kinds of its servers.
+        tied: Groups of stages that hold a parameter in common, which all of a group step.
+    """
+    groups = [*tied, *([index] for index in range(len(kinds)))]
+    mixed = {index for group in groups if len(set[str]().union(*(kinds[one] for one in group))) > 1 for index in group}
+    return sorted(mixed)
+
+
+def needs_one_kind(manifest: Manifest) -> str:
+    """Say why all servers of a stage must be machines of one kind; empty if they need not be."""
+    if manifest.settings.deterministic:
+        return "`deterministic=True` promises the same bits whichever servers compute"
+    return manifest.unportable or ""
+
+
+def check_one_kind(manifest: Manifest, stage_index: int, kinds: Mapping[PeerId, str]) -> None:
+    """Raise ConfigError if a stage's servers must be of one kind, and these are not."""
+    reason = needs_one_kind(manifest)
+    if reason and len(set(kinds.values())) > 1:
+        found = "; ".join(f"{peer} is {kind or 'unknown'}" for peer, kind in sorted(kinds.items()))
+        raise ConfigError(
+            f"all servers of stage {stage_index} must be machines of one kind, for {reason}; got {found}. Use machines "
+            "of one kind, with one build of torch and one number of threads, or leave out what needs it."
+        )
+
+
+def assign_by_kind(
+    num_stages: int, servers: Sequence[Member], kinds: Mapping[PeerId, str]
+) -> list[list[Member]] | None:
+    """Assign servers to stages so that each stage has machines of one kind, and kinds have stages as they have servers.
+
+    The first server has the last stage. Returns None if there are more kinds than stages, or fewer servers.
+    """
+    by_kind: dict[str, list[Member]] = {}
+    for member in servers:
+        by_kind.setdefault(kinds.get(member.peer_id, ""), []).append(member)
+    if not len(by_kind) <= num_stages <= len(servers):
+        return None
+    shares = dict.fromkeys(by_kind, 1)  # stages of each kind
+    for _ in range(num_stages - len(by_kind)):
+        fullest = max(by_kind, key=lambda kind: len(by_kind[kind]) / shares[kind])
+        shares[fullest] += 1
+    rosters = [members[place :: shares[kind]] for kind, members in by_kind.items() for place in range(shares[kind])]
+    return rosters[::-1]

@@ -1,0 +1,365 @@
+"""Arithmetic that has the same bits on every machine, so that unlike machines step equal weights to equal weights.
+
+Additions, subtractions, multiplications, divisions and square roots are rounded as IEEE 754 says, one by one, on every
+processor and GPU. Kernels of other operations are not: one rounds a product and a sum at once, another adds up in the
+order of its vectors. `PortableArithmetic` computes these by single operations, in an order of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.portable_products import exact_product, tree_sum
+
+_Number: TypeAlias = Tensor | float
+
+_WIDE: Final = (torch.float32, torch.float64)
+_NARROW: Final = (torch.float16, torch.bfloat16)
+_MAX_POWER: Final = 64
+# Nothing of these rounds, or each number by itself: they move numbers, compare them, or choose among them.
+_EXACT: Final = frozenset(
+    """
+    _local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias all amax amin any arange argmax argmin
+    argsort as_strided bitwise_and bitwise_not bitwise_or bitwise_xor cat ceil clamp clamp_max clamp_min clone
+    constant_pad_nd copy copysign count_nonzero detach diagonal empty empty_like empty_strided eq equal expand eye
+    fill flip floor frac full full_like gather ge gt index index_copy index_fill index_put index_select isfinite
+    isinf isnan le lift lift_fresh logical_and logical_not logical_or logical_xor lt masked_fill masked_scatter
+    masked_select max maximum min minimum nan_to_num narrow ne neg new_empty new_empty_strided new_full new_ones
+    new_zeros nonzero ones ones_like permute positive relu repeat resize roll round scalar_tensor scatter select
+    select_scatter set sgn sign signbit slice slice_scatter sort split split_with_sizes squeeze stack t take topk
+    transpose tril triu trunc unbind unfold unsqueeze view where zero zeros zeros_like
+    """.split()  # noqa: SIM905 - one line for each would take a hundred
+)
+_EXACT_SPACES: Final = ("profiler", "prim")
+
+
+class Unportable(ConfigError):
+    """An operation that machines of different kinds round differently."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(
+            "where machines of different kinds hold one stage, its optimizer must compute by operations that all of "
+            f"them round alike, got one with `{operation}`. Take another optimizer, or have all servers of a stage on "
+            "machines of one kind."
+        )
+        self.operation = operation
+
+
+class PortableArithmetic(TorchDispatchMode):
+    """Inside, operations on tensors have the same bits on every machine; `Unportable` names one that cannot have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        schema, kwargs = func._schema, dict(kwargs or {})
+        space, _, name = schema.name.partition("::")
+        if is_exact(schema.name) or (space == "aten" and not _has_floats((*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        rule = _rule(name.removesuffix("_")) if space == "aten" else None
+        if rule is None:
+            raise Unportable(schema.name)
+        into = kwargs.pop("out", None)
+        if into is None and schema.is_mutable:
+            into = args[0]
+        if isinstance(into, Tensor) and rule in _INTO:
+            return rule(*args, **kwargs, out=into)
+        found = rule(*args, **kwargs)
+        if into is None:
+            return found
+        for old, new in zip(into, found, strict=True) if isinstance(into, (list, tuple)) else ((into, found),):
+            old.copy_(new)
+        return into if schema.returns else None
+
+
+def is_exact(operation: str) -> bool:
+    """Tell whether a kernel of this name, with its space, has the same bits on every machine as it is."""
+    space, _, name = operation.partition("::")
+    return space in _EXACT_SPACES or (space == "aten" and name.removesuffix("_") in _EXACT)
+
+
+def _has_floats(values: Sequence[Any]) -> bool:
+    return any(
+        _has_floats(one)
+        if isinstance(one, (list, tuple))
+        else isinstance(one, (float, complex))
+        or (isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex()))
+        for one in values
+    )
+
+
+def _rule(name: str) -> Callable[..., Any] | None:
+    """Find how an operation is computed; None: it is not portable."""
+    if not name.startswith("_foreach_"):
+        return _RULES.get(name)
+    name = name.removeprefix("_foreach_")
+    rule = _RULES.get(name) or (getattr(torch, name, None) if name in _EXACT else None)
+    return None if rule is None else lambda *lists, **more: _each(rule, lists, more)
+
+
+def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any]) -> list[Any]:
+    """Compute an operation on the tensors of lists one by one; a value that is no list goes with each."""
+
+    def at(place: int, value: Any) -> Any:
+        return value[place] if isinstance(value, (list, tuple)) else value
+
+    return [
+        rule(*(at(place, value) for value in lists), **{key: at(place, value) for key, value in more.items()})
+        for place in range(len(lists[0]))
+    ]
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+def _wide(value: _Number, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return a number or tensor in the dtype in which results of `dtype` are computed."""
+    if dtype.is_complex:
+        raise Unportable("complex numbers")
+    wide = torch.float32 if dtype in _NARROW else dtype
+    if isinstance(value, Tensor):
+        return value.to(wide) if device is None or value.device == device or value.dim() else value.to(device, wide)
+    return torch.scalar_tensor(value, dtype=wide, device=device)
+
+
+def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the rule of an operation that is a single one of IEEE 754."""
+
+    def rule(first: Tensor, *others: _Number, out: Tensor | None = None) -> Tensor:
+        if first.dtype in _WIDE and all(_is_plain(other, first, compute) for other in (*others, out)):
+            return compute(first, *others, out=out)
+        dtype = first.dtype
+        for other in others:
+            dtype = torch.result_type(first, other)
+        if not dtype.is_floating_point and not dtype.is_complex:
+            dtype = torch.get_default_dtype()  # of a quotient of whole numbers
+        device = next((one.device for one in (first, *others) if isinstance(one, Tensor) and one.dim()), first.device)
+        found = compute(*(_wide(value, dtype, device) for value in (first, *others))).to(dtype)
+        return found if out is None else out.copy_(found)
+
+    return rule
+
+
+def _is_plain(other: _Number | None, first: Tensor, compute: Callable[..., Tensor]) -> bool:
+    """Tell whether an operand, or the place of a result, can be taken as it is."""
+    if isinstance(other, Tensor):
+        return other.dtype == first.dtype and other.device == first.device
+    # A GPU multiplies by the inverse of a divisor that is on the CPU.
+    return other is None or (isinstance(other, (int, float)) and compute is not torch.div)
+
+
+_plus, _minus, _mul = _single(torch.add), _single(torch.sub), _single(torch.mul)
+_sqrt, _quotient = _single(torch.sqrt), _single(torch.div)
+
+
+def _div(first: Tensor, other: _Number, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Tensor:
+    if rounding_mode is not None:
+        raise Unportable(f"aten::div of rounding mode {rounding_mode}")
+    return _quotient(first, other, out=out)
+
+
+def _scaled(value: _Number, factor: float) -> Any:
+    if factor == 1:
+        return value
+    return _mul(value, factor) if isinstance(value, Tensor) else value * factor
+
+
+def _add(first: Tensor, other: _Number, alpha: float = 1, *, out: Tensor | None = None) -> Tensor:
+    return _plus(first, _scaled(other, alpha), out=out)
+
+
+def _sub(first: Tensor, other: _Number, alpha: float = 1, *, out: Tensor | None = None) -> Tensor:
+    return _minus(first, _scaled(other, alpha), out=out)
+
+
+def _rsub(first: Tensor, other: _Number, alpha: float = 1) -> Tensor:
+    return _plus(_mul(_scaled(first, alpha), -1.0), other)
+
+
+def _combined(
+    combine: Callable[..., Tensor], first: Tensor, left: Tensor, right: Tensor, value: float, out: Tensor | None
+) -> Tensor:
+    """Add the product or quotient of two tensors, times a number, to the first."""
+    term = _scaled(left, value)
+    is_free = term is not left and term.shape == right.shape
+    return _plus(first, combine(term, right, out=term if is_free else None), out=out)
+
+
+def _addcmul(first: Tensor, left: Tensor, right: Tensor, value: float = 1, *, out: Tensor | None = None) -> Tensor:
+    return _combined(_mul, first, left, right, value, out)
+
+
+def _addcdiv(first: Tensor, left: Tensor, right: Tensor, value: float = 1, *, out: Tensor | None = None) -> Tensor:
+    return _combined(_quotient, first, left, right, value, out)
+
+
+def _lerp(first: Tensor, end: Tensor, weight: _Number, *, out: Tensor | None = None) -> Tensor:
+    # From the nearer end, as torch does, so that a weight of one gives the end itself.
+    way = _minus(end, first)
+    if not isinstance(weight, Tensor):
+        if weight < 0.5:
+            return _plus(first, _mul(way, weight, out=way), out=out)
+        return _minus(end, _mul(way, 1.0 - weight, out=way), out=out)
+    far = _minus(end, _mul(way, _rsub(weight, 1.0)))
+    found = torch.where(weight < 0.5, _plus(first, _mul(way, weight)), far)
+    return found if out is None else out.copy_(found)
+
+
+def _reciprocal(first: Tensor) -> Tensor:
+    return _quotient(torch.ones((), dtype=first.dtype, device=first.device), first)
+
+
+def _rsqrt(first: Tensor) -> Tensor:
+    return _reciprocal(_sqrt(first))
+
+
+def _pow(first: Tensor, exponent: _Number) -> Tensor:
+    if not isinstance(first, Tensor):
+        raise Unportable("aten::pow of a number to tensors")
+    if isinstance(exponent, Tensor):
+        return integer_power(first, exponent)
+    whole = int(exponent) if exponent == exponent // 1 and abs(exponent) <= _MAX_POWER else None
+    if whole is not None:
+        found = torch.ones_like(first)
+        for _ in range(abs(whole)):
+            found = _mul(found, first)
+        return found if whole >= 0 else _reciprocal(found)
+    if abs(exponent) == 0.5:
+        return _sqrt(first) if exponent > 0 else _rsqrt(first)
+    raise Unportable(f"aten::pow to the {exponent:g}")
+
+
+def integer_power(base: Tensor, exponents: Tensor) -> Tensor:
+    """Raise numbers to whole powers that are not negative, by multiplications in one order."""
+    if bool(((exponents < 0) | (exponents != exponents.floor())).any()):
+        raise Unportable("aten::pow to exponents that are not whole")
+    found, left = torch.ones_like(base * exponents), exponents.to(torch.int64)
+    while bool(left.any()):
+        found = torch.where((left & 1).bool(), _mul(found, base), found)
+        base, left = _mul(base, base), left >> 1
+    return found
+
+
+def _sum(
+    values: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dtype = dtype or (values.dtype if values.is_floating_point() else torch.int64)
+    if not dtype.is_floating_point:
+        return torch.sum(values, dim=_dims(values, dim), keepdim=keepdim, dtype=dtype)
+    dims = _dims(values, dim)
+    ordered = values.to(torch.float64).permute([*dims, *(one for one in range(values.dim()) if one not in dims)])
+    found = tree_sum(ordered.reshape(math.prod(ordered.shape[: len(dims)]), *ordered.shape[len(dims) :]))
+    shape = [1 if one in dims else size for one, size in enumerate(values.shape)]
+    return (found.reshape(shape) if keepdim else found).to(dtype)
+
+
+def _dims(values: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    """The dimensions of a reduction, counted from the first; of none it goes over all."""
+    chosen = [dim] if isinstance(dim, int) else list(dim or range(values.dim()))
+    return sorted(one % max(values.dim(), 1) for one in chosen) if values.dim() else []
+
+
+def _mean(values: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    count = math.prod(values.shape[one] for one in _dims(values, dim))
+    total = _sum(values.to(torch.float64), dim, keepdim)
+    return _quotient(total, float(count)).to(dtype or values.dtype)
+
+
+def _var(values: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    wide = values.to(torch.float64)
+    count = math.prod(values.shape[one] for one in _dims(values, dim))
+    away = wide - _mean(wide, dim, True)
+    divisor = max(count - (1 if correction is None else correction), 0)
+    return _quotient(_sum(away * away, dim, keepdim), float(divisor)).to(values.dtype)
+
+
+def _std(values: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _sqrt(_var(values.to(torch.float64), dim, correction=correction, keepdim=keepdim)).to(values.dtype)
+
+
+def _norm(
+    values: Tensor,
+    order: float | None = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    sizes, found = values.to(torch.float64).abs(), None
+    if order in (None, 2):
+        found = _sum(sizes * sizes, dim, keepdim).sqrt()
+    elif order == 1:
+        found = _sum(sizes, dim, keepdim)
+    elif order == math.inf:
+        found = sizes.amax(dim=_dims(values, dim), keepdim=keepdim)
+    if found is None:
+        raise Unportable(f"aten::linalg_vector_norm of order {order}")
+    return found.to(dtype or values.dtype)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return exact_product(left, right).to(torch.promote_types(left.dtype, right.dtype))
+
+
+def _mv(left: Tensor, right: Tensor) -> Tensor:
+    return _product(left, right[:, None])[:, 0]
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return _product(left[None], right[:, None])[0, 0]
+
+
+def _addmm(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    found = _scaled(exact_product(left, right), alpha)
+    return (found if beta == 0 else _plus(_scaled(first.to(torch.float64), beta), found)).to(first.dtype)
+
+
+def _addmv(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _addmm(first[..., None], left, right[..., None], beta=beta, alpha=alpha)[..., 0]
+
+
+def _addr(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _plus(_scaled(first, beta), _scaled(_mul(left[:, None], right[None]), alpha))
+
+
+_RULES: Final[Mapping[str, Callable[..., Any]]] = {
+    "add": _add,
+    "sub": _sub,
+    "rsub": _rsub,
+    "mul": _mul,
+    "div": _div,
+    "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
+    "reciprocal": _reciprocal,
+    "square": lambda first: _mul(first, first),
+    "pow": _pow,
+    "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
+    "lerp": _lerp,
+    "sum": _sum,
+    "mean": _mean,
+    "var": _var,
+    "std": _std,
+    "linalg_vector_norm": _norm,
+    "norm": _norm,
+    "mm": _product,
+    "bmm": _product,
+    "mv": _mv,
+    "dot": _dot,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "addmv": _addmv,
+    "addr": _addr,
+}
+_INTO: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))  # they write where they are told

@@ -1,0 +1,86 @@
+"""Hyperparameters whose powers have the same bits on every machine, and the one algorithm of an optimizer that does."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final
+
+from torch.optim import Optimizer
+
+# An optimizer has several algorithms for one step, which round differently; it chooses by the device.
+_ONE_ALGORITHM: Final = {"foreach": False, "fused": False, "capturable": False}
+_DIGITS: Final = decimal.Context(prec=40)
+_CLOSED: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
+
+
+@lru_cache(maxsize=256)
+def _power(base: float, exponent: float) -> float:
+    """Raise a number to a power: the C library's `pow` differs in its last bit from processor to processor."""
+    if exponent == 0.5:
+        return float(decimal.Decimal(base).sqrt(_DIGITS))
+    return float(_DIGITS.power(decimal.Decimal(base), decimal.Decimal(exponent)))
+
+
+class PortableFloat(float):
+    """A number whose powers, and those of all that is computed of it, are correctly rounded."""
+
+    __slots__ = ()
+
+    def __pow__(self, exponent: float, mod: None = None) -> Any:
+        return _raised(float(self), exponent, float.__pow__)
+
+    def __rpow__(self, base: float, mod: None = None) -> Any:
+        return _raised(base, float(self), lambda one, other: float(one) ** other)
+
+
+def _raised(base: float, exponent: float, otherwise: Callable[[float, float], Any]) -> Any:
+    if base > 0.0 and abs(base) != float("inf") and abs(exponent) != float("inf"):
+        return PortableFloat(_power(float(base), float(exponent)))
+    return otherwise(base, exponent)  # of zero, infinity and NaN: exact
+
+
+def _closed(name: str) -> Callable[..., Any]:
+    compute = getattr(float, name)
+
+    def method(*operands: Any) -> Any:
+        found = compute(*operands)
+        return PortableFloat(found) if type(found) is float else found
+
+    return method
+
+
+for _name in _CLOSED:
+    setattr(PortableFloat, f"__{_name}__", _closed(f"__{_name}__"))
+
+
+@contextmanager
+def portable_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, an optimizer steps by one algorithm, whatever its device, and its hyperparameters are `PortableFloat`."""
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
+    for group in groups:
+        group.update({key: _portable(value) for key, value in group.items() if key != "params"})
+        group.update({key: value for key, value in _ONE_ALGORITHM.items() if key in group})
+    try:
+        yield
+    finally:
+        for group, old in zip(groups, before, strict=True):
+            group.update({key: old[key] for key in _ONE_ALGORITHM if key in old})
+            group.update({key: _plain(value) for key, value in group.items() if key != "params"})
+        for state in optimizer.state.values():
+            state.update({key: _plain(value) for key, value in state.items() if type(value) is PortableFloat})
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_portable, value))
+    return PortableFloat(value) if type(value) is float else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return float(value) if type(value) is PortableFloat else value
