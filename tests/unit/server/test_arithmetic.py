@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_swarm.protocol.messages.calls import ComputeMode
-from lightning_swarm.server.audit import arithmetic
+from lightning_swarm.server import arithmetic
 from lightning_swarm.server.arithmetic import arithmetic_of, precision_of
 
 CPU = torch.device("cpu")
