@@ -27,6 +27,7 @@ from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
+from lightning_swarm.coordinator.step.reference import differences
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
 from lightning_swarm.coordinator.step.step_servers import StepServers
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
@@ -328,8 +329,9 @@ class StepCommit:
         )
 
     def _vacancies(self, next_roster: Sequence[Sequence[Member]]) -> list[Vacancy]:
+        reasons = {} if self._sums is None else differences(self._sums.step_servers.gone)
         return [
-            Vacancy(member=member, stage_index=index)
+            Vacancy(member=member, stage_index=index, reason=reasons.get(member.peer_id, UNSET))
             for index, (before, after) in enumerate(zip(self._run.rosters, next_roster, strict=True))
             for member in before
             if member not in after

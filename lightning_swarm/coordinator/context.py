@@ -165,6 +165,7 @@ class CoordinatorContext:
     step_state: StepState
     limits: Limits
     events: EventLog
+    step_aside: Callable[[], asyncio.Task[None]]  # has another server coordinate in place of this one
     audit_memory: AuditMemory = field(default_factory=AuditMemory)
     # Requests name this number, and not that of `run`: what is still under way as the run is rolled back must not pass
     # for something of the next generation.
