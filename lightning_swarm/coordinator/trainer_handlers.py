@@ -252,7 +252,9 @@ class TrainerHandlers:
                 self._lease_expiry.watch(caller)
         step.strike_others()
         closed = dict(request.report.closed)
-        if step.step in closed and caller == self._run.manifest.lead:
+        # A lead that lost batches to the new coordinator brings them again before it asks to close.
+        lost = step.has_struck(lease.grant.lease for lease in request.report.leases)
+        if step.step in closed and caller == self._run.manifest.lead and not lost:
             self._close(step, closed[step.step])
         await self._on_change(step)
         return b""

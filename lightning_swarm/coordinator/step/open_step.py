@@ -287,6 +287,10 @@ class OpenStep:
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
 
+    def has_struck(self, leases: Iterable[int]) -> bool:
+        """Return whether a batch of one of these leases was struck."""
+        return not self._struck.isdisjoint(leases)
+
     def begin_anew(self) -> None:
         """Have batches that come as they like draw what the first ones drew, if none of these counts any more."""
         if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:

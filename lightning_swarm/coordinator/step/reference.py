@@ -18,6 +18,7 @@ from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import MAX_DIFFERENCE
 
 _MAX_NAMED: Final = 5
+_TIE: Final = "As many replicas have the ones as the others, so it is not known which are right: the older are kept. "
 _CAUSES: Final = (
     "Possible causes: a block writes to weights or buffers in its forward (`max_norm` of an embedding does), or reads "
     "a clock, a file or a random generator of its own; a broken memory; a version of torch whose optimizer computes "
@@ -77,7 +78,7 @@ class _Choice:
 
     stage: int
     kept: Member  # the oldest server of the reference
-    why: str
+    whose: str
     is_tie: bool = False
 
     def errors(self, stage: _Stage) -> dict[PeerId, WeightsDiffer]:
@@ -88,10 +89,11 @@ class _Choice:
             for member, ledger in stage.items()
             if member != self.kept and (_bits(ledger) != _bits(kept) or _bits(ledger)[0] is None)
         }
+        remark = _TIE if self.is_tie else ""
         return {
             peer: WeightsDiffer(
-                f"stage {self.stage}: the weights, buffers and optimizer state of {peer} are not those of "
-                f"{self.why}{_in_what([kept, ledger])}. {_CAUSES}"
+                f"stage {self.stage}: the weights, buffers and optimizer state of {peer} differ{_in_what([kept, ledger])} "
+                f"from those of {self.whose}. {remark}{_CAUSES}"
             )
             for peer, ledger in others.items()
         }
@@ -124,13 +126,7 @@ def _choose(
         return _Choice(index, kept, f"{number} of {len(counted)} replicas{newer}")
     rivals = [one for one in counted if one not in same[kept] and strength(one) == strength(kept)]
     if rivals:
-        return _Choice(
-            index,
-            kept,
-            f"{kept.peer_id}. No peer can tell which are right, so those of the older server, {kept.peer_id}, are "
-            "kept; they differ",
-            is_tie=True,
-        )
+        return _Choice(index, kept, f"{kept.peer_id}, which is in the stage for longer", is_tie=True)
     return _Choice(index, kept, f"{number} of {len(counted)} replicas, more than have any other")
 
 
