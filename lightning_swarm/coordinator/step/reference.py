@@ -92,8 +92,8 @@ class _Choice:
         remark = _TIE if self.is_tie else ""
         return {
             peer: WeightsDiffer(
-                f"stage {self.stage}: the weights, buffers and optimizer state of {peer} differ{_in_what([kept, ledger])} "
-                f"from those of {self.whose}. {remark}{_CAUSES}"
+                f"stage {self.stage}: the weights, buffers and optimizer state of {peer} "
+                f"differ{_in_what([kept, ledger])} from those of {self.whose}. {remark}{_CAUSES}"
             )
             for peer, ledger in others.items()
         }
