@@ -51,6 +51,7 @@ class OpenStep:
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases
     given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
+    without: set[PeerId] = field(default_factory=set)  # trainers whose own server, which their batches need, is out
     _num_again: int = 0  # batches that were granted again
     # Where batches have numbers: those that were granted before, and those that shall count nowhere.
     _tried: set[BatchNumber] = field(default_factory=set)

@@ -208,8 +208,7 @@ class SumReconciliation:
         return bool(lost) and await self._strike(self._with_their_sums(lost, ledgers), ledgers)
 
     async def _leave_out_differing(self, ledgers: Ledgers, challenge: int) -> bool:
-        """Exclude servers whose weights differ from their stage's; return whether batches were struck."""
-        # The first answers decide. Asked again, servers only name the tensors.
+        """Exclude servers whose weights differ, by these ledgers; return whether batches were struck."""
         named = await self._freeze(next(self._rounds), challenge, each_tensor=True)
         ledgers = [
             {member: ledger.with_tensors(again.get(member)) for member, ledger in stage.items()}
@@ -219,6 +218,7 @@ class SumReconciliation:
         wrong = choose_left_out(ledgers, guests=run.guests, right=run.believed, tied=bool(run.ties))
         if (own := wrong.get(self._servers.own)) is not None:
             await self._hand_over(own)
+        self._step.without |= wrong.keys() if any(run.on_trainers) else set()
         verdict = _poisoned(wrong, ledgers if self._may_strike() else [])
         return await self._follow(verdict, ledgers, reason="its weights differ from its stage's")
 
