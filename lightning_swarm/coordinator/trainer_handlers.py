@@ -157,7 +157,9 @@ class TrainerHandlers:
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
             return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
-        if not await self._changes.until(lambda: not self.leases.lacks_model(state.open, caller)):
+        if caller in state.open.without:  # the record waits for the lead's hyperparameters, which come with this wait
+            return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
+        if not await self._changes.until(lambda: not self._run.lacks_model(caller)):
             return encode(GrantReply(wait=WaitForRecord(step=None)))
         if is_lead and not state.begun:
             state.begun = True

@@ -131,6 +131,8 @@ class LeaseTable:
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
         """Return whether a trainer that waits would hear something else by now."""
         waiting = self._idle.get(trainer)
+        if trainer in step.without:
+            return False
         if waiting is None:
             return not step.closing
         if step.window is None:
