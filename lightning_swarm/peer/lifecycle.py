@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeVar
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import ended, first_of, gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol import queries
@@ -96,7 +96,7 @@ class MembershipLifecycle:
                 await self._move(say)
             elif outcome == "left out":  # it did not answer for a while, and comes back as any joiner does
                 num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
-                self._check_returns(num_returns)
+                self._check_returns(num_returns, say)
                 await self._server.step_out()
             elif outcome != "released":  # a lead that rolls back releases its servers, and begins again with them
                 self._end(outcome, say)
@@ -114,9 +114,16 @@ class MembershipLifecycle:
         peak = describe_peak(admission.model.device)
         say(f"Run {self._run_id!r} {'is over' if outcome == 'over' else 'has let this peer go'}.{peak}")
 
-    def _check_returns(self, num_returns: int) -> None:
+    def _check_returns(self, num_returns: int, say: Callable[[str], None]) -> None:
         reason = "a record left this peer out, which did not answer; it joins again"
         step = self._server.membership.run.version
+        if difference := printable(self._server.admission.leadership.left_out_because):
+            reason = f"a record left this peer out, whose weights differ; it joins again: {difference}"
+            say(
+                f"Run {self._run_id!r} goes on without this peer from step {step} on. {difference} It downloads the "
+                "stage anew and joins again, once. If it differs again, use the run's version of torch here, or "
+                "another machine."
+            )
         self._events.note("left", peer=self._transport.peer_id, step=step, reason=reason)
         if num_returns > _MAX_RETURNS:
             raise Unreachable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import torch
@@ -38,11 +38,10 @@ class PlannedMoves:
         context: CoordinatorContext,
         server_membership: ServerMembership,
         balancer: Balancer,
-        *,
-        step_aside: Callable[[], None],  # has another server coordinate, for this one is of more use at another stage
     ) -> None:
         self._run, self._events = context.run, context.events
-        self._server_membership, self._balancer, self._step_aside = server_membership, balancer, step_aside
+        self._server_membership, self._balancer = server_membership, balancer
+        self._step_aside = context.step_aside
         self._steps_aside = False
         self._put_off: tuple[list[Departure], list[StageRelease]] | None = None
         self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -213,6 +213,9 @@ class AverageReply(WireMessage, frozen=True):
     refusing: list[PeerId] = msgspec.field(default_factory=list)  # these answered, and gave nothing that can be used
 
 
+MAX_DIFFERENCE: Final = 1000  # characters
+
+
 class Candidate(WireMessage, frozen=True):
     """A server that wants to join a stage's roster, and its addresses."""
 
@@ -233,6 +236,8 @@ class Vacancy(WireMessage, frozen=True):
 
     member: Member
     stage_index: Count
+    # Its weights differ from the stage's: how, and possible causes; unset: it leaves for another reason.
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_DIFFERENCE)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Record(WireMessage, frozen=True):
