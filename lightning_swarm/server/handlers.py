@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
@@ -17,11 +18,13 @@ from lightning_swarm.core.errors import (
     InputMissing,
     LeaseRevoked,
     NotMember,
+    OutOfMemory,
     ProtocolError,
     StageError,
     SwarmError,
     TicketGone,
 )
+from lightning_swarm.core.readable import shorten
 from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import Message, PeerId
@@ -48,12 +51,15 @@ from lightning_swarm.server.audit.kept_work import KeptWork, output_digest
 from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
+from lightning_swarm.server.out_of_memory import free_memory, is_out_of_memory
 from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_MAX_ATTEMPTS: Final = 3  # while other microbatches leave graphs in the memory that was freed
 _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extras
 
 
@@ -66,6 +72,7 @@ class ComputeHandlers:
         self._transport = transport
         self._tickets = context.tickets
         self._executor = context.executor
+        self._events = context.events
         self._membership = context.membership
         self._steps = steps
         self._sums = steps.sums
@@ -215,7 +222,7 @@ class ComputeHandlers:
                 self._sums.check_counts(stage, key)
             is_audited = request.accumulate and self._sums.are_audited
             with stage.at(version), stage.holding(key.weights):
-                graph, its_digest = kept.graph, kept.output_digest
+                graph, its_digest = kept.take_graph(), kept.output_digest
                 if is_audited and not its_digest:  # another server computed the forward, or it was forgotten
                     again = stage.computation.forward(kept.call)
                     graph, its_digest = again.graph, output_digest(again)
@@ -233,6 +240,7 @@ class ComputeHandlers:
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
         stage.load.count_samples(kept.call.num_samples, busy_s=own.busy_s, queued=own.queued)
+        self.cache.note_backward()
         name = key.name(stage.index, "backward", trainer)
         self._tickets.fulfil(name, to_message(found), encode(own), once=True)
 
@@ -328,8 +336,40 @@ class ComputeHandlers:
             raise missing(f"{source.name} did not come from {source.peer_id}: {reason}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
+        """Compute a microbatch; if there is no memory beside the graphs of others, compute it again without these."""
         with raising_stage_errors(stage.index, self._transport.peer_id):
-            return await self._executor.submit(priority, run)
+            for _ in range(_MAX_ATTEMPTS - 1):
+                try:
+                    return await self._executor.submit(priority, run)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    await self._free_memory(stage, error)
+            try:
+                return await self._executor.submit(priority, run)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    await self._free_memory(stage, error)
+                    stage.load.count_refusal()
+                    step, reason = priority[1], str(error)
+                    self._events.note(
+                        "out_of_memory", peer=self._transport.peer_id, stage=stage.index, step=step, reason=reason
+                    )
+                raise
+
+    async def _free_memory(self, stage: Stage, error: Exception) -> None:
+        """Drop the graphs of all microbatches, which are computed again from their inputs."""
+        num_dropped = self.cache.drop_graphs()
+        await self._executor.submit(FIRST, lambda: free_memory(error, stage.device))
+        if num_dropped:
+            _log.warning(
+                "Stage %d ran out of memory with the graphs of %d microbatches. This server keeps at most %d from now "
+                "on, and computes the others again: %s",
+                stage.index,
+                num_dropped,
+                self.cache.max_graphs,
+                shorten(str(error)),
+            )
 
 
 def wanted_gradients(inputs: serialization.Tree, mode: ComputeMode) -> list[bool]:
@@ -350,7 +390,18 @@ def raising_stage_errors(stage: int, peer: PeerId) -> Iterator[None]:
     except SwarmError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(stage, peer, error) from error
         raise _stage_error(stage, peer, error) from error
+
+
+def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
+    """Make the error that a trainer gets if there was no memory here for a microbatch."""
+    return OutOfMemory(
+        f"a server must have memory for one microbatch of its stage, and {peer} has too little for one of stage "
+        f"{stage}: {error}. Lower `microbatch_size`, use activation checkpointing in the blocks or "
+        "`offload_optimizer=True`, cut the model into more stages, or leave the stage to machines with more memory."
+    )
 
 
 def _stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:
