@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -414,22 +412,15 @@ class CachedForward:
         return graph
 
 
-_GROWTH: Final = 1 / 64  # graphs for each backward
-
-
 # A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: entries that no
 # longer fit are therefore not kept, rather than pushing out what is there. A lost entry is computed again, not missed.
-# A budget of bytes does not know what else is on the device. If the device has no memory left, the number of graphs is
-# halved, and rises again slowly.
 class ActivationCache:
     """Kept forwards by their ticket names, within a budget of bytes; the loop's, not the compute thread's."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: dict[str, CachedForward] = {}
-        self._with_graph = WeakSet[CachedForward]()  # also forwards whose backward waits for its gradient
         self.used_bytes = 0
-        self.max_graphs = math.inf  # lower once the device had no memory for more
         self.num_dropped_graphs = 0
 
     @property
@@ -440,14 +431,11 @@ class ActivationCache:
     def keep(self, name: str, kept: CachedForward) -> None:
         """Keep what fits: the inputs, and the graph if there is room for it, too."""
         self.pop(name)
-        is_full = self.num_graphs + 1 > self.max_graphs
-        if is_full or self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
+        if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
             self.num_dropped_graphs += 1
             kept.graph, kept.graph_bytes = None, 0
         if self.used_bytes + kept.input_bytes > self._max_bytes:
             return
-        if kept.graph is not None:
-            self._with_graph.add(kept)
         self._kept[name] = kept
         self.used_bytes += kept.input_bytes + kept.graph_bytes
 
@@ -457,29 +445,6 @@ class ActivationCache:
         if kept is not None:
             self.used_bytes -= kept.input_bytes + kept.graph_bytes
         return kept
-
-    @property
-    def num_graphs(self) -> int:
-        """The number of graphs that are kept."""
-        return sum(kept.graph is not None for kept in self._with_graph)
-
-    def drop_graphs(self) -> int:
-        """Drop all graphs, for there is no memory, and keep at most half as many from now on; return their number."""
-        dropped = [kept for kept in self._with_graph if kept.graph is not None]
-        for kept in dropped:
-            kept.graph = None
-        for kept in self._kept.values():
-            if kept.graph is None:
-                self.used_bytes -= kept.graph_bytes
-                kept.graph_bytes = 0
-        self.num_dropped_graphs += len(dropped)
-        if dropped:
-            self.max_graphs = min(len(dropped) // 2, self.max_graphs)
-        return len(dropped)
-
-    def note_backward(self) -> None:
-        """Note a backward that found memory: after enough of them, one more graph is tried."""
-        self.max_graphs += _GROWTH
 
     def drop(self, prefix: str) -> None:
         """Remove all entries whose names begin with `prefix`."""

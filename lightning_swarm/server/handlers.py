@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from lightning_swarm.core.errors import (
     SwarmError,
     TicketGone,
 )
-from lightning_swarm.core.readable import shorten
 from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import Message, PeerId
@@ -51,15 +50,14 @@ from lightning_swarm.server.audit.kept_work import KeptWork, output_digest
 from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
+from lightning_swarm.server.kept_graphs import KeptGraphs
 from lightning_swarm.server.out_of_memory import free_memory, is_out_of_memory
 from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_MAX_ATTEMPTS: Final = 3  # while other microbatches leave graphs in the memory that was freed
 _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extras
 
 
@@ -79,6 +77,7 @@ class ComputeHandlers:
         self._limits = limits
         self._closed = False
         self.cache = ActivationCache(limits.cache_bytes)  # of forwards whose backward is still to come
+        self.graphs = KeptGraphs()
         self.num_forwards = 0  # so far
         self.num_samples = 0  # likewise, in all stages together
         self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls whose tensors are not there yet
@@ -132,21 +131,25 @@ class ComputeHandlers:
 
         keep = request.mode.grad and request.keep
 
-        def compute() -> tuple[ForwardResult, bytes]:
+        def compute() -> tuple[ForwardResult, CachedForward]:
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
             with stage.at(version), stage.holding(key.weights):
                 result = stage.computation.forward(call)
-            return result, output_digest(result) if keep and self._sums.are_audited else b""
+            its_digest = output_digest(result) if keep and self._sums.are_audited else b""
+            kept = CachedForward(call, graph=result.graph, graph_bytes=result.graph_bytes, output_digest=its_digest)
+            if keep:
+                self.graphs.enter(kept)
+            return replace(result, graph=None), kept  # so that nothing else keeps the graph
 
-        (result, its_digest), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
+        (result, kept), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
         self.num_samples += call.num_samples
         if not any(result.requires_grad) and not key.evaluation:  # no backward comes
             stage.load.count_samples(call.num_samples, busy_s=busy_s, queued=self._executor.queued)
         if keep:
             input_bytes = num_bytes(serialization.flatten((call.inputs, call.extras))[1])
-            kept = CachedForward(call, busy_s, result.graph, result.graph_bytes, input_bytes, its_digest)
+            kept.busy_s, kept.input_bytes = busy_s, input_bytes
             self.cache.keep(name, kept)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
@@ -240,7 +243,7 @@ class ComputeHandlers:
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
         stage.load.count_samples(kept.call.num_samples, busy_s=own.busy_s, queued=own.queued)
-        self.cache.note_backward()
+        self.graphs.limit.note_backward()
         name = key.name(stage.index, "backward", trainer)
         self._tickets.fulfil(name, to_message(found), encode(own), once=True)
 
@@ -338,38 +341,31 @@ class ComputeHandlers:
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
         """Compute a microbatch; if there is no memory beside the graphs of others, compute it again without these."""
         with raising_stage_errors(stage.index, self._transport.peer_id):
-            for _ in range(_MAX_ATTEMPTS - 1):
-                try:
-                    return await self._executor.submit(priority, run)
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    await self._free_memory(stage, error)
             try:
                 return await self._executor.submit(priority, run)
             except Exception as error:
-                if is_out_of_memory(error):
-                    await self._free_memory(stage, error)
-                    stage.load.count_refusal()
-                    step, reason = priority[1], str(error)
-                    self._events.note(
-                        "out_of_memory", peer=self._transport.peer_id, stage=stage.index, step=step, reason=reason
-                    )
+                if not is_out_of_memory(error):
+                    raise
+                first = error
+
+            def run_alone() -> _T:
+                self.graphs.drop_all(stage.index, first)
+                free_memory(first, stage.device)
+                return run()
+
+            try:
+                return await self._executor.submit(FIRST, run_alone)
+            except Exception as error:
+                await self._note_refusal(stage, priority[1], error)
                 raise
 
-    async def _free_memory(self, stage: Stage, error: Exception) -> None:
-        """Drop the graphs of all microbatches, which are computed again from their inputs."""
-        num_dropped = self.cache.drop_graphs()
-        await self._executor.submit(FIRST, lambda: free_memory(error, stage.device))
-        if num_dropped:
-            _log.warning(
-                "Stage %d ran out of memory with the graphs of %d microbatches. This server keeps at most %d from now "
-                "on, and computes the others again: %s",
-                stage.index,
-                num_dropped,
-                self.cache.max_graphs,
-                shorten(str(error)),
-            )
+    async def _note_refusal(self, stage: Stage, step: int, error: Exception) -> None:
+        """If there was no memory for a microbatch alone, report so, and free what the error keeps alive."""
+        if is_out_of_memory(error):
+            await self._executor.submit(FIRST, lambda: free_memory(error, stage.device))
+            stage.load.count_refusal()
+            me, reason = self._transport.peer_id, str(error)
+            self._events.note("out_of_memory", peer=me, stage=stage.index, step=step, reason=reason)
 
 
 def wanted_gradients(inputs: serialization.Tree, mode: ComputeMode) -> list[bool]:
@@ -399,7 +395,7 @@ def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
     """Make the error that a trainer gets if there was no memory here for a microbatch."""
     return OutOfMemory(
         f"a server must have memory for one microbatch of its stage, and {peer} has too little for one of stage "
-        f"{stage}: {error}. Lower `microbatch_size`, use activation checkpointing in the blocks or "
+        f"{stage}: {str(error).rstrip('.')}. Lower `microbatch_size`, use activation checkpointing in the blocks or "
         "`offload_optimizer=True`, cut the model into more stages, or leave the stage to machines with more memory."
     )
 

@@ -1,0 +1,84 @@
+"""Servers that run out of memory: every microbatch counts once, whoever computes it, and the curve stays the same."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from lightning_swarm.core.errors import OutOfMemory
+from lightning_swarm.testing import SmallMemory
+from lightning_swarm.testing.small_memory import check_ran_out
+from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, digits, loader
+from tests.parity.test_delayed import assert_late, run_late
+
+STEPS = 4
+NO_GRAPH = 700
+"""Bytes: too few for the graph of one microbatch of stage 0 (704) or stage 1 (720)."""
+ONE_GRAPH = 800
+TWO_GRAPHS = 1_500
+FEW_FAIL, MANY_FAIL = 0.1, 0.4
+
+
+def train(*memories: SmallMemory, **options: Any) -> SwarmRun:
+    """Train on servers of these memories, all of which run out, to what the plain Trainer comes to."""
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=STEPS)
+    swarm = run_small(*memories, **options)
+    assert_exact(swarm, plain)
+    return swarm
+
+
+def run_small(*memories: SmallMemory, **options: Any) -> SwarmRun:
+    settings = {"num_stages": 2, "num_servers": 4, "microbatch_size": 1, "max_steps": STEPS, **options}
+    swarm = run_swarm(DigitsMLP, loader(digits()), memories=memories, **settings)
+    check_ran_out(memories)
+    return swarm
+
+
+def refused(swarm: SwarmRun) -> int:
+    """How often a server had no memory for one microbatch."""
+    return sum(server.events.counts["out_of_memory"] for server in swarm.strategy.servers)
+
+
+@pytest.mark.parametrize("num_bytes", [ONE_GRAPH, TWO_GRAPHS])
+def test_graphs_that_find_no_room_are_computed_again_and_nothing_is_sent_again(num_bytes: int) -> None:
+    swarm = train(*(SmallMemory(f"peer-{i}", num_bytes=num_bytes) for i in range(4)))
+    assert not swarm.rerouted
+    assert not refused(swarm)
+    limits = [server.calls.graphs.limit.most for server in swarm.strategy.servers]
+    assert all(limit < 2 for limit in limits)
+    struck = [memory.struck.total() for memory in swarm.strategy._memories]
+    assert max(struck) <= 2, "they learnt nothing from running out"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_another_server_computes_what_does_not_fit(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    small = "peer-1" if stage == 0 else "peer-2"
+    with caplog.at_level(logging.WARNING, "lightning_swarm.events"):
+        swarm = run_small(SmallMemory(small, num_bytes=NO_GRAPH), num_servers=4)
+    assert_exact(swarm, run_plain(DigitsMLP, loader(digits()), max_steps=STEPS))
+    assert swarm.rerouted["replaced"] == refused(swarm) > 0
+    assert all(len(roster) == 2 for roster in swarm.rosters[-1]), "it is no member any more"
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(f"stage {stage}, {small}" in line and "Tried to allocate" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("num_servers", [2, 4])
+def test_what_fits_nowhere_ends_with_the_rule_the_value_and_the_remedy(num_servers: int) -> None:
+    memories = [SmallMemory(f"peer-{i}", num_bytes=NO_GRAPH, stage=1) for i in range(num_servers)]
+    with pytest.raises(OutOfMemory, match=r"one microbatch of its stage.*of stage 1.*Tried to.*`microbatch_size`"):
+        run_small(*memories, num_servers=num_servers)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_computations_that_fail_at_random_half_way(everywhere: bool) -> None:
+    """With 0.1 a server finds memory in the second attempt, most often; 0.4 sends microbatches to other servers."""
+    fails = FEW_FAIL if everywhere else MANY_FAIL
+    names = [f"peer-{i}" for i in range(4)] if everywhere else ["peer-0", "peer-1"]
+    memories = [SmallMemory(name, fails=fails, seed=number) for number, name in enumerate(names)]
+    swarm = train(*memories)
+    for direction in ("forward", "backward"):
+        assert sum(memory.struck[direction] for memory in memories) > 0
+    assert everywhere or refused(swarm) > 0
