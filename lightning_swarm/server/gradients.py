@@ -323,6 +323,7 @@ class GradientSums:
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),
+                    lacks_memory=stage.load.lacks_memory,
                     tied={name: fingerprint([stage.parameters[name]]) for name in run.ties.of(index)} or UNSET,
                     tensors=stage.fingerprints() if request.each_tensor else UNSET,
                     claims=ledger.claims if self._is_audited(stage) else UNSET,

@@ -19,7 +19,7 @@ NO_GRAPH = 700
 """Bytes: too few for the graph of one microbatch of stage 0 (704) or stage 1 (720)."""
 ONE_GRAPH = 800
 TWO_GRAPHS = 1_500
-FEW_FAIL, MANY_FAIL = 0.1, 0.4
+FEW_FAIL, MANY_FAIL = 0.25, 0.4
 
 
 def train(*memories: SmallMemory, **options: Any) -> SwarmRun:
@@ -74,7 +74,7 @@ def test_what_fits_nowhere_ends_with_the_rule_the_value_and_the_remedy(num_serve
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_computations_that_fail_at_random_half_way(everywhere: bool) -> None:
-    """With 0.1 a server finds memory in the second attempt, most often; 0.4 sends microbatches to other servers."""
+    """Most find memory in the second attempt; others are sent to another server, or once more alone."""
     fails = FEW_FAIL if everywhere else MANY_FAIL
     names = [f"peer-{i}" for i in range(4)] if everywhere else ["peer-0", "peer-1"]
     memories = [SmallMemory(name, fails=fails, seed=number) for number, name in enumerate(names)]
