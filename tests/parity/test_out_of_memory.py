@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_swarm.core.errors import OutOfMemory
+from lightning_swarm.core.errors import ConfigError, OutOfMemory, StepError
+from lightning_swarm.server.averaging_round import AveragingRounds
+from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.testing import SmallMemory
 from lightning_swarm.testing.small_memory import check_ran_out
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
@@ -82,3 +86,67 @@ def test_computations_that_fail_at_random_half_way(everywhere: bool) -> None:
     for direction in ("forward", "backward"):
         assert sum(memory.struck[direction] for memory in memories) > 0
     assert everywhere or refused(swarm) > 0
+
+
+def test_late_steps() -> None:
+    memories = [SmallMemory(f"peer-{i}", fails=FEW_FAIL, seed=i) for i in range(4)]
+    swarm = run_small(*memories, delay_optimizer_step=True, max_steps=8)
+    assert_late(swarm, run_late(DigitsMLP, loader(digits()), max_steps=8))
+
+
+LONG: dict[str, Any] = {"rebalancing": "gain", "latency_s": 0.01, "microbatch_s": [1.0], "max_steps": 14}
+"""Virtual time passes, in which servers look whether they can stay."""
+
+
+def test_a_server_without_memory_for_its_stage_moves_to_another_one() -> None:
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=14)
+    swarm = run_small(SmallMemory("peer-1", num_bytes=NO_GRAPH, stage=0), **LONG)
+    assert_exact(swarm, plain)
+    moves = [departure for record in swarm.records for departure in record.departures]
+    assert [move.stage_index for move in moves if move.member.peer_id == "peer-1"] == [1]
+    assert "peer-1" in [member.peer_id for member in swarm.rosters[-1][1]]
+
+
+def test_a_server_without_memory_for_any_stage_leaves_and_says_why() -> None:
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=14)
+    swarm = run_small(SmallMemory("peer-2", num_bytes=NO_GRAPH), num_gone=1, **LONG)
+    assert_exact(swarm, plain)
+    (error,) = swarm.strategy.refusals
+    assert isinstance(error, ConfigError)
+    assert "must have memory for one microbatch" in str(error)
+    assert "peer-2" not in [member.peer_id for roster in swarm.rosters[-1] for member in roster]
+
+
+def failing_once(honest: Callable[..., Any], at: int) -> tuple[Callable[..., Any], list[int]]:
+    """A method that finds no memory, half-way, in one of its calls; and the calls so far."""
+    calls: list[int] = []
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(len(calls))
+        found = honest(*args, **options)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return found
+
+    return fail, calls
+
+
+def test_a_server_that_cannot_step_its_optimizer_leaves_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=14)
+    step, calls = failing_once(StageOptimizer.step, at=11)
+    monkeypatch.setattr(StageOptimizer, "step", step)
+    swarm = run_small(num_gone=1, **LONG)
+    assert len(calls) > 11
+    assert_exact(swarm, plain)
+    (error,) = swarm.strategy.refusals
+    assert isinstance(error, StepError)
+    assert "the step of its optimizer" in str(error)
+
+
+def test_a_server_that_cannot_average_is_left_out_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=14)
+    average, calls = failing_once(AveragingRounds._averager, at=11)
+    monkeypatch.setattr(AveragingRounds, "_averager", average)
+    swarm = run_small(num_gone=0, **LONG)
+    assert len(calls) > 11
+    assert_exact(swarm, plain)

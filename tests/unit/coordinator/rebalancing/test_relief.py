@@ -60,7 +60,8 @@ def test_a_server_that_moved_does_not_come_back() -> None:
     for at_s in range(2, 99):  # others come and go
         balance.take_loads(loads(1, lacks_memory=at_s > 50))
         newcomers = [PeerId(str(at_s))]
-        assert balance.moves([[B], [A, C, *newcomers]], fixed=[], joining={}, now_s=float(at_s)) == []
+        moves = balance.moves([[B], [A, C, *newcomers]], fixed=[], joining={}, now_s=float(at_s))
+        assert A not in [move.peer for move in moves]
 
 
 def test_where_servers_stay_nobody_is_moved() -> None:
