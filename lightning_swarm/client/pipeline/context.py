@@ -195,9 +195,8 @@ class PipelineContext:
         """Do the work of a microbatch that is under way; if servers have no memory beside others, once more, alone."""
         try:
             return await work()
-        except OutOfMemory:
-            if self.num_under_way == 1:
-                raise
+        except OutOfMemory as error:
+            _log.info("No server has memory for a microbatch, which is sent once more, alone: %s", error)
         self.num_under_way -= 1
         self._progress.set()
         try:
