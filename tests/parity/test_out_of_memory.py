@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, OutOfMemory, StepError
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.testing import SmallMemory
 from lightning_swarm.testing.small_memory import check_ran_out
+from tests.faults.test_audited import audited
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 from tests.parity.test_delayed import assert_late, run_late
+from tests.parity.trainers import ThreadStrategy
+from tests.parity.trainers import assert_exact as assert_same_curve
+from tests.parity.trainers import train as train_several
 
 STEPS = 4
 NO_GRAPH = 700
@@ -150,3 +156,54 @@ def test_a_server_that_cannot_average_is_left_out_of_the_step(monkeypatch: pytes
     swarm = run_small(num_gone=0, **LONG)
     assert len(calls) > 11
     assert_exact(swarm, plain)
+
+
+def test_several_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    memories = [SmallMemory(f"peer-{rank}", fails=FEW_FAIL, seed=rank) for rank in range(2)]
+    make = ThreadStrategy.make_peer
+
+    def make_small(self: ThreadStrategy) -> None:
+        make(self)
+        assert self.peer is not None
+        memories[self._rank].watch(self.peer)
+
+    monkeypatch.setattr(ThreadStrategy, "make_peer", make_small)
+    seen = train_several(2, swarm={"num_stages": 1, "microbatch_size": 1})
+    check_ran_out(memories)
+    assert_same_curve(seen, DigitsMLP, digits(), num_trainers=2)
+
+
+class RunsOut(DigitsMLP):
+    """A model whose second trainer runs out of memory in its third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_batches = 0
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.num_batches += 1
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ThreadStrategy) and strategy._rank == 1 and self.num_batches == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_trainer_of_an_uncut_model_ends_with_its_own_error_and_the_run_goes_on() -> None:
+    whole = {"num_stages": 1, "microbatch_size": None}
+    seen = train_several(3, lambda seen: RunsOut(), swarm=whole, raises=False, max_steps=12)
+    assert list(seen.errors) == [1]
+    assert isinstance(seen.errors[1], torch.OutOfMemoryError)
+    assert [record.step for record in seen.records] == list(range(12))
+    assert_same_curve(seen, DigitsMLP, digits(), num_trainers=3, gone=[1])
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_an_audited_server_without_memory_is_not_convicted(always: bool) -> None:
+    memory = SmallMemory("peer-3", fails=1.0 if always else MANY_FAIL)
+    found, strategy = audited(4, num_stages=1, memories=[memory])
+    expected, _ = audited(4, num_stages=1)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-10)
+    counts = strategy.servers[0].events.counts
+    assert not counts["convicted"]
+    assert memory.struck
