@@ -17,6 +17,7 @@ from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.testing import SmallMemory
 from lightning_swarm.testing.small_memory import check_ran_out
 from tests.faults.test_audited import audited
+from tests.faults.test_audited import train as train_unaudited
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 from tests.parity.test_delayed import assert_late, run_late
@@ -159,7 +160,7 @@ def test_a_server_that_cannot_average_is_left_out_of_the_step(monkeypatch: pytes
 
 
 def test_several_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
-    memories = [SmallMemory(f"peer-{rank}", fails=FEW_FAIL, seed=rank) for rank in range(2)]
+    memories = [SmallMemory(f"peer-{rank}", num_bytes=ONE_GRAPH) for rank in range(2)]
     make = ThreadStrategy.make_peer
 
     def make_small(self: ThreadStrategy) -> None:
@@ -168,7 +169,7 @@ def test_several_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
         memories[self._rank].watch(self.peer)
 
     monkeypatch.setattr(ThreadStrategy, "make_peer", make_small)
-    seen = train_several(2, swarm={"num_stages": 1, "microbatch_size": 1})
+    seen = train_several(2, swarm={"microbatch_size": 1})
     check_ran_out(memories)
     assert_same_curve(seen, DigitsMLP, digits(), num_trainers=2)
 
@@ -198,11 +199,13 @@ def test_a_trainer_of_an_uncut_model_ends_with_its_own_error_and_the_run_goes_on
     assert_same_curve(seen, DigitsMLP, digits(), num_trainers=3, gone=[1])
 
 
-@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.first_cells(1)
+@pytest.mark.parametrize("always", [True, False])
 def test_an_audited_server_without_memory_is_not_convicted(always: bool) -> None:
     memory = SmallMemory("peer-3", fails=1.0 if always else MANY_FAIL)
-    found, strategy = audited(4, num_stages=1, memories=[memory])
-    expected, _ = audited(4, num_stages=1)
+    settings = {"num_stages": 1, "microbatch_size": 8}
+    found, strategy = audited(4, memories=[memory], **settings)
+    expected, _ = train_unaudited(4, **settings)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-10)
     counts = strategy.servers[0].events.counts
     assert not counts["convicted"]
