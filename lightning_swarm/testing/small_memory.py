@@ -58,13 +58,13 @@ class SmallMemory:
         """Give the peer's server this memory as soon as the server is there."""
         watched: list[Server] = []
 
-        async def begin_to_serve(begin: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:
+        async def serve(begin: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:
             await begin(*arguments, **options)
             if peer.server is not None and peer.server not in watched:  # else the run rolled back
                 watched.append(peer.server)
                 wrap(peer.server.calls, "_compute", self._compute)
 
-        wrap(peer, "begin_to_serve", begin_to_serve)
+        wrap(peer._host, "serve", serve)  # a trainer beside the lead has it serve, too
 
     def _compute(self, compute: Callable[..., _T], stage: Stage, priority: Priority, run: Callable[[], Any]) -> _T:
         if self.stage not in (None, stage.index):
