@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
+from lightning_swarm.core.errors import (
+    Busy,
+    ConfigError,
+    DeadlineExceeded,
+    PeerError,
+    StepError,
+    SwarmError,
+    Unreachable,
+)
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import ended, first_of, gather
@@ -32,6 +41,12 @@ _LINGER_S: Final = 1.0  # for which a server that was let go still answers reque
 _SOON_S: Final = 600.0  # a server that is left out again so soon after it came back counts as one that cannot stay
 _MAX_ASKED: Final = 8
 _MAX_RETURNS: Final = 5
+_MAX_SHORT: Final = 3  # records in which the coordinator may send a server that lacks memory to another stage
+_LACKS_MEMORY: Final = (
+    "a server must have memory for one microbatch of its stage, and this machine has too little: the run goes on "
+    "without it. The log above says how much was asked for. End other programs on the device, join with a machine that "
+    "has more memory, or have the lead lower `microbatch_size` or cut the model into more stages."
+)
 _COMPUTES_NOTHING: Final = (
     "The run is not cut: its trainers compute the whole model, and this peer keeps a copy of it, which outlives them. "
     "To help compute, bring data with `role='both'`, or start a run that is cut, with `pipeline` or `num_stages`."
@@ -67,6 +82,7 @@ class MembershipLifecycle:
         self._newest_view: RunView | None = None  # of this server's run, as other peers showed it
         self._answered_s = 0.0  # when any peer of the run answered last
         self._led_s = 0.0  # when its coordinator or its lead answered last: one of them would end the run
+        self._short_since = math.inf  # the version from which on there was no memory for a microbatch
         self._silent: set[PeerId] = set()  # did not answer when they were asked last
 
     def leave(self) -> None:
@@ -201,6 +217,8 @@ class MembershipLifecycle:
         admission, membership = self._server.admission, self._server.membership
         self._answered_s = self._led_s = now_s()
         while not admission.left.is_set():
+            if admission.failure is not None:
+                raise admission.failure
             if admission.inherits.is_set():
                 return "inherits"
             if not membership.has_run:
@@ -222,6 +240,9 @@ class MembershipLifecycle:
             if await self._is_left_out():
                 return "left out"
             self._check_silence()
+            if self._lacks_memory():
+                await self._leave(say)
+                raise ConfigError(_LACKS_MEMORY)
         return "over"
 
     async def _move(self, say: Callable[[str], None]) -> None:
@@ -235,6 +256,16 @@ class MembershipLifecycle:
         if membership.has_run and membership.run is run and admission.moves.is_set():  # else another run has it
             await self._server.step_out(keeps_snapshots=True)
             self._server.joiner.move_to(target, former=former)
+
+    def _lacks_memory(self) -> bool:
+        """True if other servers compute all of this one's stages, which has had no memory for them for some records."""
+        steps, rosters = self._server.steps, self._server.membership.run.rosters
+        stages = [steps.stage(index) for index in steps.stages]
+        if not stages or not all(stage.load.lacks_memory and len(rosters[stage.index]) > 1 for stage in stages):
+            self._short_since = math.inf
+            return False
+        self._short_since = min(self._short_since, steps.version)
+        return steps.version >= self._short_since + _MAX_SHORT
 
     def _check_silence(self) -> None:
         """Raise if the run is over, and nobody is left who would say so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -49,8 +50,17 @@ class PlannedMoves:
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """Take in what the servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
+        # Strangers would come together in one stage by saying that all others are too large for them.
+        believes = not self._run.manifest.settings.is_audited
         self._balancer.take_loads(
-            {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
+            {
+                peer: {
+                    i: replace(load, lacks_memory=believes and load.lacks_memory)
+                    for i, load in held.items()
+                    if i < num_stages
+                }
+                for peer, held in loads.items()
+            }
         )
 
     def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[StageRelease]]:

@@ -101,7 +101,9 @@ def reported_loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
             report = ledger.report
-            load = ReportedLoad.from_report(report.samples_per_s, report.queued, report.busy_share)
+            load = ReportedLoad.from_report(
+                report.samples_per_s, report.queued, report.busy_share, lacks_memory=report.lacks_memory
+            )
             found.setdefault(member.peer_id, {})[index] = load
     return found
 

@@ -119,6 +119,7 @@ class StageLedger(WireMessage, frozen=True):
     samples_per_s: Positive | None = None  # measured, forward and backward; None: not yet
     queued: NotNegative = 0.0  # waiting jobs, on average
     busy_share: NotNegative | None = None  # share of the last steps' time spent computing, 0..1; None: not known yet
+    lacks_memory: bool = False  # for one microbatch, as the last ones that were sent showed
     tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of weights that other stages hold, too
     tensors: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of each tensor, if asked for
     # Only in audited runs: what went into and came out of each microbatch, see `CLAIM_BYTES`, in order of the receipts.
