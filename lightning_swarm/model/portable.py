@@ -57,7 +57,7 @@ class PortableArithmetic(TorchDispatchMode):
     """Inside, operations on tensors have the same bits on every machine; `Unportable` names one that cannot have."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(
@@ -156,7 +156,7 @@ def _is_plain(other: _Number | None, first: Tensor, compute: Callable[..., Tenso
     if isinstance(other, Tensor):
         return other.dtype == first.dtype and other.device == first.device
     # A GPU multiplies by the inverse of a divisor that is on the CPU.
-    return other is None or (isinstance(other, (int, float)) and compute is not torch.div)
+    return other is None or compute is not torch.div
 
 
 _plus, _minus, _mul = _single(torch.add), _single(torch.sub), _single(torch.mul)

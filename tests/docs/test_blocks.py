@@ -18,6 +18,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ProgressBar
+from msgspec import UNSET
 
 import lightning_swarm
 from lightning_swarm import cli
@@ -294,7 +295,7 @@ def member_changes(block: Block) -> None:
         manifest=SimpleNamespace(is_whole=False), bans=(), invitations=(), rosters=rosters, trainers=["mate 0"]
     )
     address = f"/ip4/{host}/tcp/{port}/p2p/{peer}"
-    place = SimpleNamespace(member=member, stage_index=stage, addresses=[address])
+    place = SimpleNamespace(member=member, stage_index=stage, addresses=[address], reason=UNSET)
     record: Any = SimpleNamespace(
         newcomers=[place] if joins else [],
         left=[] if joins else [place],

@@ -20,7 +20,7 @@ from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.frozen_sums import FrozenSums
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.step.reference import WeightsDiffer, choose_left_out, replicas_differ
+from lightning_swarm.coordinator.step.reference import WeightsDiffer, check_lead_kept, choose_left_out, replicas_differ
 from lightning_swarm.coordinator.step.replay_plan import (
     Ledgers,
     ReplayPlan,
@@ -55,9 +55,8 @@ from lightning_swarm.protocol.messages.step import (
 )
 from lightning_swarm.protocol.messages.wire import draw_challenge, from_bitmap
 
-_SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
 _log = logging.getLogger(__name__)
-
+_SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
 _FALSE: Final = "its work of this step was found to be false, or is disputed"
 _MAX_HANDOVERS: Final = 3
 _MAX_DISCARDS: Final = 4  # of one server's sums in one step
@@ -216,6 +215,7 @@ class SumReconciliation:
         ]
         run = self._run
         wrong = choose_left_out(ledgers, guests=run.guests, right=run.believed, tied=bool(run.ties))
+        check_lead_kept(run.manifest, wrong)
         if (own := wrong.get(self._servers.own)) is not None:
             await self._hand_over(own)
         self._step.without |= wrong.keys() if any(run.on_trainers) else set()

@@ -14,7 +14,7 @@ from lightning_swarm.coordinator.step.replay_plan import Ledgers, ServerLedger
 from lightning_swarm.core.errors import StepError, SwarmError
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import MAX_DIFFERENCE
 
 _MAX_NAMED: Final = 5
@@ -59,6 +59,13 @@ def choose_left_out(
         choice = min(chosen, key=lambda one: one.is_tie)
         return choice.errors(ledgers[choice.stage])
     return _contradicting(ledgers, guests, right) if tied else {}
+
+
+def check_lead_kept(manifest: Manifest, left_out: Mapping[PeerId, WeightsDiffer]) -> None:
+    """Raise the error of the lead, if it is among these and holds the whole model itself."""
+    # The others' loops need the lead's for the next epoch, and it would need a record of theirs to come back.
+    if manifest.is_whole and (error := left_out.get(manifest.lead)) is not None:
+        raise WeightsDiffer(f"{error} It is the lead's own copy: resume from a checkpoint, on another machine.")
 
 
 def _bits(ledger: ServerLedger) -> _Bits:

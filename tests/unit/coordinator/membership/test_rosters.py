@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from lightning_swarm.coordinator.membership.rosters import MAX_VOTERS, alone_in, choose_voters, next_rosters
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import lead
+from lightning_swarm.peer.discovery import ServerAnnouncement
 from lightning_swarm.peer.lead import RunSpec
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate
