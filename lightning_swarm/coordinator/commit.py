@@ -28,6 +28,7 @@ from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
+from lightning_swarm.coordinator.step.reference import differences
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
 from lightning_swarm.coordinator.step.step_servers import StepServers
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
@@ -201,6 +202,7 @@ class StepCommit:
         self._events = context.events
         self._sums: SumReconciliation | None = None  # of the newest step that closed
         self._someone_gone = False  # in the last step, whose record left the rosters as they were
+        self._differences: dict[PeerId, str] = {}  # of servers that are gone since then, because their weights differ
 
     async def finish(
         self, step: OpenStep, selection: Selection | None, change: StepChange, *, late: bool = False
@@ -235,9 +237,10 @@ class StepCommit:
         await self._servers.apply(record)
         if late:
             self._someone_gone = bool(sums.step_servers.gone)
+            self._differences = differences(sums.step_servers.gone)
             self._moves.choose_for_later(sums.step_servers.gone)
             return record
-        self._someone_gone = False
+        self._someone_gone, self._differences = False, {}
         for ban in bans_in(record.bans):
             self._events.note("expelled", peer=ban.subject, step=record.step, reason=ban.reason)
         self._server_membership.let_in(record)
@@ -331,8 +334,9 @@ class StepCommit:
         )
 
     def _vacancies(self, next_roster: Sequence[Sequence[Member]]) -> list[Vacancy]:
+        reasons = self._differences | ({} if self._sums is None else differences(self._sums.step_servers.gone))
         return [
-            Vacancy(member=member, stage_index=index)
+            Vacancy(member=member, stage_index=index, reason=reasons.get(member.peer_id, UNSET))
             for index, (before, after) in enumerate(zip(self._run.rosters, next_roster, strict=True))
             for member in before
             if member not in after

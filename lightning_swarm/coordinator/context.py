@@ -165,6 +165,7 @@ class CoordinatorContext:
     step_state: StepState
     limits: Limits
     events: EventLog
+    step_aside: Callable[[], asyncio.Task[None]]  # has another server coordinate in place of this one
     audit_memory: AuditMemory = field(default_factory=AuditMemory)
     arithmetic: dict[PeerId, str] = field(default_factory=dict)  # of the servers that told it, see `FreezeReply`
     # Requests name this number, and not that of `run`: what is still under way as the run is rolled back must not pass

@@ -25,11 +25,8 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """A role of one peer, from one run generation to the next."""
 
-    def __init__(
-        self, context: CoordinatorContext, *, on_deposed: Callable[[], None], step_aside: Callable[[], None]
-    ) -> None:
+    def __init__(self, context: CoordinatorContext, *, on_deposed: Callable[[], None]) -> None:
         self._on_deposed = on_deposed  # called when another peer coordinates
-        self.step_aside = step_aside  # called when another one should, for this one is to move
         self.balancer = balancer_of(context.run.manifest, now_s=now_s())
         self.joiners = Joiners()
         self._is_over = False
@@ -93,7 +90,7 @@ class CoordinatorGeneration:
             context,
             servers,
             self.server_membership,
-            PlannedMoves(context, self.server_membership, role.balancer, step_aside=role.step_aside),
+            PlannedMoves(context, self.server_membership, role.balancer),
             self.trainers,
             fence=self.lease_expiry.fence,
         )

@@ -157,6 +157,8 @@ class TrainerHandlers:
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
             return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
+        if caller in state.open.without:  # the record waits for the lead's hyperparameters, which come with this wait
+            return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
         if not await self._changes.until(lambda: not self._run.lacks_model(caller)):
             return encode(GrantReply(wait=WaitForRecord(step=None)))
         if is_lead and not state.begun:
@@ -252,7 +254,9 @@ class TrainerHandlers:
                 self._lease_expiry.watch(caller)
         step.strike_others()
         closed = dict(request.report.closed)
-        if step.step in closed and caller == self._run.manifest.lead:
+        # A lead that lost batches to the new coordinator brings them again before it asks to close.
+        lost = step.has_struck(lease.grant.lease for lease in request.report.leases)
+        if step.step in closed and caller == self._run.manifest.lead and not lost:
             self._close(step, closed[step.step])
         await self._on_change(step)
         return b""

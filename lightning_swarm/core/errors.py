@@ -6,6 +6,7 @@
     ├── ConfigError          a setting, model or call that cannot work; nothing was started or changed
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
     ├── StageError           the user's own blocks (or a gradient through them) raised on every server of a stage
+    │   └── OutOfMemory      no server of a stage has memory for one microbatch, with no other one beside it
     ├── StepError            a step could not be decided; the weights are those of the last record
     │   ├── StageLost        nobody was left of a stage, for too long
     │   ├── Replaced         the run goes on with another lead, for this one was silent for too long
@@ -67,6 +68,10 @@ class ProtocolError(SwarmError):
 
 class StageError(SwarmError, RuntimeError):  # Lightning looks among RuntimeErrors for those of memory
     """The model's own code raised while a peer computed a stage. The message has that peer's traceback."""
+
+
+class OutOfMemory(StageError):
+    """A peer has no memory for a microbatch of a stage, even after it has freed what it keeps of others."""
 
 
 class StepError(SwarmError):

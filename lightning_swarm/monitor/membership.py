@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_swarm.core.readable import short_name
+from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.monitor.survey import place_of
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import banned_among
@@ -52,6 +52,11 @@ class Membership:
         movers = {one.member.peer_id for one in record.departures}
         self._dead |= {peer for peer in went if peer in record.closing.absent} - movers
         reasons = dict.fromkeys(self._dead & went.keys(), _DIED)
+        reasons |= {
+            one.member.peer_id: f"was left out, for its weights differ ({shorten(one.reason)})"
+            for one in record.left
+            if one.reason
+        }
         reasons |= dict.fromkeys(banned_among(went, run.bans, run.invitations), "was expelled by the run's owner")
         reasons |= {one.peer: "was convicted by an audit" for one in record.convicted or ()}
         lines = [self._gone(peer, stages, reasons.get(peer)) for peer, stages in went.items()]

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
+from lightning_swarm.core.errors import (
+    Busy,
+    ConfigError,
+    DeadlineExceeded,
+    PeerError,
+    StepError,
+    SwarmError,
+    Unreachable,
+)
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import ended, first_of, gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol import queries
@@ -32,6 +41,12 @@ _LINGER_S: Final = 1.0  # for which a server that was let go still answers reque
 _SOON_S: Final = 600.0  # a server that is left out again so soon after it came back counts as one that cannot stay
 _MAX_ASKED: Final = 8
 _MAX_RETURNS: Final = 5
+_MAX_SHORT: Final = 3  # records in which the coordinator may send a server that lacks memory to another stage
+_LACKS_MEMORY: Final = (
+    "a server must have memory for one microbatch of its stage, and this machine has too little: the run goes on "
+    "without it. The log above says how much was asked for. End other programs on the device, join with a machine that "
+    "has more memory, or have the lead lower `microbatch_size` or cut the model into more stages."
+)
 _COMPUTES_NOTHING: Final = (
     "The run is not cut: its trainers compute the whole model, and this peer keeps a copy of it, which outlives them. "
     "To help compute, bring data with `role='both'`, or start a run that is cut, with `pipeline` or `num_stages`."
@@ -67,6 +82,7 @@ class MembershipLifecycle:
         self._newest_view: RunView | None = None  # of this server's run, as other peers showed it
         self._answered_s = 0.0  # when any peer of the run answered last
         self._led_s = 0.0  # when its coordinator or its lead answered last: one of them would end the run
+        self._short_since = math.inf  # the version from which on there was no memory for a microbatch
         self._silent: set[PeerId] = set()  # did not answer when they were asked last
 
     def leave(self) -> None:
@@ -96,7 +112,7 @@ class MembershipLifecycle:
                 await self._move(say)
             elif outcome == "left out":  # it did not answer for a while, and comes back as any joiner does
                 num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
-                self._check_returns(num_returns)
+                self._check_returns(num_returns, say)
                 await self._server.step_out()
             elif outcome != "released":  # a lead that rolls back releases its servers, and begins again with them
                 self._end(outcome, say)
@@ -114,9 +130,16 @@ class MembershipLifecycle:
         peak = describe_peak(admission.model.device)
         say(f"Run {self._run_id!r} {'is over' if outcome == 'over' else 'has let this peer go'}.{peak}")
 
-    def _check_returns(self, num_returns: int) -> None:
+    def _check_returns(self, num_returns: int, say: Callable[[str], None]) -> None:
         reason = "a record left this peer out, which did not answer; it joins again"
         step = self._server.membership.run.version
+        if difference := printable(self._server.admission.leadership.left_out_because):
+            reason = f"a record left this peer out, whose weights differ; it joins again: {difference}"
+            say(
+                f"Run {self._run_id!r} goes on without this peer from step {step} on. {difference} It downloads the "
+                "stage anew and joins again, once. If it differs again, use the run's version of torch here, or "
+                "another machine."
+            )
         self._events.note("left", peer=self._transport.peer_id, step=step, reason=reason)
         if num_returns > _MAX_RETURNS:
             raise Unreachable(
@@ -194,6 +217,8 @@ class MembershipLifecycle:
         admission, membership = self._server.admission, self._server.membership
         self._answered_s = self._led_s = now_s()
         while not admission.left.is_set():
+            if admission.failure is not None:
+                raise admission.failure
             if admission.inherits.is_set():
                 return "inherits"
             if not membership.has_run:
@@ -215,6 +240,9 @@ class MembershipLifecycle:
             if await self._is_left_out():
                 return "left out"
             self._check_silence()
+            if self._lacks_memory():
+                await self._leave(say)
+                raise ConfigError(_LACKS_MEMORY)
         return "over"
 
     async def _move(self, say: Callable[[str], None]) -> None:
@@ -228,6 +256,16 @@ class MembershipLifecycle:
         if membership.has_run and membership.run is run and admission.moves.is_set():  # else another run has it
             await self._server.step_out(keeps_snapshots=True)
             self._server.joiner.move_to(target, former=former)
+
+    def _lacks_memory(self) -> bool:
+        """True if other servers compute all of this one's stages, which has had no memory for them for some records."""
+        steps, rosters = self._server.steps, self._server.membership.run.rosters
+        stages = [steps.stage(index) for index in steps.stages]
+        if not stages or not all(stage.load.lacks_memory and len(rosters[stage.index]) > 1 for stage in stages):
+            self._short_since = math.inf
+            return False
+        self._short_since = min(self._short_since, steps.version)
+        return steps.version >= self._short_since + _MAX_SHORT
 
     def _check_silence(self) -> None:
         """Raise if the run is over, and nobody is left who would say so."""

@@ -22,7 +22,7 @@ _outage_log = logging.getLogger(__name__)
 _WARNED: Final = frozenset(
     {
         *("strike", "round_repeated", "gone", "convicted", "disputed", "expelled", "unconfirmed", "takeover", "pause"),
-        "went_back",
+        *("went_back", "out_of_memory"),
     }
 )
 _MEMBERSHIP: Final = frozenset({"gone", "left", "joined"})  # each of these kinds ends another one's effect for a peer

@@ -20,6 +20,7 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import bans_after
+from lightning_swarm.protocol.guests import DifferingServers, guests_after
 from lightning_swarm.protocol.invitations import check_invited, check_used, used_after
 from lightning_swarm.protocol.keepers import (
     KEEPERS_REMEDY,
@@ -111,6 +112,8 @@ class RunState:
         self.keepers = manifest.keepers  # also those that are gone; unset: all servers may decide
         self.convicted = convicted_after({}, manifest.convicted)  # why, by peer
         self._heed_ban: Callable[[bytes], None] = lambda _: None
+        self.guests: list[PeerId] = []
+        self.differing = DifferingServers()
         self.snapshots: list[HeldSnapshot] = []  # as records know them, of the versions that are kept
         # The version of the newest snapshot that a record ordered, and the members that take it; None: not known here.
         self.ordered_snapshot: tuple[int, list[list[Member]]] | None = None
@@ -168,6 +171,7 @@ class RunState:
             snapshots=self.snapshots or UNSET,
             keepers=self.keepers,
             convicted=convictions(self.convicted),
+            guests=self.guests or UNSET,
         )
 
     def seats_at(self, version: int) -> SeatedMembers:
@@ -179,6 +183,7 @@ class RunState:
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
         self.scaling, self.invitations, self.snapshots = seats.scaling, seats.invitations, list(seats.snapshots or ())
         self.keepers, self.convicted = seats.keepers, convicted_after({}, seats.convicted)
+        self.guests = list(seats.guests or ())
         if seats.bans != self.bans:
             self.bans = seats.bans
             self.heed_bans(self._heed_ban)
@@ -201,8 +206,9 @@ class RunState:
         invitations = self.invitations
         if not isinstance(invitations, UnsetType) and not isinstance(record.invited, UnsetType):
             invitations = used_after(invitations, record.invited)
+        rosters = self._rosters_after(record)
         return SeatedMembers(
-            rosters=self._rosters_after(record),
+            rosters=rosters,
             voters=voters,
             trainers=trainers,
             scaling=scaling,
@@ -211,6 +217,7 @@ class RunState:
             snapshots=self._snapshots_after(record) or UNSET,
             keepers=keepers_after(self.keepers, record.keepers),
             convicted=convictions(convicted_after(self.convicted, record.convicted)),
+            guests=guests_after(self.guests, record, rosters) or UNSET,
         )
 
     def _snapshots_after(self, record: Record) -> list[HeldSnapshot]:
@@ -248,6 +255,7 @@ class RunState:
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
         """Go on to the version after a record; it may be of a later step if `seats`, the members then, are given."""
         self.seats_before = self.seats
+        self.differing.follow(self.guests, record)
         self.set_members(seats or self.members_after(record))
         self.version = record.step + 1
         if record.snapshot is not None:

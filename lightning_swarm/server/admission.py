@@ -49,6 +49,7 @@ class Admission:
         self.moves = asyncio.Event()  # the newest record let this server go, to join another stage
         self.target: int | None = None  # that stage
         self.left = asyncio.Event()  # the run is over for this peer
+        self.failure: StepError | None = None  # why this server's stages are of no use any more
         self._broken_off = ""  # why it is over, where its lead did not say so
         self.released = asyncio.Event()  # this peer's trainer is to roll back; set until the trainer has seen it
         self.goes_on_at = 0  # likewise: the step from which the next run goes on

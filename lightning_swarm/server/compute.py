@@ -395,7 +395,7 @@ def check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class CachedForward:
     """One forward as it is kept for its backward."""
 
@@ -405,6 +405,11 @@ class CachedForward:
     graph_bytes: int = 0
     input_bytes: int = 0
     output_digest: bytes = b""  # in audited runs
+
+    def take_graph(self) -> SavedGraph | None:
+        """Return the graph, and keep it no more: a backward frees it, also one that fails half-way."""
+        graph, self.graph = self.graph, None
+        return graph
 
 
 # A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: entries that no

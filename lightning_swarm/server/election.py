@@ -71,6 +71,7 @@ class Leadership:
         self._waits_until_s = 0.0  # see `follow`
         self.voter = Voter(context.boot_id, pace_s=limits.silence_timeout / 2)
         self.coordinator: Coordinator | None = None  # while this server coordinates
+        self.left_out_because = ""  # the newest record leaves this server out, because its weights differ: how
         self.behind = asyncio.Event()  # the others have a record that this server cannot get: it may be left out
         transport.handle_call(LEAD, self._handle_lead)
         transport.handle_call(WATCH, self._handle_watch)
@@ -109,7 +110,7 @@ class Leadership:
 
     async def step_out(self) -> None:
         """This server is in the run no more."""
-        self._run = None
+        self._run, self.left_out_because = None, ""
         await self._tasks.close()
         await self._step_down()
 
@@ -347,7 +348,6 @@ class Leadership:
         missed = run.term
         replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
         await self._hear_of(run, {reply.term for reply in replies.values()})
-        # Records that others claim come with the next coordinator, or with the voters' promises.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:
             await self._catch_up(run)
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
@@ -373,6 +373,7 @@ class Leadership:
         body = await self._transport.call(run.coordinator, PULL, encode(request), timeout=self._limits.silence_timeout)
         record = decode(body, Record)
         check_record(run, record)
+        self.left_out_because = next((one.reason or "" for one in record.left if one.member == self._me), "")
         await self._apply_next(run, record)
 
     async def _apply_next(self, run: RunState, record: Record) -> None:
@@ -438,14 +439,12 @@ class Leadership:
         )
 
     async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState) -> None:
-        def step_aside() -> None:
-            self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate, and does not move: %s"))
+        def step_aside() -> asyncio.Task[None]:
+            return self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate: %s"))
 
         memory = self._audit_memory = self._audit_memory.following()
-        context = CoordinatorContext(
-            self._role, run, proposer, state, limits=self._limits, events=self._events, audit_memory=memory
-        )
-        coordinator = Coordinator(context, on_deposed=self._notify, step_aside=step_aside)
+        context = CoordinatorContext(self._role, run, proposer, state, self._limits, self._events, step_aside, memory)
+        coordinator = Coordinator(context, on_deposed=self._notify)
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()

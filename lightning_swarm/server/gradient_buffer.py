@@ -82,6 +82,10 @@ class ReceiptLedger:
         """Add only what `named` holds from now on: nothing while ledgers are read, then what is this server's."""
         self._named, self._granted = frozenset(named), granted
 
+    def freeze_like(self, other: ReceiptLedger) -> None:
+        """Take only what another ledger would take, which this one replaces."""
+        self._named, self._granted = other._named, other._granted
+
     def agrees(self, named: AbstractSet[Receipt], granted: Mapping[int, Origin]) -> bool:
         """Tell whether the sum holds nothing but what is named, and that with these origins of its batches."""
         return self._receipts.keys() <= named and all(
@@ -129,14 +133,18 @@ class GradientSum:
     def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(length, dtype=dtype, device=device)
 
+    def converted(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return gradients in the sum's dtype, which takes memory; to add them takes none."""
+        return [None if gradient is None else gradient.to(self.values.dtype) for gradient in gradients]
+
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         """Add one microbatch's gradients, times `weight`."""
         sums, added = [], []
-        for i, (view, gradient) in enumerate(zip(self.views(self.values), gradients, strict=True)):
+        for i, (view, gradient) in enumerate(zip(self.views(self.values), self.converted(gradients), strict=True)):
             if gradient is not None:
                 self.touched[i] = True
                 sums.append(view)
-                added.append(gradient.to(self.values.dtype))
+                added.append(gradient)
         if sums:
             torch._foreach_add_(sums, added, alpha=weight)
 
@@ -158,6 +166,10 @@ class ExactSum(GradientSum):
     @override
     def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return deterministic.nothing(length, device)
+
+    @override
+    def converted(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        return gradients  # they are added in slices, as whole numbers
 
     @override
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:

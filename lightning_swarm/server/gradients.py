@@ -251,12 +251,20 @@ class GradientSums:
         index = self.stage(stage.index).index
         if key.step not in self._open:
             raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a gradient of {key}")
-        ledger = self._opened_step(key.step).ledgers[index]
+        ledgers = self._opened_step(key.step).ledgers
+        ledger, total = ledgers[index], stage.sum_of(key.step)
         if work is not None and not ledger.holds(key.receipt):
             ledger.kept.keep(key.receipt, work)  # first, for no receipt may be without its work
+        converted = total.converted(gradients)  # before the receipt is there: it may take more memory than there is
         if ledger.add(key.receipt, origin):
-            stage.sum_of(key.step).add(gradients, origin.weight)
-            stage.statistics.add(key, seen)
+            try:
+                total.add(converted, origin.weight)
+                stage.statistics.add(key, seen)
+            except BaseException:  # a part of it may be in the sum, which is worth nothing then
+                total.clear()
+                ledgers[index] = self._ledger(key.step)
+                ledgers[index].freeze_like(ledger)
+                raise
         return True
 
     @property
@@ -317,6 +325,7 @@ class GradientSums:
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),
+                    lacks_memory=stage.load.lacks_memory,
                     tied={name: fingerprint([stage.parameters[name]]) for name in run.ties.of(index)} or UNSET,
                     tensors=stage.fingerprints() if request.each_tensor else UNSET,
                     claims=ledger.claims if self._is_audited(stage) else UNSET,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from lightning_swarm.core.errors import (
     InputMissing,
     LeaseRevoked,
     NotMember,
+    OutOfMemory,
     ProtocolError,
     StageError,
     SwarmError,
@@ -48,6 +50,8 @@ from lightning_swarm.server.audit.kept_work import KeptWork, output_digest
 from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
+from lightning_swarm.server.kept_graphs import KeptGraphs
+from lightning_swarm.server.out_of_memory import free_memory, is_out_of_memory
 from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.stage import Stage
@@ -66,12 +70,14 @@ class ComputeHandlers:
         self._transport = transport
         self._tickets = context.tickets
         self._executor = context.executor
+        self._events = context.events
         self._membership = context.membership
         self._steps = steps
         self._sums = steps.sums
         self._limits = limits
         self._closed = False
         self.cache = ActivationCache(limits.cache_bytes)  # of forwards whose backward is still to come
+        self.graphs = KeptGraphs()
         self.num_forwards = 0  # so far
         self.num_samples = 0  # likewise, in all stages together
         self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls whose tensors are not there yet
@@ -125,21 +131,25 @@ class ComputeHandlers:
 
         keep = request.mode.grad and request.keep
 
-        def compute() -> tuple[ForwardResult, bytes]:
+        def compute() -> tuple[ForwardResult, CachedForward]:
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
             with stage.at(version), stage.holding(key.weights):
                 result = stage.computation.forward(call)
-            return result, output_digest(result) if keep and self._sums.are_audited else b""
+            its_digest = output_digest(result) if keep and self._sums.are_audited else b""
+            kept = CachedForward(call, graph=result.graph, graph_bytes=result.graph_bytes, output_digest=its_digest)
+            if keep:
+                self.graphs.enter(kept)
+            return replace(result, graph=None), kept  # so that nothing else keeps the graph
 
-        (result, its_digest), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
+        (result, kept), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
         self.num_samples += call.num_samples
         if not any(result.requires_grad) and not key.evaluation:  # no backward comes
             stage.load.count_samples(call.num_samples, busy_s=busy_s, queued=self._executor.queued)
         if keep:
             input_bytes = num_bytes(serialization.flatten((call.inputs, call.extras))[1])
-            kept = CachedForward(call, busy_s, result.graph, result.graph_bytes, input_bytes, its_digest)
+            kept.busy_s, kept.input_bytes = busy_s, input_bytes
             self.cache.keep(name, kept)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
@@ -215,7 +225,7 @@ class ComputeHandlers:
                 self._sums.check_counts(stage, key)
             is_audited = request.accumulate and self._sums.are_audited
             with stage.at(version), stage.holding(key.weights):
-                graph, its_digest = kept.graph, kept.output_digest
+                graph, its_digest = kept.take_graph(), kept.output_digest
                 if is_audited and not its_digest:  # another server computed the forward, or it was forgotten
                     again = stage.computation.forward(kept.call)
                     graph, its_digest = again.graph, output_digest(again)
@@ -233,6 +243,7 @@ class ComputeHandlers:
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
         stage.load.count_samples(kept.call.num_samples, busy_s=own.busy_s, queued=own.queued)
+        self.graphs.limit.note_backward()
         name = key.name(stage.index, "backward", trainer)
         self._tickets.fulfil(name, to_message(found), encode(own), once=True)
 
@@ -328,8 +339,33 @@ class ComputeHandlers:
             raise missing(f"{source.name} did not come from {source.peer_id}: {reason}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
+        """Compute a microbatch; if there is no memory beside the graphs of others, compute it again without these."""
         with raising_stage_errors(stage.index, self._transport.peer_id):
-            return await self._executor.submit(priority, run)
+            try:
+                return await self._executor.submit(priority, run)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                first = error
+
+            def run_alone() -> _T:
+                self.graphs.drop_all(stage.index, first)
+                free_memory(first, stage.device)
+                return run()
+
+            try:
+                return await self._executor.submit(FIRST, run_alone)
+            except Exception as error:
+                await self._note_refusal(stage, priority[1], error)
+                raise
+
+    async def _note_refusal(self, stage: Stage, step: int, error: Exception) -> None:
+        """If there was no memory for a microbatch alone, report so, and free what the error keeps alive."""
+        if is_out_of_memory(error):
+            await self._executor.submit(FIRST, lambda: free_memory(error, stage.device))
+            stage.load.count_refusal()
+            me, reason = self._transport.peer_id, str(error)
+            self._events.note("out_of_memory", peer=me, stage=stage.index, step=step, reason=reason)
 
 
 def wanted_gradients(inputs: serialization.Tree, mode: ComputeMode) -> list[bool]:
@@ -350,7 +386,18 @@ def raising_stage_errors(stage: int, peer: PeerId) -> Iterator[None]:
     except SwarmError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(stage, peer, error) from error
         raise _stage_error(stage, peer, error) from error
+
+
+def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
+    """Make the error that a trainer gets if there was no memory here for a microbatch."""
+    return OutOfMemory(
+        f"a server must have memory for one microbatch of its stage, and {peer} has too little for one of stage "
+        f"{stage}: {str(error).rstrip('.')}. Lower `microbatch_size`, use activation checkpointing in the blocks or "
+        "`offload_optimizer=True`, cut the model into more stages, or leave the stage to machines with more memory."
+    )
 
 
 def _stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:

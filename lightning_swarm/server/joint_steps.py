@@ -26,6 +26,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
 from lightning_swarm.server.compute import SessionPart
 from lightning_swarm.server.executor import TOKENS, Executor
+from lightning_swarm.server.out_of_memory import is_out_of_memory
 from lightning_swarm.server.session_host import SessionStage
 
 _log = logging.getLogger(__name__)
@@ -212,10 +213,11 @@ class JointSteps(Generic[_T]):
         put_back = _putting_back(works)
         try:
             return works[0].stage.compute(works[0].step, [work.part for work in works])
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            _log.warning("No memory to compute the steps of %d texts together: %s", len(works), error)
         except Exception as error:  # noqa: BLE001 - the model's code may raise anything
-            self._problem = error
+            if is_out_of_memory(error):
+                _log.warning("No memory to compute the steps of %d texts together: %s", len(works), error)
+            else:
+                self._problem = error
         put_back()
         return None
 

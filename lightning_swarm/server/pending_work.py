@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.errors import OutOfMemory, SwarmError
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.protocol.messages.calls import Direction, TicketKey
 from lightning_swarm.protocol.tickets import TicketStore, with_key
+from lightning_swarm.server.out_of_memory import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class PendingWork:
         except SwarmError as error:
             self._tickets.fail(name, error)
         except Exception as error:
+            if is_out_of_memory(error):  # for tensors that came, or leave; to compute with them is another matter
+                self._tickets.fail(name, OutOfMemory(f"there is no memory for {name}: {error}"))
+                return
             # A bug: it ends this server, and peers that wait shall not wait for ever.
             self._tickets.fail(name, SwarmError(f"internal error: {type(error).__name__}: {error}"))
             _log.exception("A call of this server failed: %s", name)

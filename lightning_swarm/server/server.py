@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_swarm.core.errors import StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.reports import HeldStage, MachineReport, ServerReport, StepReport
 from lightning_swarm.protocol.messages.run import ReleaseRequest, RestartRequest, StageManifest
@@ -41,6 +43,8 @@ from lightning_swarm.server.state_transfer.joiner import Joiner
 from lightning_swarm.server.state_transfer.snapshots import Snapshots
 from lightning_swarm.server.step_handlers import StepHandlers
 
+_log = logging.getLogger(__name__)
+
 
 class Server:
     """Puts the parts of a server together, and takes them into a run's next generation and out of the run."""
@@ -51,6 +55,7 @@ class Server:
         self.events = context.events
         self.membership = context.membership
         self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
+        self.steps.on_failed = self._on_failed
         self.admission = Admission(context, model, self.steps)
         borrowed = BorrowedStages(context, self.steps, lambda: self.admission.model)
         self.calls = ComputeHandlers(context, self.steps, borrowed)
@@ -180,6 +185,12 @@ class Server:
             model, manifest, served = self.admission.model, self.membership.run.manifest, self.steps.stages
             # Queued at once, so that it is done before anything is built here again.
             self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
+
+    def _on_failed(self, failure: StepError) -> None:
+        _log.error("This server leaves the run: %s", failure)
+        self.admission.failure = failure
+        self._tasks.spawn(self.step_out())
+        self.admission.leadership.behind.set()  # wakes who waits for this server's end
 
     def _on_fenced(self, prefix: str) -> None:
         self.calls.give_up(prefix)

@@ -30,6 +30,7 @@ from lightning_swarm.server.optimizer import StageOptimizer
 
 _SMOOTHING: Final = 0.05  # of microbatches
 _STEP_SMOOTHING: Final = 0.3
+_MAX_REFUSED: Final = 3  # microbatches in a row: one may be longer than others
 _MIN_MEASURED: Final = 4  # microbatches: the first ones load and compile
 
 
@@ -42,10 +43,21 @@ class StageLoad:
         self._busy_share = MovingAverage(_STEP_SMOOTHING)
         self._busy_in_step_s = 0.0
         self._step_began_s: float | None = None
+        self._num_refused = 0  # microbatches for which there was no memory, since the last one that went through
+
+    def count_refusal(self) -> None:
+        """Count a microbatch for which this server has no memory."""
+        self._num_refused += 1
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True if there is no memory for one microbatch of the stage."""
+        return self._num_refused >= _MAX_REFUSED
 
     def count_samples(self, num_samples: int, *, busy_s: float, queued: int) -> None:
         """Count a microbatch that went through."""
         self._num_measured += 1
+        self._num_refused = 0
         self._num_samples.measure(num_samples)
         self._busy_s.measure(busy_s)
         self._queued.measure(queued)

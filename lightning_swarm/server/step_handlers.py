@@ -12,7 +12,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
+from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import unrecorded
 from lightning_swarm.protocol.messages.calls import CallKey, Origin, batch_name
@@ -23,6 +23,7 @@ from lightning_swarm.protocol.methods import APPLY, FENCE, FREEZE, SETTLE
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.gradients import GradientSums, WrittenByStage
+from lightning_swarm.server.out_of_memory import is_out_of_memory
 from lightning_swarm.server.stage import Stage
 
 
@@ -44,6 +45,7 @@ class StepHandlers:
         self._timeout = context.limits.call_timeout
         self._events = context.events
         # Called with each applied record, the mean gradients of this server's stages, and what was written before it.
+        self.on_failed: Callable[[StepError], None] = lambda _: None  # called if this server's stages are of no use
         self._on_decided = on_decided
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
         self.unrecorded_snapshots: Callable[[], Sequence[HeldSnapshot]] = (
@@ -236,7 +238,19 @@ class StepHandlers:
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record, once, even if it comes twice at the same time by different ways."""
-        await self._compute(lambda: self.sums.apply(record, gradients))
+        try:
+            await self._compute(lambda: self.sums.apply(record, gradients))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # Some parameters may have taken their step. Nothing here may be used, or handed out, any more.
+            failure = StepError(
+                "a server must have memory for the step of its optimizer, and this one had too little in step "
+                f"{record.step}: {error}. It leaves the run. Use `offload_optimizer=True` or an optimizer with less "
+                "state, or join with a machine that has more memory."
+            )
+            self.on_failed(failure)
+            raise failure from error
         self.sums.run.check_generation(record.closing.generation)
         async with self._applied:
             if not self._membership.has_run or self.version > record.step:

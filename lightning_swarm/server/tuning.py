@@ -31,6 +31,7 @@ from lightning_swarm.server.adapters import Adapter, AdapterStore, LayersOfStage
 from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph, check_gradients
 from lightning_swarm.server.executor import Executor, Priority
 from lightning_swarm.server.handlers import checked_inputs, raising_stage_errors
+from lightning_swarm.server.out_of_memory import is_out_of_memory
 
 _MAX_KINDS: Final = 64  # of forwards, whose costs are known
 
@@ -181,7 +182,9 @@ class TuningHandlers:
         with raising_stage_errors(stage, self._peer_id):
             try:
                 found, busy_s = await future
-            except (MemoryError, torch.OutOfMemoryError) as error:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise Busy(f"there is no memory for this call: {error}") from error
         self._turns.charge(client, busy_s)
         return found

@@ -39,6 +39,7 @@ from lightning_swarm.testing.adversary import Adversary, check_struck
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.lying_server import Collusion
 from lightning_swarm.testing.sabotage import sabotage
+from lightning_swarm.testing.small_memory import SmallMemory, check_ran_out
 
 if TYPE_CHECKING:
     _SwarmStrategy = SwarmStrategy
@@ -62,6 +63,7 @@ class InMemoryStrategy(_SwarmStrategy):
         lines: Simulated links of the peers; further peers have links without limits.
         faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         adversaries: Peers whose servers lie. They collude.
+        memories: Peers whose servers have little memory.
         keepers: With ``trust="audited"``: peers that decide, too; the trainer's peer always does.
         kwargs: Arguments of `SwarmStrategy`. Peers do not move between stages by default: in one thread nothing is
             gained by it.
@@ -78,6 +80,7 @@ class InMemoryStrategy(_SwarmStrategy):
         lines: Sequence[SimulatedLink] = (),
         faults: FaultPlan | None = None,
         adversaries: Sequence[Adversary] = (),
+        memories: Sequence[SmallMemory] = (),
         keepers: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -86,6 +89,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self._lines = {_name(number): line for number, line in enumerate(lines)}
         self._faults = faults
         self._adversaries = adversaries
+        self._memories = memories
         self._collusion = Collusion()
         self._keepers = [PeerId(name) for name in keepers]
         self._rng = random.Random(seed)
@@ -253,6 +257,9 @@ class InMemoryStrategy(_SwarmStrategy):
             rng=self._rng,
         )
         self._collusion.watch(peer, transport.peer_id)
+        for memory in self._memories:
+            if memory.peer == transport.peer_id:
+                memory.watch(peer)
         return peer
 
 
@@ -356,14 +363,16 @@ def local_swarm(
 ) -> Iterator[LocalSwarm]:
     """Run a swarm in this thread, on a virtual clock: no process starts, nothing sleeps, a seed repeats the run.
 
-    At the end of the block all planned faults must have struck, and all adversaries must have lied.
+    At the end of the block all planned faults must have struck, all adversaries must have lied, and all small memories
+    must have been full.
 
     Args:
         num_peers: Number of peers, the trainer's own included.
         faults: Planned faults.
         adversaries: Peers whose servers lie.
         settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
-            of each message) and ``microbatch_s`` (seconds that each peer takes for a microbatch).
+            of each message), ``microbatch_s`` (seconds that each peer takes for a microbatch) and ``memories`` (peers
+            with a `SmallMemory`).
 
     Raises:
         AssertionError: A fault did not strike, or an adversary told no lie, so the test has not shown what it was
@@ -373,3 +382,4 @@ def local_swarm(
     yield swarm
     swarm.faults.check()
     check_struck(swarm.adversaries)
+    check_ran_out(settings.get("memories", ()))

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.core.errors import StepError
+from lightning_swarm.core.errors import StageLost
 from lightning_swarm.peer.config import Compression
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
 from tests.parity.harness import Run, SwarmRun, assert_exact, assert_same_curve, run_plain, run_swarm
@@ -135,21 +135,32 @@ def test_who_holds_both_stages_gives_one_up(plain: Run) -> None:
 
 
 class Nudging(L.Callback):
-    """Changes the weight by a little in one stage, as another kind of machine might that rounds otherwise."""
+    """Changes the weight by a little at one server, as an optimizer might that rounds otherwise."""
+
+    def __init__(self, server: int) -> None:
+        self.server = server
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(trainer.strategy, InMemoryStrategy)
         if batch_idx == 2:
             with torch.no_grad():
-                steps = trainer.strategy.servers[1].steps
+                steps = trainer.strategy.servers[self.server].steps
                 steps.stage(*steps.stages).parameters[EMBEDDING] *= 1 + 1e-15
 
 
-def test_stages_that_come_to_differ_are_noticed() -> None:
-    with pytest.raises(
-        StepError, match=r"step 2: stages hold different weights of what they share: \['net.0.token.weig"
-    ):
-        swarm(callbacks=[Nudging()])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_server_whose_copy_comes_to_differ_is_left_out(plain: Run, number: int) -> None:
+    """Also the older one of its stage, for the other stage's servers have what the younger one has."""
+    run = swarm(callbacks=[Nudging(number)], num_servers=4, num_gone=1)
+    assert_exact(run, plain)
+    ((step, vacancy),) = [(record.step, one) for record in run.records for one in record.left]
+    assert (step, vacancy.member.peer_id) == (2, f"peer-{number}")
+    assert f"'{EMBEDDING}'" in str(vacancy.reason)
+
+
+def test_where_the_only_servers_of_two_stages_differ_nobody_is_left_of_one() -> None:
+    with pytest.raises(StageLost, match=r"stage 1: 'net.0.token.weight' of peer-0 differ from those of stage 0"):
+        swarm(callbacks=[Nudging(1)])
 
 
 @pytest.mark.parametrize("averaging", ["8bit", "powersgd"])

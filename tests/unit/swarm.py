@@ -244,7 +244,7 @@ class Swarm:
         self.steps.hyperparameters = lambda: HYPERPARAMETERS
         for server in self.servers.values():
             self.run(server.start())
-        if self.manifest.settings.is_audited and not self.trainers_send_audits:
+        if not self.trainers_send_audits:
             for transport in {self.trainer, *(server._transport for server in self.servers.values())}:
                 _answer_audits(transport)
         if admit:

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from typing import TypeVar
 
 from torch import Tensor
 
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import PeerCharge, PeerLoad, StageRouter
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, PeerError, SwarmError, Unreachable
+from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, OutOfMemory, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather, nothing
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
@@ -29,6 +30,7 @@ from lightning_swarm.protocol.patience import MOST_SLOWER, UNFAMILIAR_S, Duratio
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECT_AGAIN_S = 300.0  # rarely: a record may be held up by it
@@ -99,6 +101,7 @@ class PipelineContext:
     num_under_way: int = 0  # microbatches
     durations: Durations = field(default_factory=Durations)  # of microbatches, each way through all stages
     _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a microbatch that is sent alone
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
     _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # by stage: avoided, or lost to the open step
     _lost: set[PeerId] = field(default_factory=set)  # to the open step
@@ -184,9 +187,26 @@ class PipelineContext:
 
     async def wait_for_room(self) -> None:
         """Wait while some stage's peers have enough until their first forwards show which of them is slow."""
-        while any(router.is_full for router in self.routers):
+        while self._turn.locked() or any(router.is_full for router in self.routers):
             self._progress.clear()
             await self._progress.wait()
+
+    async def with_memory(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Do the work of a microbatch that is under way; if servers have no memory beside others, once more, alone."""
+        try:
+            return await work()
+        except OutOfMemory as error:
+            _log.info("No server has memory for a microbatch, which is sent once more, alone: %s", error)
+        self.num_under_way -= 1
+        self._progress.set()
+        try:
+            async with self._turn:
+                while self.num_under_way:
+                    self._progress.clear()
+                    await self._progress.wait()
+                return await work()
+        finally:
+            self.num_under_way += 1
 
     @contextmanager
     def under_way(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ class MicrobatchRun:
         with context.under_way():
             calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in context.routers]
             try:
-                found = await self._forward()
+                found = await context.with_memory(self._forward)
                 needs_backward = self.microbatch.key.adds and calls.gradient_end <= calls.last_stage
             finally:
                 if not needs_backward:
@@ -103,13 +103,20 @@ class MicrobatchRun:
         calls, context = self._calls if adds else self._calls.input_only(self._num_backwards), self.context
         calls.gradients = gradients
         wants_input_gradient, again = self.microbatch.input_grad, self._num_backwards > 1
-        backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
         began_s = now_s()
+
+        async def run() -> serialization.Tree:
+            nonlocal again
+            backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
+            again = True
+            found = await backward.run(sent=sent)
+            if not backward.num_failures:
+                context.durations.note(now_s() - began_s)
+            return found
+
         with context.under_way():
             try:
-                found = await backward.run(sent=sent)
-                if not backward.num_failures:
-                    context.durations.note(now_s() - began_s)
+                found = await context.with_memory(run)
                 await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
             finally:
                 calls.release()

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from lightning_swarm.client.pipeline.context import Refusal
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -16,6 +17,7 @@ from lightning_swarm.core.errors import (
     GradientMissing,
     InputMissing,
     NotMember,
+    OutOfMemory,
     PeerError,
     StepError,
     TicketGone,
@@ -73,6 +75,11 @@ class Recovery:
         self.context.events.note(
             "retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error)
         )
+        if isinstance(failure.error, Refusal) and isinstance(failure.error.error, OutOfMemory):
+            reason = str(failure.error.error)
+            self.context.events.log_only(
+                "out_of_memory", peer=failure.peer, stage=failure.stage, step=key.step, reason=reason
+            )
         self._repeats[failure.stage] += repeated
         trying_s = now_s() - self._failing_since_s
         if trying_s > self.context.timeout and self._repeats[failure.stage] > _MAX_REPEATS:

@@ -13,7 +13,7 @@ from lightning_swarm.client.pipeline.context import PipelineContext, Refusal, an
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, LeaseRevoked, PeerError, StageError
+from lightning_swarm.core.errors import Busy, LeaseRevoked, OutOfMemory, PeerError, StageError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.tensors import spec_of
 from lightning_swarm.protocol import serialization
@@ -261,14 +261,16 @@ class StageCalls:
         refused = self._refused.setdefault((stage, direction), set())
         refused.add(self.peer(stage))
         self._num_refusals += 1
-        if isinstance(refusal.error, StageError) and self.microbatch.key.is_probe:  # it may fail by right
-            return refusal.error
+        lacks_memory = isinstance(refusal.error, OutOfMemory)
+        if isinstance(refusal.error, StageError) and not lacks_memory and self.microbatch.key.is_probe:
+            return refusal.error  # it may fail by right
         routers = self.context.routers
         if not refused >= self.context.peers_of(stage):
             return StageCallFailed(stage, self.peer(stage), refusal)
         sender = stage - 1 if direction == "forward" else stage + 1
         most = _MAX_REFUSALS * sum(len(router.peers) for router in routers)
         if self.context.judge is None or not 0 <= sender <= self.last_stage or self._num_refusals >= most:
+            refused.clear()  # for want of memory, the microbatch is sent once more, alone
             return refusal.error
         # Where servers may lie, it may be what all of them were given.
         refused.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -38,11 +39,10 @@ class PlannedMoves:
         context: CoordinatorContext,
         server_membership: ServerMembership,
         balancer: Balancer,
-        *,
-        step_aside: Callable[[], None],  # has another server coordinate, for this one is of more use at another stage
     ) -> None:
         self._run, self._events = context.run, context.events
-        self._server_membership, self._balancer, self._step_aside = server_membership, balancer, step_aside
+        self._server_membership, self._balancer = server_membership, balancer
+        self._step_aside = context.step_aside
         self._steps_aside = False
         self._put_off: tuple[list[Departure], list[StageRelease]] | None = None
         self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
@@ -50,8 +50,17 @@ class PlannedMoves:
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """Take in what the servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
+        # Strangers would come together in one stage by saying that all others are too large for them.
+        believes = not self._run.manifest.settings.is_audited
         self._balancer.take_loads(
-            {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
+            {
+                peer: {
+                    i: replace(load, lacks_memory=believes and load.lacks_memory)
+                    for i, load in held.items()
+                    if i < num_stages
+                }
+                for peer, held in loads.items()
+            }
         )
 
     def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[StageRelease]]:

@@ -224,6 +224,8 @@ class ServerMembership:
                 f"{caller} cannot join run {manifest.run_id!r}: {what} in it. If another process has its identity, "
                 "give every peer one of its own."
             )
+        if not manifest.settings.is_audited:  # else liars that fill a stage could keep honest servers out for good
+            self._run.differing.check_may_join(caller)
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
         if (wait_s := self._left_out.wait_s(caller, now_s=now_s())) > 0:
@@ -422,7 +424,10 @@ class ServerMembership:
         if reply.boot_id != member.boot_id:
             waiting.refusal = f"{member.peer_id} was restarted while it was joining. Join again."
         elif reply.version_hash != round_.version_hashes[stage]:
-            waiting.refusal = f"the weights of {member.peer_id} are not those of stage {stage}. Join again."
+            waiting.refusal = (
+                f"the weights of {member.peer_id} are not those of stage {stage}, though it downloaded them: its torch "
+                "may compute the optimizer step otherwise, or its memory may be broken. Join again."
+            )
             waiting.differs = True
         else:
             waiting.holds, waiting.parts = round_, reply.parts or ()

@@ -20,6 +20,7 @@ from lightning_swarm.coordinator.rebalancing.policy import (
     plan_shedding,
     stage_for,
 )
+from lightning_swarm.coordinator.rebalancing.relief import plan_relief
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.settings import Rebalancing
@@ -74,13 +75,16 @@ class ReportedLoad:
     samples_per_s: float | None  # forward and backward, while it computes; None: not measured yet
     queued: float = 0.0  # jobs that wait, on the average
     busy_share: float | None = None  # part of the last steps' time in which it computed; None: not measured yet
+    lacks_memory: bool = False  # for one microbatch
 
     @classmethod
-    def from_report(cls, samples_per_s: float | None, queued: float, busy_share: float | None) -> ReportedLoad:
+    def from_report(
+        cls, samples_per_s: float | None, queued: float, busy_share: float | None, *, lacks_memory: bool = False
+    ) -> ReportedLoad:
         """Take from a report what can be true: nothing that a server says may harm the coordinator."""
         believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
         share = None if busy_share is None else min(busy_share, 1.0)
-        return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST), share)
+        return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST), share, lacks_memory)
 
 
 class RateEstimate:
@@ -149,6 +153,7 @@ class Balancer:
         self._known: dict[PeerId, RateEstimate] = {}  # also of those on their way
         self._log_work = [0.0] * len(state_bytes)
         self._num_compared: Counter[frozenset[int]] = Counter()  # how often a peer was at both of two stages
+        self._too_large: dict[PeerId, set[int]] = {}  # stages for which each server has too little memory
         self._moving: dict[PeerId, _MoveInProgress] = {}
         self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
         self._bytes_per_s = MovingAverage(_SMOOTHING)
@@ -169,8 +174,13 @@ class Balancer:
             measured = {index: load.samples_per_s for index, load in stages.items() if load.samples_per_s}
             if measured and len(measured) == len(stages):
                 self._learn(peer, measured)
+            for index, load in stages.items():
+                tried = self._too_large.setdefault(peer, set())
+                (tried.add if load.lacks_memory else tried.discard)(index)
         for peer in self._known.keys() - self._loads.keys() - self._moving.keys():
             del self._known[peer]
+        for peer in self._too_large.keys() - self._loads.keys() - self._moving.keys():
+            del self._too_large[peer]
 
     def _learn(self, peer: PeerId, measured: Mapping[int, float]) -> None:
         """Take in a peer's rates; if it has changed its stage, learn what a sample costs at these two."""
@@ -225,6 +235,8 @@ class Balancer:
             self._pace.note_change(now_s)
             self._left.clear()
         self._peers = peers
+        if relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=fixed)[0]:
+            return relief
         if not self._is_time(there, now_s):
             self._seen = there if self._seen is None else self._seen
             return []
@@ -244,6 +256,10 @@ class Balancer:
         now_s: float,
     ) -> list[StageRelease]:
         """Choose who gives up one of several stages now; never a stage that a peer is just being sent."""
+        if self._rule != "none" and (
+            relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=leaving)[1]
+        ):
+            return relief
         num_held = Counter(peer for roster in rosters for peer in roster)
         if self._rule != "gain" or max(num_held.values(), default=0) < 2 or not self._computing_limits(rosters):
             return []
@@ -351,7 +367,7 @@ class Balancer:
                     index,
                     speeds.get(peer, usual),
                     movable=peer in known and peer not in several and peer not in fixed,
-                    left=self._left.get(peer, ()),
+                    left={*self._left.get(peer, ()), *self._too_large.get(peer, ())},
                     scatter=known[peer].scatter if peer in known else SCATTER,
                 )
         coming = {peer: move.target for peer, move in self._moving.items()} | dict(joining)

@@ -131,6 +131,8 @@ class LeaseTable:
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
         """Return whether a trainer that waits would hear something else by now."""
         waiting = self._idle.get(trainer)
+        if trainer in step.without:
+            return False
         if waiting is None:
             return not step.closing
         if step.window is None:
@@ -195,7 +197,7 @@ class LeaseTable:
             return waiting
         times = self._times[trainer]
         if own:
-            leaves_s = leave_to_others(len(step.free), times.believed_s, self._others(trainer), now_s=now_s())
+            leaves_s = leave_to_others(len(step.free), times.believed_s, self._others(step, trainer), now_s=now_s())
             waiting = WaitingTrainer(batch, now_s(), leaves_s or 0.0, times.took_s, leaves_own=leaves_s is not None)
             if leaves_s is not None:
                 times.num_left += 1
@@ -207,10 +209,14 @@ class LeaseTable:
         times.has_waited = True
         return waiting
 
-    def _others(self, trainer: PeerId) -> Iterator[tuple[float, float]]:
+    def lacks_model(self, step: OpenStep, trainer: PeerId) -> bool:
+        """Return whether a trainer's batches need its own server, which takes no part in the step or in the run."""
+        return trainer in step.without or self._run.lacks_model(trainer)
+
+    def _others(self, step: OpenStep, trainer: PeerId) -> Iterator[tuple[float, float]]:
         """When each other trainer that is at work begins another batch, and how long that takes it."""
         for peer in self._run.trainers:
-            if peer == trainer or peer in self._gone or self._run.lacks_model(peer) or self.leaves_own(peer):
+            if peer == trainer or peer in self._gone or self.lacks_model(step, peer) or self.leaves_own(peer):
                 continue
             times = self._times[peer]
             free_s = now_s() if peer in self._idle else times.free_s(now_s())
@@ -242,7 +248,7 @@ class LeaseTable:
         owner = self._owner(step, number)
         idle = self._idle.get(owner)
         is_left = idle is not None and (number < idle.batch or idle.leaves_own)
-        return is_left or owner in self._gone or self._run.lacks_model(owner)
+        return is_left or owner in self._gone or self.lacks_model(step, owner)
 
     def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
         """The trainer in whose lane a batch is, as far as that is known here."""

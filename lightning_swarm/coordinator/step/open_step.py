@@ -51,6 +51,7 @@ class OpenStep:
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases
     given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
+    without: set[PeerId] = field(default_factory=set)  # trainers whose own server, which their batches need, is out
     _num_again: int = 0  # batches that were granted again
     # Where batches have numbers: those that were granted before, and those that shall count nowhere.
     _tried: set[BatchNumber] = field(default_factory=set)
@@ -286,6 +287,10 @@ class OpenStep:
         self.given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
+
+    def has_struck(self, leases: Iterable[int]) -> bool:
+        """Return whether a batch of one of these leases was struck."""
+        return not self._struck.isdisjoint(leases)
 
     def begin_anew(self) -> None:
         """Have batches that come as they like draw what the first ones drew, if none of these counts any more."""

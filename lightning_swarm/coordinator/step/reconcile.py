@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +20,17 @@ from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.frozen_sums import FrozenSums
 from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.reference import WeightsDiffer, choose_left_out, replicas_differ
 from lightning_swarm.coordinator.step.replay_plan import (
     Ledgers,
     ReplayPlan,
     ServerLedger,
-    check_tied,
     named_receipts,
-    outvoted,
     plan_replays,
     read_ledger,
-    replicas_differ,
     reported_loads,
     sum_digests,
     touched_parameters,
-    version_hash,
 )
 from lightning_swarm.coordinator.step.replay_rounds import ReplayRounds
 from lightning_swarm.coordinator.step.step_servers import StepServers
@@ -58,6 +56,10 @@ from lightning_swarm.protocol.messages.step import (
 from lightning_swarm.protocol.messages.wire import draw_challenge, from_bitmap
 
 _SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
+_log = logging.getLogger(__name__)
+
+_FALSE: Final = "its work of this step was found to be false, or is disputed"
+_MAX_HANDOVERS: Final = 3
 _MAX_DISCARDS: Final = 4  # of one server's sums in one step
 _MAX_CORRECTIONS: Final = 2  # replays of a microbatch whose batch came with another weight than its lease's
 _FIRST_PAUSE_S: Final = 0.5
@@ -102,7 +104,7 @@ class SumReconciliation:
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
         self._is_audited = run.manifest.settings.is_audited
-        self._fence = fence
+        self._fence, self._step_aside = fence, context.step_aside
         self._outage, self._false_batches = context.outage, context.false_batches
         # Nobody else counts rounds of this step from there.
         self._rounds = itertools.count(context.proposer.first_round)
@@ -133,8 +135,7 @@ class SumReconciliation:
     async def close(self) -> ReconciledStep | None:
         """Freeze the sums, have done what is missing, and freeze them again.
 
-        Returns None where batches were struck, and the step takes others. Raises StepError if a stage has nobody left,
-        or its replicas are not alike.
+        Returns None where batches were struck, and the step takes others. Raises StepError if a stage has nobody left.
         """
         while True:
             round_, began_s = next(self._rounds), now_s()
@@ -146,21 +147,11 @@ class SumReconciliation:
                 continue
             self._outage.stage_found(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
-            if replicas_differ(ledgers):
-                # Ask again, to say in which tensors. For a server that does not answer now its first ledger stands.
-                named = await self._freeze(next(self._rounds), challenge, each_tensor=True)
-                ledgers = [{**stage, **again} for stage, again in zip(ledgers, named, strict=True)]
-                right = self._run.believed
-                wrong = {peer: error for stage in ledgers for peer, error in outvoted(stage, right=right).items()}
-                if self.audits is not None and await self._follow(_poisoned(wrong, ledgers), ledgers):
+            if replicas_differ(ledgers, tied=bool(self._run.ties)):
+                if await self._leave_out_differing(ledgers, challenge):
                     return None
-                for peer, error in wrong.items():
-                    self.step_servers.lose(peer, error)
-                if wrong:
-                    continue
-            hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
-            if self._run.ties:  # else what a server says of some is its own
-                check_tied(ledgers, step=self._step.step)
+                continue
+            hashes = [next(iter(stage.values())).report.version_hash for stage in ledgers]
             spoilt = self._find_spoilt(ledgers)
             if self._informed & set[PeerId]().union(*spoilt):
                 continue
@@ -193,7 +184,7 @@ class SumReconciliation:
             if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
                 return None
 
-    async def _follow(self, verdict: Verdict, ledgers: Ledgers) -> bool:
+    async def _follow(self, verdict: Verdict, ledgers: Ledgers, *, reason: str = _FALSE) -> bool:
         """Go on without servers that lie or do not answer; return whether batches were struck, and come again."""
         for peer, reason in verdict.convicted.items():
             self.convict(peer, reason)
@@ -206,7 +197,7 @@ class SumReconciliation:
                 step=self._step.step,
                 peers=sorted(avoided),
                 lost=sorted(self.step_servers.gone),
-                reason="its work of this step was found to be false, or is disputed",
+                reason=reason,
             )
             await self._servers.avoid(self._run.trainers, request)
         self._tainted |= verdict.tainted
@@ -215,6 +206,36 @@ class SumReconciliation:
         while lost and (empty := [index for index, roster in enumerate(self.step_servers.rosters) if not roster]):
             await self._pause(empty)
         return bool(lost) and await self._strike(self._with_their_sums(lost, ledgers), ledgers)
+
+    async def _leave_out_differing(self, ledgers: Ledgers, challenge: int) -> bool:
+        """Exclude servers whose weights differ, by these ledgers; return whether batches were struck."""
+        named = await self._freeze(next(self._rounds), challenge, each_tensor=True)
+        ledgers = [
+            {member: ledger.with_tensors(again.get(member)) for member, ledger in stage.items()}
+            for stage, again in zip(ledgers, named, strict=True)
+        ]
+        run = self._run
+        wrong = choose_left_out(ledgers, guests=run.guests, right=run.believed, tied=bool(run.ties))
+        if (own := wrong.get(self._servers.own)) is not None:
+            await self._hand_over(own)
+        self._step.without |= wrong.keys() if any(run.on_trainers) else set()
+        verdict = _poisoned(wrong, ledgers if self._may_strike() else [])
+        return await self._follow(verdict, ledgers, reason="its weights differ from its stage's")
+
+    async def _hand_over(self, error: WeightsDiffer) -> None:
+        """Have another server coordinate, which leaves this one out; raise the error if none does."""
+        _log.warning("Another server is to coordinate in place of this one: %s", error)
+        for _ in range(_MAX_HANDOVERS):
+            await asyncio.wait({self._step_aside()})  # where it succeeds, it ends this task
+            await asyncio.sleep(_FIRST_PAUSE_S)
+        raise error
+
+    def _may_strike(self) -> bool:
+        """Return whether the trainers have the step's batches still, to run them again."""
+        # A late step's batches were computed before the newest version. A lone trainer keeps only its newest batch.
+        run = self._run
+        keeps = run.is_shared or run.manifest.settings.delay_optimizer_step or len(self._step.batches) < 2
+        return self._is_audited or (keeps and not self._late)
 
     def convict(self, peer: PeerId, reason: str) -> None:
         """Go on without a server that lies, and have the step's record keep it out of the run."""
@@ -473,7 +494,7 @@ class SumReconciliation:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
-def _poisoned(wrong: Mapping[PeerId, StepError], ledgers: Ledgers) -> Verdict:
-    """Do without servers with other weights than their stage's, and without the batches that these computed with."""
+def _poisoned(wrong: Mapping[PeerId, WeightsDiffer], ledgers: Ledgers) -> Verdict:
+    """Exclude servers whose weights differ from their stage's, and the batches that passed through them."""
     held = (one.batches for stage in ledgers for member, one in stage.items() if member.peer_id in wrong)
     return Verdict(failed=dict(wrong), avoided=set(wrong), tainted=set[int]().union(*held))

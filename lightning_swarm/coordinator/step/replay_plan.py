@@ -5,12 +5,13 @@ Pure: what servers reported goes in, a decision comes out.
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
+import msgspec
 from msgspec import UnsetType
 
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
@@ -20,8 +21,6 @@ from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unp
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import FreezeReply, NamedReceipts, StageLedger
 from lightning_swarm.protocol.messages.wire import union
-
-_MAX_NAMED: Final = 5
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,12 @@ class ServerLedger:
         """Unpack a report; raises ProtocolError if it names too much, or origins of other batches."""
         held = unpack(report.held)
         return cls(report, held, unpack_origins(report.origins, {first for first, _, _ in held}))
+
+    def with_tensors(self, other: ServerLedger | None) -> ServerLedger:
+        """Return the ledger with the hashes of each tensor of a later one, if there is one."""
+        if other is None:
+            return self
+        return dataclasses.replace(self, report=msgspec.structs.replace(self.report, tensors=other.report.tensors))
 
     @property
     def batches(self) -> set[int]:
@@ -79,86 +84,6 @@ def sum_digests(ledgers: Ledgers) -> dict[PeerId, dict[int, bytes]]:
     return found
 
 
-def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: int) -> int | None:
-    """Hash of the weights that a stage's replicas agree on. None: there is one replica, and nobody to compare it with.
-
-    Raises StepError if they do not agree, or not all give their hash.
-    """
-    hashes = {ledger.report.version_hash for ledger in ledgers}
-    if None in hashes and len(ledgers) > 1:
-        raise StepError(
-            f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all give a hash of their weights"
-        )
-    if len(hashes) != 1:
-        raise StepError(
-            f"step {step}: the {len(ledgers)} replicas of stage {stage_index} must have equal weights, buffers and "
-            f"optimizer state, and have come to differ{_in_what(ledgers)}. Either a block writes to its weights or "
-            "buffers in its forward (`max_norm` of an embedding does), or it reads what is not the same on all peers, "
-            "such as a clock, a file or a random generator of its own, or their servers round differently: have those "
-            "of a stage on machines of one kind, with one build of torch. Have a block change nothing but its output."
-        )
-    return hashes.pop()
-
-
-def _in_what(ledgers: Collection[ServerLedger]) -> str:
-    """Name the tensors that differ, if the servers told a hash of each."""
-    told = [ledger.report.tensors or {} for ledger in ledgers]
-    differing = sorted(name for name in set().union(*told) if len({hashes.get(name) for hashes in told}) > 1)
-    more = f" and {len(differing) - _MAX_NAMED} more" if len(differing) > _MAX_NAMED else ""
-    return f" in {', '.join(map(repr, differing[:_MAX_NAMED]))}{more}" if differing else ""
-
-
-def replicas_differ(ledgers: Ledgers) -> bool:
-    """Tell whether a stage's replicas have come to differ."""
-    return any(len(set(map(_hashes, stage.values()))) > 1 for stage in ledgers)
-
-
-def _hashes(ledger: ServerLedger) -> tuple[int | None, frozenset[tuple[str, int]]]:
-    """All that replicas of a stage report of its weights."""
-    return ledger.report.version_hash, frozenset((ledger.report.tied or {}).items())
-
-
-def outvoted(stage: Mapping[Member, ServerLedger], *, right: Sequence[PeerId] = ()) -> dict[PeerId, StepError]:
-    """Find the servers whose weights are not those that most replicas of their stage have. Pure; none if all differ.
-
-    If servers in `right` are there, they are those that the first of these has, whatever most say.
-    """
-    hashes = Counter(map(_hashes, stage.values()))
-    most, number = hashes.most_common(1)[0]
-    whose = f"{number} of {len(stage)} replicas"
-    own = {member.peer_id: _hashes(ledger) for member, ledger in stage.items()}
-    judge = next((peer for peer in right if peer in own), None)
-    if judge is not None:
-        most, whose = own[judge], f"{judge}, which is right, and of {hashes[own[judge]]} of {len(stage)} replicas"
-    elif 2 * number <= len(stage):
-        return {}
-    differing = [ledger for ledger in stage.values() if _hashes(ledger) == most or _hashes(ledger)[0] is None]
-    return {
-        member.peer_id: StepError(
-            f"the weights, buffers and optimizer state of {member.peer_id} are not those of {whose}"
-            f"{_in_what([ledger, *differing[:1]])}. Have the servers of a stage on machines of one kind, with "
-            "one build of torch, and their blocks change nothing but their output."
-        )
-        for member, ledger in stage.items()
-        if _hashes(ledger) != most
-    }
-
-
-def check_tied(ledgers: Ledgers, *, step: int) -> None:
-    """Raise StepError if stages hold different weights of what they share."""
-    hashes: dict[str, set[int]] = {}
-    for stage in ledgers:
-        for ledger in stage.values():
-            for name, value in (ledger.report.tied or {}).items():
-                hashes.setdefault(name, set()).add(value)
-    differing = sorted(name for name, values in hashes.items() if len(values) > 1)
-    if differing:
-        raise StepError(
-            f"step {step}: stages hold different weights of what they share: {differing[:5]}. Servers of these stages "
-            "must round alike: have them on machines of one kind, with one build of torch."
-        )
-
-
 def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
     """Name what each server holds, for each of its stages."""
     found: dict[PeerId, list[NamedReceipts]] = {}
@@ -176,7 +101,9 @@ def reported_loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
             report = ledger.report
-            load = ReportedLoad.from_report(report.samples_per_s, report.queued, report.busy_share)
+            load = ReportedLoad.from_report(
+                report.samples_per_s, report.queued, report.busy_share, lacks_memory=report.lacks_memory
+            )
             found.setdefault(member.peer_id, {})[index] = load
     return found
 

@@ -21,6 +21,7 @@ WORDS: Final[Mapping[EventKind, str]] = {  # for people
     "retry": "failed, request repeated",
     "ban": "avoided for a while",
     "replay": "microbatch computed again",
+    "out_of_memory": "has no memory for one microbatch of its stage",
     "discard": "gradient sum discarded",
     "strike": "batch taken out of the step",
     "round_repeated": "averaging repeated",

@@ -13,6 +13,7 @@ EventKind: TypeAlias = Literal[
     "retry",  # a call was sent again
     "ban",  # this peer sends no microbatch to another one for a while
     "replay",  # a microbatch is computed again, because a sum that had its gradient is lost or does not count
+    "out_of_memory",  # a server has no memory for one microbatch of its stage
     "discard",  # a server gave up a gradient sum that does not match the closing
     "strike",  # a batch counts nowhere, and its place in the step is free again
     "round_repeated",  # a round of averaging failed and begins again

@@ -304,6 +304,7 @@ class SeatedMembers(WireMessage, frozen=True):
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # as in `Record`, of the versions that are kept
     keepers: Keepers = msgspec.UNSET
     convicted: Convictions = msgspec.UNSET
+    guests: list[PeerId] | msgspec.UnsetType = msgspec.UNSET  # see `protocol.guests`; unset: none
 
 
 class RunView(WireMessage, frozen=True):

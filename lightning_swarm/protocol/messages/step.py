@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -119,6 +119,7 @@ class StageLedger(WireMessage, frozen=True):
     samples_per_s: Positive | None = None  # measured, forward and backward; None: not yet
     queued: NotNegative = 0.0  # waiting jobs, on average
     busy_share: NotNegative | None = None  # share of the last steps' time spent computing, 0..1; None: not known yet
+    lacks_memory: bool = False  # for one microbatch, as the last ones that were sent showed
     tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of weights that other stages hold, too
     tensors: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of each tensor, if asked for
     # Only in audited runs: what went into and came out of each microbatch, see `CLAIM_BYTES`, in order of the receipts.
@@ -213,6 +214,9 @@ class AverageReply(WireMessage, frozen=True):
     refusing: list[PeerId] = msgspec.field(default_factory=list)  # these answered, and gave nothing that can be used
 
 
+MAX_DIFFERENCE: Final = 1000  # characters
+
+
 class Candidate(WireMessage, frozen=True):
     """A server that wants to join a stage's roster, and its addresses."""
 
@@ -233,6 +237,8 @@ class Vacancy(WireMessage, frozen=True):
 
     member: Member
     stage_index: Count
+    # Its weights differ from the stage's: how, and possible causes; unset: it leaves for another reason.
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_DIFFERENCE)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Record(WireMessage, frozen=True):

@@ -15,7 +15,15 @@ import torch
 from msgspec import UNSET
 from torch import Tensor
 
-from lightning_swarm.core.errors import Busy, Damaged, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.errors import (
+    Busy,
+    Damaged,
+    DeadlineExceeded,
+    OutOfMemory,
+    ProtocolError,
+    SwarmError,
+    Unreachable,
+)
 from lightning_swarm.model.fingerprint import tree_digest
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
@@ -199,9 +207,9 @@ class AuditHandlers:
     async def _compute_again(self, found: _Recomputed, inputs: _Inputs, version: int) -> None:
         try:
             await self._submit(found.stage, version, partial(_enter, found, inputs))
-        except SwarmError as error:
-            if isinstance(error.__cause__, MemoryError | torch.OutOfMemoryError):
-                raise  # that is this server's own, and convicts nobody
+        except OutOfMemory:
+            raise  # that is this server's own, and convicts nobody
+        except SwarmError:
             found.refused.add(inputs.request.key.receipt)  # what the audited server gave cannot be computed
 
     async def _stage_for(self, request: AuditRequest) -> Stage:

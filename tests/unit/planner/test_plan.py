@@ -553,11 +553,11 @@ def test_a_gpu_beside_a_cpu_pays_for_portable_arithmetic() -> None:
     model, size = transformer(4, 256, 64), averaged_size(MODEL, 1, 2)
     cpu, gpu = machine("cpu", processor="cpu"), machine("gpu", processor="accelerator")
     assert [are_mixed(pair) for pair in ([cpu, gpu], [cpu, cpu], [gpu, gpu])] == [True, False, False]
-    dearer = [
-        averaging_s(one, size, 10**7, mixed=True) - averaging_s(one, size, 10**7, mixed=False) for one in (cpu, gpu)
-    ]
-    assert dearer == pytest.approx([0.12, 0.006])
-    alike, unlike = (choose_uncut(model, [cpu, other], [512]) for other in (machine("b"), replace(gpu, name="b")))
+    mixed, plain = ([averaging_s(one, size, 10**7, mixed=is_it) for one in (cpu, gpu)] for is_it in (True, False))
+    assert [slow - fast for slow, fast in zip(mixed, plain, strict=True)] == pytest.approx([0.12, 0.006])
+    alike, unlike = (
+        choose_uncut(model, [cpu, other], [512]) for other in (replace(cpu, name="b"), replace(gpu, name="b"))
+    )
     assert alike is not None
     assert unlike is not None
     assert unlike.averaging_s > alike.averaging_s

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.pipeline.stage_calls import StageCalls
-from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, StageError, Unreachable
+from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, OutOfMemory, StageError, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId
@@ -328,3 +328,44 @@ def test_a_replay_that_comes_too_late_says_nothing_of_the_server(
     with pytest.raises(LeaseRevoked):
         swarm.run(calls.wait(0, "forward", timeout=1.0))
     assert context.revokers == (set() if replays else {"a"})
+
+
+# ---------------------------------------------------------------------- servers without memory
+
+
+def test_what_finds_no_memory_beside_others_is_sent_once_more_alone(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    context = make_context(swarm)
+    seen: list[str] = []
+
+    async def work(name: str, *, needs_all: bool) -> str:
+        async def attempt() -> str:
+            seen.append(name)
+            await asyncio.sleep(1.0)
+            if needs_all and context.num_under_way:
+                raise OutOfMemory("no memory")
+            return name
+
+        with context.under_way():
+            return await context.with_memory(attempt)
+
+    async def go() -> list[str]:
+        return await gather([work("a", needs_all=True), work("b", needs_all=False), work("c", needs_all=True)])
+
+    assert swarm.run(go()) == ["a", "b", "c"]
+    assert seen == ["a", "b", "c", "a", "c"]
+    assert context.num_under_way == 0
+
+
+def test_what_finds_no_memory_alone_is_the_users_error(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    context = make_context(swarm)
+    attempt = AsyncMock(side_effect=OutOfMemory("no memory"))
+
+    async def go() -> None:
+        with context.under_way():
+            await context.with_memory(attempt)
+
+    with pytest.raises(OutOfMemory):
+        swarm.run(go())
+    assert attempt.await_count == 2

@@ -9,16 +9,11 @@ import pytest
 
 from lightning_swarm.coordinator.step.replay_plan import (
     ReplayPlan,
-    ServerLedger,
     choose_blamed,
-    outvoted,
     plan_replays,
-    replicas_differ,
 )
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.run import Member
-from lightning_swarm.protocol.messages.step import StageLedger
 
 COUNTED: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
 A, B, C, D = map(PeerId, "abcd")
@@ -185,36 +180,3 @@ def test_a_keeper_s_word_weighs_more_than_that_of_one_stranger() -> None:
 def test_nobody_is_blamed_by_who_cannot_know(unreached: Mapping[PeerId, Sequence[PeerId]]) -> None:
     """Of oneself, of another stage, or of no peer of the round."""
     assert choose_blamed([[A, B], [C]], [], unreached, spared=A) == []
-
-
-# ---------------------------------------------------------------------- replicas that differ
-
-
-def reported(tied: str = "", **hashes: int) -> dict[Member, ServerLedger]:
-    """What the replicas of a stage report of its weights; of those in `tied` the tied ones are others."""
-    return {
-        Member(peer_id=PeerId(peer), boot_id=0): ServerLedger.of(
-            StageLedger(
-                stage_index=0, held=[], origins=[], touched=b"", version_hash=own, tied={"w": int(peer in tied)}
-            )
-        )
-        for peer, own in hashes.items()
-    }
-
-
-def test_weights_that_most_replicas_do_not_have_are_wrong() -> None:
-    assert outvoted(reported(a=1, b=1, c=1)) == {}
-    assert outvoted(reported(a=1, b=1, c=2)).keys() == {C}
-    assert outvoted(reported(a=1, b=2)) == {}
-    assert outvoted(reported(tied="b", a=1, b=1, c=1)).keys() == {B}
-    assert replicas_differ([reported(a=1, b=1), reported(tied="b", a=1, b=1)])
-    assert not replicas_differ([reported(a=1, b=1), reported(tied="cd", c=1, d=1)]), "another check is for these"
-
-
-def test_where_one_is_right_whatever_most_say_the_others_are_wrong() -> None:
-    assert outvoted(reported(a=1, b=2, c=2), right=[A]).keys() == {B, C}
-    assert outvoted(reported(a=1, b=2), right=[A]).keys() == {B}
-    assert outvoted(reported(a=1, b=1), right=[A]) == {}
-    assert outvoted(reported(b=1, c=2, d=2), right=[A]).keys() == {B}, "it does not hold the stage"
-    assert outvoted(reported(b=1, c=2, d=2), right=[A, B, C]).keys() == {C, D}, "the first that does"
-    assert "of a, which is right, and of 1 of 3 replicas" in str(outvoted(reported(a=1, b=2, c=2), right=[A])[B])

@@ -1,0 +1,49 @@
+"""Decides which servers leave a stage for whose microbatches they have no memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from lightning_swarm.coordinator.rebalancing.policy import Move, StageRelease
+from lightning_swarm.network import PeerId
+
+_MAX_TRIED: Final = 2  # stages: each costs a download, and stages are mostly alike
+
+
+def plan_relief(
+    rosters: Sequence[Sequence[PeerId]],
+    too_large: Mapping[PeerId, Collection[int]],
+    state_bytes: Sequence[int],
+    *,
+    fixed: Collection[PeerId] = (),
+) -> tuple[list[Move], list[StageRelease]]:
+    """Plan which servers move to another stage, and which give up one of several.
+
+    A server moves only to a stage of at most as many bytes, and to none that was too large for it. A stage keeps a
+    server that has memory for it. If no move is left, the server stays; it leaves the run by itself.
+
+    Args:
+        rosters: The servers of each stage.
+        too_large: The stages for which each server has reported too little memory.
+        state_bytes: The bytes of each stage's weights and optimizer state.
+        fixed: Servers that may not move.
+    """
+    moves: list[Move] = []
+    releases: list[StageRelease] = []
+    for index, roster in enumerate(rosters):
+        short = [peer for peer in roster if index in too_large.get(peer, ())]
+        if len(short) == len(roster):
+            continue
+        for peer in (one for one in short if one not in fixed):
+            if sum(peer in other for other in rosters) > 1:
+                releases.append(StageRelease(peer, index))
+                continue
+            others = [
+                other
+                for other in range(len(rosters))
+                if other not in too_large[peer] and state_bytes[other] <= state_bytes[index]
+            ]
+            if others and len(too_large[peer]) < _MAX_TRIED:
+                moves.append(Move(peer, index, min(others, key=state_bytes.__getitem__)))
+    return moves, releases

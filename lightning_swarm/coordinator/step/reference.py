@@ -1,0 +1,198 @@
+"""Chooses the bits that a stage keeps where its replicas differ, and the servers that are left out. Pure.
+
+Replicas with equal bits form a group, and one group is the stage's reference: the one with most servers, then the one
+that other stages confirm by the weights they share, then the one of the oldest server. Rosters list the oldest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from lightning_swarm.coordinator.step.replay_plan import Ledgers, ServerLedger
+from lightning_swarm.core.errors import StepError, SwarmError
+from lightning_swarm.core.readable import shorten
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.step import MAX_DIFFERENCE
+
+_MAX_NAMED: Final = 5
+_TIE: Final = "As many replicas have the ones as the others, so it is not known which are right: the older are kept. "
+_CAUSES: Final = (
+    "Possible causes: a block writes to weights or buffers in its forward (`max_norm` of an embedding does), or reads "
+    "a clock, a file or a random generator of its own; a broken memory; a version of torch whose optimizer computes "
+    "otherwise."
+)
+
+_Stage: TypeAlias = Mapping[Member, ServerLedger]
+_Bits: TypeAlias = tuple[int | None, frozenset[tuple[str, int]]]
+
+
+class WeightsDiffer(StepError):
+    """A server's weights, buffers or optimizer state are not those of its stage's reference."""
+
+
+def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
+    """Tell whether replicas of a stage differ, or, if the run has `tied` weights, stages that share some."""
+    return any(map(_differs, ledgers)) or (tied and bool(_contradicting(ledgers, (), ())))
+
+
+def choose_left_out(
+    ledgers: Ledgers, *, guests: Collection[PeerId] = (), right: Sequence[PeerId] = (), tied: bool = False
+) -> dict[PeerId, WeightsDiffer]:
+    """Choose the servers to leave out, of one stage at a time; empty only if no replicas differ.
+
+    Args:
+        ledgers: Of all stages, with a hash of each tensor if errors shall name the tensors.
+        guests: Newcomers that were not compared yet. They count only where a stage has no other server.
+        right: Servers whose bits are the reference, the first that is there, whatever the others have.
+        tied: Stages share weights, whose hashes the ledgers have.
+    """
+    chosen = [
+        _choose(index, ledgers, guests=guests, right=right, tied=tied)
+        for index, stage in enumerate(ledgers)
+        if _differs(stage)
+    ]
+    if chosen:
+        # A tie is decided last: a server that another stage leaves out has no say in it.
+        choice = min(chosen, key=lambda one: one.is_tie)
+        return choice.errors(ledgers[choice.stage])
+    return _contradicting(ledgers, guests, right) if tied else {}
+
+
+def _bits(ledger: ServerLedger) -> _Bits:
+    """Return all that a replica reports of its weights."""
+    return ledger.report.version_hash, frozenset((ledger.report.tied or {}).items())
+
+
+def _differs(stage: _Stage) -> bool:
+    """Tell whether a stage's replicas differ; a replica without a hash differs from any other."""
+    found = {_bits(ledger) for ledger in stage.values()}
+    return len(found) > 1 or (len(stage) > 1 and any(value is None for value, _ in found))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The reference of one stage, and the reason for it."""
+
+    stage: int
+    kept: Member  # the oldest server of the reference
+    whose: str
+    is_tie: bool = False
+
+    def errors(self, stage: _Stage) -> dict[PeerId, WeightsDiffer]:
+        """Return an error for each server that does not have the reference's bits."""
+        kept = stage[self.kept]
+        others = {
+            member.peer_id: ledger
+            for member, ledger in stage.items()
+            if member != self.kept and (_bits(ledger) != _bits(kept) or _bits(ledger)[0] is None)
+        }
+        remark = _TIE if self.is_tie else ""
+        return {
+            peer: WeightsDiffer(
+                f"stage {self.stage}: the weights, buffers and optimizer state of {peer} "
+                f"differ{_in_what([kept, ledger])} from those of {self.whose}. {remark}{_CAUSES}"
+            )
+            for peer, ledger in others.items()
+        }
+
+
+def _choose(
+    index: int, ledgers: Ledgers, *, guests: Collection[PeerId], right: Sequence[PeerId], tied: bool
+) -> _Choice:
+    """Choose the reference of a stage whose replicas differ."""
+    stage = ledgers[index]
+    counted = _counted(stage, guests)
+    own = {member.peer_id: member for member in stage}
+    same = {
+        member: [one for one in counted if one == member or _bits(stage[one]) == _bits(stage[member])]
+        for member in stage
+    }
+    judge = next((own[peer] for peer in right if peer in own), None)
+    if judge is not None:
+        number = sum(_bits(one) == _bits(stage[judge]) for one in stage.values())
+        return _Choice(index, judge, f"{judge.peer_id}, which is right, and of {number} of {len(stage)} replicas")
+
+    def strength(member: Member) -> tuple[bool, int, int]:
+        has_hash = stage[member].report.version_hash is not None
+        return has_hash, len(same[member]) if has_hash else 1, _num_confirming(index, member, ledgers) if tied else 0
+
+    kept = max(counted, key=strength)  # the first of equal ones: the oldest
+    number = len(same[kept])
+    if 2 * number > len(counted):
+        newer = f", without {len(stage) - len(counted)} that joined just now" if len(counted) < len(stage) else ""
+        return _Choice(index, kept, f"{number} of {len(counted)} replicas{newer}")
+    rivals = [one for one in counted if one not in same[kept] and strength(one) == strength(kept)]
+    if rivals:
+        return _Choice(index, kept, f"{kept.peer_id}, which is in the stage for longer", is_tie=True)
+    return _Choice(index, kept, f"{number} of {len(counted)} replicas, more than have any other")
+
+
+def _counted(stage: _Stage, guests: Collection[PeerId]) -> list[Member]:
+    """Return the servers that count in a majority."""
+    return [member for member in stage if member.peer_id not in guests] or list(stage)
+
+
+def _num_confirming(index: int, member: Member, ledgers: Ledgers) -> int:
+    """Count the servers of other stages that have the same of what they share with a server."""
+    own = ledgers[index][member].report.tied or {}
+    return sum(
+        _agree(own, ledger.report.tied or {})
+        for other, stage in enumerate(ledgers)
+        if other != index
+        for ledger in stage.values()
+    )
+
+
+def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
+    """Tell whether two servers share weights, and all of these are equal."""
+    shared = some.keys() & others.keys()
+    return bool(shared) and all(some[name] == others[name] for name in shared)
+
+
+def _contradicting(
+    ledgers: Ledgers, guests: Collection[PeerId], right: Sequence[PeerId]
+) -> dict[PeerId, WeightsDiffer]:
+    """Find the servers of stages whose shared weights are not those of the reference, if each stage's are alike."""
+    tied = [next((one.report.tied or {} for one in stage.values()), {}) for stage in ledgers]
+    counted = [len(_counted(stage, guests)) for stage in ledgers]
+
+    def rank(index: int) -> tuple[int, int, int]:
+        peers = {member.peer_id for member in ledgers[index]}
+        judge = next((place for place, peer in enumerate(right) if peer in peers), len(right))
+        alike = [other for other in range(len(ledgers)) if other == index or _agree(tied[index], tied[other])]
+        return judge, -sum(counted[other] for other in alike), index
+
+    known: dict[str, tuple[int, int]] = {}  # name -> hash, stage
+    found: dict[PeerId, WeightsDiffer] = {}
+    for index in sorted(range(len(ledgers)), key=rank):
+        differing = sorted(name for name, own in tied[index].items() if known.get(name, (own,))[0] != own)
+        if not differing:
+            known |= {name: (own, index) for name, own in tied[index].items() if name not in known}
+        for member in ledgers[index] if differing else ():
+            found[member.peer_id] = WeightsDiffer(
+                f"stage {index}: {_listed(differing)} of {member.peer_id} differ from those of stage "
+                f"{known[differing[0]][1]}, which shares them and is kept. {_CAUSES}"
+            )
+    return found
+
+
+def _in_what(ledgers: Sequence[ServerLedger]) -> str:
+    """Name the tensors that differ, if the servers reported a hash of each."""
+    reported = [ledger.report.tensors or {} for ledger in ledgers]
+    differing = sorted(name for name in set().union(*reported) if len({hashes.get(name) for hashes in reported}) > 1)
+    return f" in {_listed(differing)}" if differing else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(map(repr, names[:_MAX_NAMED]))}{more}"
+
+
+def differences(gone: Mapping[PeerId, SwarmError]) -> dict[PeerId, str]:
+    """Return the servers that are left out because their weights differ, and how they do, as records have it."""
+    return {
+        peer: shorten(str(error))[:MAX_DIFFERENCE] for peer, error in gone.items() if isinstance(error, WeightsDiffer)
+    }

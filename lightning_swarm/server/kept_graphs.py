@@ -1,0 +1,80 @@
+"""The graphs that a server keeps between forwards and backwards: fewer of them once its device had no memory left."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from typing import Final
+from weakref import WeakSet
+
+from lightning_swarm.server.compute import CachedForward
+
+_log = logging.getLogger(__name__)
+
+_GROWTH: Final = 1 / 64  # graphs for each backward
+
+
+class GraphLimit:
+    """The number of graphs that may be kept: halved when there was no memory, and raised slowly by backwards. Pure."""
+
+    def __init__(self) -> None:
+        self.most = math.inf
+
+    def halve(self, num_kept: int) -> None:
+        """Note that there was no memory beside so many graphs; without any, fewer of them would not help."""
+        if num_kept:
+            self.most = min(self.most, num_kept // 2)
+
+    def note_backward(self) -> None:
+        """Note a backward that found memory: after enough of them, one more graph is tried."""
+        self.most += _GROWTH
+
+    def allows(self, num_kept: int) -> bool:
+        """Return whether one more graph may be kept."""
+        return num_kept + 1 <= self.most
+
+
+# `ActivationCache` has a budget of bytes, and does not know what else takes memory. This knows every graph, also one
+# whose forward has just ended and one whose backward waits for its gradient. A dropped graph is computed again.
+class KeptGraphs:
+    """All graphs of a server, which its compute thread enters and drops."""
+
+    def __init__(self) -> None:
+        self._forwards = WeakSet[CachedForward]()
+        self._lock = threading.Lock()  # the loop may be the last to hold a forward
+        self.limit = GraphLimit()
+        self.num_dropped = 0  # for want of memory
+
+    def enter(self, kept: CachedForward) -> None:
+        """Keep a forward's graph, unless there are as many as memory allows."""
+        with self._lock:
+            if kept.graph is None:
+                return
+            if self.limit.allows(len(self._present())):
+                self._forwards.add(kept)
+            else:
+                kept.graph, kept.graph_bytes = None, 0
+                self.num_dropped += 1
+
+    def drop_all(self, stage: int, error: Exception) -> None:
+        """Drop all graphs, for a computation of a stage ran out of memory."""
+        with self._lock:
+            present = self._present()
+            for kept in present:
+                kept.graph = None  # its bytes stay on the cache's account, which is the loop's
+            self._forwards.clear()
+            self.num_dropped += len(present)
+            self.limit.halve(len(present))
+        if present:
+            _log.warning(
+                "Stage %d ran out of memory beside the graphs of %d microbatches, which are computed again. This "
+                "server keeps %d at most from now on: %s",
+                stage,
+                len(present),
+                self.limit.most,
+                error,
+            )
+
+    def _present(self) -> list[CachedForward]:
+        return [kept for kept in self._forwards if kept.graph is not None]
