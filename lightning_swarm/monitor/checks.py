@@ -201,7 +201,7 @@ def check_protocol(address: str, here: int, there: int) -> Finding:
 
 
 def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
-    """Versions of other packages may differ; where torch or the kind of CPU does, results may round in another way."""
+    """Compare versions. All may differ; where torch or the CPU does, the two machines are of different kinds."""
     names = [*here, *(name for name in there if name not in here)]
     others = [
         f"{name} {here.get(name, 'none')} here, {there.get(name, 'none')} there"
@@ -212,8 +212,10 @@ def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, 
     found = f"differ, which works: {'; '.join(others)}" if others else f"{same}, as here"
     if any(here.get(name) != there.get(name) for name in _ROUNDING if name in here and name in there):
         consequence = (
-            "All servers of one stage must round alike. A server that differs from most of its stage is left out: "
-            "install the same version of torch, or hold other stages. See docs/join.md."
+            "This works. Where both machines hold one stage, portable arithmetic gives them the same weights, and the "
+            "stage's optimizer step takes about three times as long. A run with `deterministic=True`, or an optimizer "
+            "without portable arithmetic, gives this machine a stage of its own kind, or refuses it and says why. See "
+            "docs/join.md."
         )
         return Finding(f"versions at {address}", f"differ: {'; '.join(others)}", consequence=consequence)
     return Finding(f"versions at {address}", found)

@@ -33,10 +33,11 @@ class Membership:
         self._places: dict[PeerId, str] = {}  # host and port
         self._locate(addresses)
         self._rosters, self._trainers = _members(run)
+        self._mixed: frozenset[int] = frozenset()  # stages that the newest record steps by portable arithmetic
         self._dead: set[PeerId] = set()  # a later record may remove such a peer from the trainers
 
     def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
-        """Apply the next record. Returns a line for each peer that it adds or removes."""
+        """Apply the next record. Returns a line for each peer that it adds or removes, and each stage that it mixes."""
         self._locate({one.member.peer_id: one.addresses for one in record.newcomers})
         came, went = defaultdict[PeerId, list[int]](list), defaultdict[PeerId, list[int]](list)
         for vacancy in record.left:
@@ -64,7 +65,22 @@ class Membership:
         self._dead &= self._trainers
         if went:
             self._places = {peer: place for peer, place in self._places.items() if peer in self._all}
-        return lines
+        return lines + self._kinds(record)
+
+    def _kinds(self, record: Record) -> list[MembershipLine]:
+        """Return a line for each stage whose servers became, or no longer are, machines of several kinds."""
+        before, self._mixed = self._mixed, frozenset(record.portable or ())
+        changed = sorted(before ^ self._mixed)
+        return [MembershipLine(logging.INFO, self._kind_line(stage, record.step)) for stage in changed]
+
+    def _kind_line(self, stage: int, step: int) -> str:
+        name = "The model" if self._is_whole else f"Stage {stage}"
+        if stage in self._mixed:
+            return (
+                f"{name} is on machines of several kinds from step {step} on: portable arithmetic gives all of them "
+                "the same weights, and the optimizer's step takes about three times as long"
+            )
+        return f"{name} is on machines of one kind again from step {step} on: the optimizer steps at full speed"
 
     def catch_up(self, run: RunState) -> list[MembershipLine]:
         """Apply a rollback, which has no record. Returns a line for each peer that it lost or added."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -38,6 +40,7 @@ _START_TIMEOUT_S: Final = 30.0
 _MAX_OTHERS: Final = 1024
 _MAX_ADDRESSES: Final = 16
 _HEADS: Final = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "peak GB", "up")
+_DIGEST: Final = re.compile(r"(?<=\bcpu )[0-9a-f]{8}, ")  # see `arithmetic_of`
 
 _BEGINNING: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
 
@@ -149,6 +152,7 @@ class ObservedPeer:
     sent_gb_per_hour: float = 0.0  # on the wire, in 1e9 bytes
     received_gb_per_hour: float = 0.0
     peak_gb: float | None = None  # of memory, in 1e9 bytes; None: unknown
+    arithmetic: str = ""  # equal on machines of one kind, which compute the same bits; empty: unknown
     age_s: float = 0.0
 
 
@@ -217,6 +221,7 @@ def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
         samples_per_s=_rates(server, old.server)[0],
         queued=server.queued,
         peak_gb=server.peak_bytes / 1e9 if server.peak_bytes is not None else None,
+        arithmetic=server.arithmetic,
     )
 
 
@@ -256,6 +261,7 @@ def table(swarm: SwarmReport) -> str:
         for index, peers in enumerate(swarm.stages)
         if not peers
     ]
+    lines += _mixed_lines(swarm)
     lines += [
         f"{short_name(peer.peer_id)} at {peer.place} does not answer: {peer.problem}"
         for peer in swarm.peers
@@ -267,6 +273,26 @@ def table(swarm: SwarmReport) -> str:
         if peer.refused
     ]
     return "\n".join([_headline(swarm), "", *lines])
+
+
+def _mixed_lines(swarm: SwarmReport) -> list[str]:
+    """Return a line for each stage whose servers are machines of several kinds."""
+    lines = []
+    for index, members in enumerate(swarm.stages):
+        kinds = Counter(peer.arithmetic for peer in swarm.peers if peer.peer_id in members and peer.arithmetic)
+        if len(kinds) > 1:
+            stage = "the model" if swarm.is_whole else f"stage {index}"
+            counts = ", ".join(
+                f"{count} x ({kind})" for kind, count in zip(_readable(kinds), kinds.values(), strict=True)
+            )
+            lines.append(f"{stage}: {len(kinds)} kinds of machines, stepped by portable arithmetic: {counts}")
+    return lines
+
+
+def _readable(kinds: Collection[str]) -> list[str]:
+    """Name kinds for people: without the digest of processor and environment, unless nothing else differs."""
+    plain = [_DIGEST.sub("", kind) for kind in kinds]
+    return [printable(kind if plain.count(short) > 1 else short) for kind, short in zip(kinds, plain, strict=True)]
 
 
 def _headline(swarm: SwarmReport) -> str:

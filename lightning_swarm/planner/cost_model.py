@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
@@ -163,6 +163,10 @@ STEP_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 4e-8, "accelera
 """Seconds for each step: mean, optimizer, comparison of the replicas. The CPU's is the time that a million parameters
 add in `python -m benchmarks.steps`, without sending; the accelerator's follows from the bandwidths."""
 
+PORTABLE_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 1.2e-8, "accelerator": 6e-10}
+"""Seconds that portable arithmetic adds to each step of a stage on machines of several kinds. The CPU's is measured
+(AdamW, 10.5 million parameters, a core); the accelerator's follows from the bandwidths and has not been measured."""
+
 STEP_S: Final = 0.042  # to close a step of four peers with next to nothing to average, `python -m benchmarks.steps`
 STEP_TRIPS: Final = 6  # successive round trips of a step: grant, freeze, two of the averaging, accept, decided
 
@@ -174,10 +178,16 @@ def averaged_size(model: ModelProfile, parameters: int, num_machines: int) -> Tr
     return encoded_size(numbers * number_bytes, number_bytes, model.wire.averaging)
 
 
-def averaging_s(machine: Machine, size: TransferSize, parameters: int) -> float:
+def are_mixed(machines: Iterable[Machine]) -> bool:
+    """Tell whether a stage on these machines needs portable arithmetic, as far as the planner knows their kinds."""
+    return len({machine.processor for machine in machines}) > 1
+
+
+def averaging_s(machine: Machine, size: TransferSize, parameters: int, *, mixed: bool) -> float:
     """The seconds of a machine to average so much, and to step; all send and receive at the same time."""
     line_s = size.num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
-    busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE + parameters * STEP_S_PER_PARAMETER[machine.processor]
+    step_s = STEP_S_PER_PARAMETER[machine.processor] + mixed * PORTABLE_S_PER_PARAMETER[machine.processor]
+    busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE + parameters * step_s
     return line_s + busy_s + (size.coding_s if machine.processor == "cpu" else 0.0)
 
 

@@ -14,6 +14,7 @@ from lightning_swarm.planner.cost_model import (
     ADAM,
     PipelinePass,
     Swarm,
+    are_mixed,
     averaged_size,
     averaging_s,
     closing_s,
@@ -203,8 +204,9 @@ def averaged(swarm: Swarm, index: int) -> TransferSize:
 
 def _averaging_s(swarm: Swarm) -> float:
     """Seconds of the slowest machine to average; all send and receive at the same time."""
+    mixed = [are_mixed(swarm.machines[number] for number in numbers) for numbers in swarm.held]
     return max(
-        averaging_s(swarm.machines[same[0]], averaged(swarm, index), swarm.stages[index].parameters)
+        averaging_s(swarm.machines[same[0]], averaged(swarm, index), swarm.stages[index].parameters, mixed=mixed[index])
         for index, kinds in enumerate(swarm.kinds)
         for same in kinds
     )

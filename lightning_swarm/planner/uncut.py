@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_swarm.planner.cost_model import averaged_size, averaging_s, closing_s, machine_counts, state_bytes
+from lightning_swarm.planner.cost_model import (
+    are_mixed,
+    averaged_size,
+    averaging_s,
+    closing_s,
+    machine_counts,
+    state_bytes,
+)
 from lightning_swarm.planner.records import FAST_ENOUGH, SAME, Machine, ModelProfile, Uncut, WireFormat
 
 
@@ -39,19 +46,19 @@ def _predict(model: ModelProfile, machines: Sequence[Machine], size: int) -> Unc
     rates = [machine.flop_per_s / model.flop for machine in machines]
     unencoded = replace(model, wire=WireFormat())
 
-    def averaging(model: ModelProfile) -> float:
+    def averaging(model: ModelProfile, *, mixed: bool) -> float:
         sent = averaged_size(model, model.parameters, len(machines))
-        return max(averaging_s(machine, sent, model.parameters) for machine in machines)
+        return max(averaging_s(machine, sent, model.parameters, mixed=mixed) for machine in machines)
 
     return Uncut(
         target_batch_size=size,
         computing_s=size / sum(rates),
-        averaging_s=averaging(model),
+        averaging_s=averaging(model, mixed=are_mixed(machines)),
         closing_s=closing_s(machines),
         trainers=tuple(machine.name for machine in machines),
         left_out=(),
         spared=(),
         sent_bytes=averaged_size(model, model.parameters, len(machines)).num_bytes,
         state_bytes=held_bytes(model),
-        ddp_samples_per_s=size / (size / len(machines) / min(rates) + averaging(unencoded)),
+        ddp_samples_per_s=size / (size / len(machines) / min(rates) + averaging(unencoded, mixed=False)),
     )

@@ -331,8 +331,7 @@ def _installed_versions() -> dict[str, str]:
 
 
 def _kind_of_cpu() -> str:
-    """Name the kind of this machine's CPU and of torch's code for it, as far as they decide how results are rounded."""
+    """Name this machine's CPU and torch's code for it, as far as they decide how results are rounded."""
     import torch
 
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()}, {'AVX2 or newer' if capability.startswith('AVX') else capability}"
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

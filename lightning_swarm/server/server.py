@@ -119,6 +119,7 @@ class Server:
             peak_bytes=peak_bytes(device),
             newest=_newest(run.newest),
             compression=run.manifest.settings.compression,
+            arithmetic=self.steps.sums.arithmetic,
         )
 
     # ------------------------------------------------------------------ the next generation, and out

@@ -134,6 +134,7 @@ class ServerReport(WithCompression, frozen=True):
     machine: MachineReport | None = None
     newest: StepReport | None = None  # None: no step was decided yet, or the newest was skipped
     peak_bytes: Bytes | None = None  # the most memory that this peer has held; None: unknown
+    arithmetic: ShortText = ""  # as in `FreezeReply`
 
 
 class PeerReport(WireMessage, frozen=True):

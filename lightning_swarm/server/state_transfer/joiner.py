@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError, Unconfirmed
+from lightning_swarm.core.readable import printable, short_name
 from lightning_swarm.core.tasks import first_found
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import queries
@@ -52,6 +53,7 @@ _POLL_S: Final = 1.0
 _MAX_ATTEMPTS: Final = 8  # with pauses of two minutes in all: a record may have to leave out an earlier life first
 _MAX_TARGET_ATTEMPTS: Final = 3  # to get the stage that a server moves to
 _FIRST_PAUSE_S: Final = 1.0
+_COMPARED: Final = ("Python", "torch", "lightning")
 
 
 class Joiner:
@@ -70,6 +72,7 @@ class Joiner:
         self._target: int | None = None  # the stage that a record told this server to hold
         self._former: int | None = None  # the stage that it had before
         self._is_unlike = False  # the machines of the stage's servers are of other kinds
+        self._has_compared = False  # versions were found to differ
         self._alone = False  # one replica shall send everything
         self._unconfirmed: set[PeerId] = set()  # donors that sent what the coordinator did not confirm
         self._refused_by: set[PeerId] = set()  # of the peers that announce themselves
@@ -114,6 +117,7 @@ class Joiner:
                 if there == PROTOCOL_VERSION:  # else its answer may not be readable here
                     view = await self._view(announced)
                     check_shown_by_keeper(self._transport, announced, view)
+                    self._compare_versions(announced, handshake.greeting.versions)
                     return PeerId(view.term[1])
                 others.append(there)
             except SwarmError as error:
@@ -128,6 +132,21 @@ class Joiner:
         for there in others if found is None else ():
             check_protocol_version(there, there="in the run", here="here")
         return found
+
+    def _compare_versions(self, peer: PeerId, there: Mapping[str, str]) -> None:
+        """Warn once if Python, torch or Lightning have other versions in the run than here, which is allowed."""
+        here = queries.own_greeting(0.0).versions
+        names = [name for name in _COMPARED if name in there and here.get(name) != there[name]]
+        if not names or self._has_compared:
+            return
+        self._has_compared = True
+        found = "; ".join(f"{name} {here.get(name)} here, {there[name]} there" for name in names)
+        _log.warning(
+            "Versions here and at %s differ: %s. This is allowed as long as both compute with the same model and "
+            "optimizer state.",
+            short_name(peer),
+            printable(found),
+        )
 
     async def _view(self, coordinator: PeerId) -> RunView:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)

@@ -107,3 +107,16 @@ def test_an_address_is_shown_as_people_write_it_and_cannot_steer_a_terminal() ->
     joins = replace(record(), newcomers=[Candidate(member=evil, stage_index=0, addresses=["\x1b[2J"])])
     (line,) = said(run("a"), joins)
     assert line.isprintable()
+
+
+def test_a_stage_on_machines_of_several_kinds_is_told_once_and_its_end_too() -> None:
+    mixed, one_kind = after(portable=[1]), after()
+    became, ended = said(run("ab", "cd"), one_kind, mixed, mixed, one_kind, one_kind)
+    assert became.startswith("Stage 1 is on machines of several kinds from step ")
+    assert "the optimizer's step takes about three times as long" in became
+    assert ended.startswith("Stage 1 is on machines of one kind again from step ")
+
+
+def test_a_model_that_is_not_cut_has_no_stage_in_its_line() -> None:
+    (line,) = said(run("ab", is_whole=True), after(portable=[0]))
+    assert line.startswith("The model is on machines of several kinds ")

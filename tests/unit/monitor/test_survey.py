@@ -110,6 +110,21 @@ def test_the_very_first_moment_has_no_rates() -> None:
     assert (found.steps_per_minute, found.peers[0].samples_per_s, found.peers[0].sent_gb_per_hour) == (0.0, 0.0, 0.0)
 
 
+def test_a_stage_on_machines_of_several_kinds_has_a_line() -> None:
+    def on(peer: str, arithmetic: str, stage: int = 0) -> Sighting:
+        return seen(peer, said(REPORT, server=said(SERVING, stages=[stage], arithmetic=arithmetic)))
+
+    fast, plain = "x86_64 AVX2, 1 threads, torch 2.13.0", "x86_64 DEFAULT, 1 threads, torch 2.13.0"
+    other, hostile = on("x", f"cpu 99999999, {fast}", 1), on("y", "cpu\x1b[2J\nok", 1)
+    mixed = [on("a", f"cpu 11111111, {fast}"), on("b", f"cpu 22222222, {plain}"), on("c", f"cpu 11111111, {fast}")]
+    lines = table(summarize([*mixed, other, hostile])).splitlines()
+    assert f"stage 0: 2 kinds of machines, stepped by portable arithmetic: 2 x (cpu {fast}), 1 x (cpu {plain})" in lines
+    assert f"stage 1: 2 kinds of machines, stepped by portable arithmetic: 1 x (cpu {fast}), 1 x (cpu?[2J ok)" in lines
+    same = table(summarize([on("a", f"cpu 11111111, {fast}"), on("b", f"cpu 33333333, {fast}"), on("c", "")]))
+    assert f"1 x (cpu 11111111, {fast}), 1 x (cpu 33333333, {fast})" in same, "nothing else tells them apart"
+    assert "kinds" not in table(summarize([mixed[0], mixed[2], on("d", "")])), "one kind, and one unknown"
+
+
 def test_table_of_a_run_with_a_silent_and_a_waiting_peer() -> None:
     waiting = said(REPORT, age_s=30.0, server=None)
     found = summarize(

@@ -19,7 +19,16 @@ from lightning_swarm.coordinator.rebalancing.policy import best_rate
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.cost_model import Swarm, block, stage_profiles, trainer_bytes, transformer
+from lightning_swarm.planner.cost_model import (
+    Swarm,
+    are_mixed,
+    averaged_size,
+    averaging_s,
+    block,
+    stage_profiles,
+    trainer_bytes,
+    transformer,
+)
 from lightning_swarm.planner.machine_files import WireSettings, read_compression, read_machines
 from lightning_swarm.planner.plan import Predictor, alone, assign, averaged, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
@@ -538,6 +547,20 @@ def test_trainers_of_a_whole_model_compute_together_then_average() -> None:
     assert uncut.computing_s == pytest.approx(size * model.flop / 4e12)
     assert uncut.sent_bytes == 4 * model.parameters, "half of the sums, and half of the mean"
     assert uncut.ddp_samples_per_s == pytest.approx(size / (size / 2 * model.flop / 1e12 + uncut.averaging_s))
+
+
+def test_a_gpu_beside_a_cpu_pays_for_portable_arithmetic() -> None:
+    model, size = transformer(4, 256, 64), averaged_size(MODEL, 1, 2)
+    cpu, gpu = machine("cpu", processor="cpu"), machine("gpu", processor="accelerator")
+    assert [are_mixed(pair) for pair in ([cpu, gpu], [cpu, cpu], [gpu, gpu])] == [True, False, False]
+    mixed, plain = ([averaging_s(one, size, 10**7, mixed=is_it) for one in (cpu, gpu)] for is_it in (True, False))
+    assert [slow - fast for slow, fast in zip(mixed, plain, strict=True)] == pytest.approx([0.12, 0.006])
+    alike, unlike = (
+        choose_uncut(model, [cpu, other], [512]) for other in (replace(cpu, name="b"), replace(gpu, name="b"))
+    )
+    assert alike is not None
+    assert unlike is not None
+    assert unlike.averaging_s > alike.averaging_s
 
 
 def test_who_cannot_hold_the_model_or_slows_it_down_is_not_asked() -> None:

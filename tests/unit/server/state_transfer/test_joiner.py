@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError, TicketGone, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol import queries, serialization
 from lightning_swarm.protocol.messages.membership import FollowReply, TensorLayout
 from lightning_swarm.protocol.messages.state import Snapshot
 from lightning_swarm.protocol.methods import FOLLOW, PIECE
@@ -182,6 +184,24 @@ def test_members_send_the_state_together(make_swarm: MakeSwarm, monkeypatch: pyt
     assert all(server.donor._state.downloads == {} for server in swarm.servers.values()), (
         "they were told that it is through"
     )
+
+
+def test_other_versions_join_with_one_warning(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    greet, here = queries.greet, queries.own_greeting(0.0).versions
+
+    async def greet_other(*arguments: Any, **options: Any) -> Any:
+        found = await greet(*arguments, **options)
+        versions = {**here, "torch": "2.4.0\x1b", "Python": "3.99.0", "hivemind": "1.1.99"}
+        return replace(found, greeting=msgspec.structs.replace(found.greeting, versions=versions))
+
+    monkeypatch.setattr(queries, "greet", greet_other)
+    swarm = make_swarm("a", "b")
+    joined(swarm)
+    [warning] = [one.getMessage() for one in caplog.records if one.getMessage().startswith("Versions here")]
+    assert f"Python {here['Python']} here, 3.99.0 there; torch {here['torch']} here, 2.4.0? there." in warning
+    assert "hivemind" not in warning
 
 
 def intercept(server: Server, method: str, change: Callable[[Message], Message]) -> None:
