@@ -300,7 +300,7 @@ def member_changes(block: Block) -> None:
         newcomers=[place] if joins else [],
         left=[] if joins else [place],
         closing=SimpleNamespace(absent=[peer]),
-        **dict.fromkeys(("enlisted", "retired", "departures", "convicted"), ()),
+        **dict.fromkeys(("enlisted", "retired", "departures", "convicted", "portable"), ()),
     )
     (line,) = Membership(run, {peer: [address]}).follow(record, run)
     assert f"{line.text}\n" == block.text
