@@ -2,7 +2,8 @@
 
 `local_swarm` makes one for a test of your own model. A `FaultPlan` says what goes wrong in it and when; `Phase` names
 the moments. An `Adversary` is a peer whose server lies, by one of the `attacks`. ``pytest_plugins =
-["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`. `SharedGPU` puts several peers on one card.
+["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`. `SharedGPU` puts several peers on one
+card, and an `UnlikeMachine` rounds as one of another kind.
 """
 
 from lightning_swarm.testing import attacks
@@ -11,6 +12,7 @@ from lightning_swarm.testing.faults import DidNotHappen, Fault, FaultPlan, Momen
 from lightning_swarm.testing.local import InMemoryStrategy, LocalSwarm, MakeLocalSwarm, local_swarm
 from lightning_swarm.testing.sabotage import FaultySwarmStrategy
 from lightning_swarm.testing.shared_gpu import SharedGPU
+from lightning_swarm.testing.unlike import UnlikeMachine
 
 __all__ = [
     "Adversary",
@@ -24,6 +26,7 @@ __all__ = [
     "Moment",
     "Phase",
     "SharedGPU",
+    "UnlikeMachine",
     "attacks",
     "local_swarm",
 ]

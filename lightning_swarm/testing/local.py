@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -39,6 +39,7 @@ from lightning_swarm.testing.adversary import Adversary, check_struck
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.lying_server import Collusion
 from lightning_swarm.testing.sabotage import sabotage
+from lightning_swarm.testing.unlike import UnlikeMachine, check_moved
 
 if TYPE_CHECKING:
     _SwarmStrategy = SwarmStrategy
@@ -62,6 +63,7 @@ class InMemoryStrategy(_SwarmStrategy):
         lines: Simulated links of the peers; further peers have links without limits.
         faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         adversaries: Peers whose servers lie. They collude.
+        unlike: Machines of other kinds, by the names of their peers.
         keepers: With ``trust="audited"``: peers that decide, too; the trainer's peer always does.
         kwargs: Arguments of `SwarmStrategy`. Peers do not move between stages by default: in one thread nothing is
             gained by it.
@@ -78,6 +80,7 @@ class InMemoryStrategy(_SwarmStrategy):
         lines: Sequence[SimulatedLink] = (),
         faults: FaultPlan | None = None,
         adversaries: Sequence[Adversary] = (),
+        unlike: Mapping[str, UnlikeMachine] | None = None,
         keepers: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -86,6 +89,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self._lines = {_name(number): line for number, line in enumerate(lines)}
         self._faults = faults
         self._adversaries = adversaries
+        self._unlike = unlike or {}
         self._collusion = Collusion()
         self._keepers = [PeerId(name) for name in keepers]
         self._rng = random.Random(seed)
@@ -253,6 +257,8 @@ class InMemoryStrategy(_SwarmStrategy):
             rng=self._rng,
         )
         self._collusion.watch(peer, transport.peer_id)
+        if (machine := self._unlike.get(transport.peer_id)) is not None:
+            machine.watch(peer)
         return peer
 
 
@@ -317,11 +323,13 @@ class LocalSwarm:
             ``peer-<n - 1>``.
         faults: Planned faults.
         adversaries: Peers whose servers lie.
+        unlike: Machines of other kinds, by the names of their peers.
         settings: Arguments of `InMemoryStrategy`, and with it of `SwarmStrategy`.
 
     Attributes:
         faults: The planned faults.
         adversaries: The peers whose servers lie.
+        unlike: The machines of other kinds.
         strategies: The strategies of the Trainers that were made, in order.
     """
 
@@ -331,17 +339,21 @@ class LocalSwarm:
         *,
         faults: FaultPlan | None = None,
         adversaries: Sequence[Adversary] = (),
+        unlike: Mapping[str, UnlikeMachine] | None = None,
         settings: dict[str, Any],
     ) -> None:
         self.faults = faults or FaultPlan()
         self.adversaries = adversaries
+        self.unlike = unlike or {}
         self.strategies: list[InMemoryStrategy] = []
         self._num_peers = num_peers
         self._settings = settings
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""
-        strategy = InMemoryStrategy(faults=self.faults, adversaries=self.adversaries, **self._settings)
+        strategy = InMemoryStrategy(
+            faults=self.faults, adversaries=self.adversaries, unlike=self.unlike, **self._settings
+        )
         self.strategies.append(strategy)
         return Trainer(**{**QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
 
@@ -352,24 +364,32 @@ MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]
 
 @contextmanager
 def local_swarm(
-    num_peers: int = 2, *, faults: FaultPlan | None = None, adversaries: Sequence[Adversary] = (), **settings: Any
+    num_peers: int = 2,
+    *,
+    faults: FaultPlan | None = None,
+    adversaries: Sequence[Adversary] = (),
+    unlike: Mapping[str, UnlikeMachine] | None = None,
+    **settings: Any,
 ) -> Iterator[LocalSwarm]:
     """Run a swarm in this thread, on a virtual clock: no process starts, nothing sleeps, a seed repeats the run.
 
-    At the end of the block all planned faults must have struck, and all adversaries must have lied.
+    At the end of the block all planned faults must have struck, all adversaries must have lied, and all unlike machines
+    must have rounded differently.
 
     Args:
         num_peers: Number of peers, the trainer's own included.
         faults: Planned faults.
         adversaries: Peers whose servers lie.
+        unlike: Machines of other kinds, by the names of their peers.
         settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
             of each message) and ``microbatch_s`` (seconds that each peer takes for a microbatch).
 
     Raises:
-        AssertionError: A fault did not strike, or an adversary told no lie, so the test has not shown what it was
-            written for.
+        AssertionError: A fault did not strike, an adversary told no lie, or an unlike machine rounded nothing
+            differently, so the test has not shown what it was written for.
     """
-    swarm = LocalSwarm(num_peers, faults=faults, adversaries=adversaries, settings=settings)
+    swarm = LocalSwarm(num_peers, faults=faults, adversaries=adversaries, unlike=unlike, settings=settings)
     yield swarm
     swarm.faults.check()
     check_struck(swarm.adversaries)
+    check_moved(swarm.unlike)
