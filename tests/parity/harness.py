@@ -33,7 +33,14 @@ from tests.parity.models import Net, make_optimizer, make_schedule
 LOSS_TOLERANCE = 1e-11
 WEIGHT_TOLERANCE = 1e-10
 
-_OF_THE_STRATEGY = {"seed", "latency_s", "microbatch_s", "faults", "unlike", *inspect.signature(SwarmStrategy).parameters}
+_OF_THE_STRATEGY = {
+    "seed",
+    "latency_s",
+    "microbatch_s",
+    "faults",
+    "unlike",
+    *inspect.signature(SwarmStrategy).parameters,
+}
 _OF_THE_STRATEGY -= {"deterministic", "accelerator"}  # the Trainer has arguments of these names
 
 QUIET: dict[str, Any] = {

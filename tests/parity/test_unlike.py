@@ -88,12 +88,96 @@ def train(
 
 
 @pytest.mark.first_cells(2)
-@pytest.mark.parametrize(("num_stages", "num_servers"), [(1, 2), (2, 4), (2, 3)])
-@pytest.mark.parametrize("unlike", [(0,), (1,), (1, 2)], ids=["the trainer's", "another", "two kinds more"])
+@pytest.mark.parametrize(
+    ("num_stages", "num_servers", "unlike"),
+    [(1, 2, (1,)), (2, 4, (1, 2)), (1, 2, (0,)), (1, 3, (1, 2)), (2, 4, (0, 1)), (2, 3, (1, 2)), (2, 4, (1, 2, 3))],
+)
 def test_unlike_machines_train_as_one(num_stages: int, num_servers: int, unlike: tuple[int, ...]) -> None:
-    chosen = [peer for peer in unlike if peer < num_servers]
-    run = train(adamw, machines(*chosen), num_stages=num_stages, num_servers=num_servers)
+    run = train(adamw, machines(*unlike), num_stages=num_stages, num_servers=num_servers)
     assert_equal(run.strategy)
+
+
+OPTIONS: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any]]] = {
+    "batch norm": (Normed, {}),
+    "clipped by norm": (adamw, {"gradient_clip_val": 0.05}),
+    "clipped by value": (adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "adamw amsgrad": (lambda: Chosen(amsgrad=True), {}),
+    "rmsprop": (lambda: Chosen(torch.optim.RMSprop, centered=True, momentum=0.5), {}),
+    "adafactor": (lambda: Chosen(torch.optim.Adafactor), {}),
+    "nadam": (lambda: Chosen(torch.optim.NAdam), {}),
+    "sgd with momentum": (lambda: Chosen(torch.optim.SGD, momentum=0.9, nesterov=True), {}),
+}
+
+
+@pytest.mark.first_cells(2)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_each_replica_computes_is_portable(name: str) -> None:
+    make, options = OPTIONS[name]
+    run = train(make, machines(1), num_stages=1, steps=20, **options)
+    assert_equal(run.strategy)
+
+
+@pytest.mark.first_cells(1)
+@pytest.mark.parametrize(
+    "compression", [{"compression": "float16"}, {"compression": "8bit"}, {"gradient_compression": "powersgd"}]
+)
+def test_compressed_means_are_the_same_everywhere(compression: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"num_stages": 1, "num_servers": 3, "max_steps": 10, "max_epochs": -1}
+    run = run_swarm(adamw, loader(digits()), unlike=(unlike := machines(1, 2)), **options, **compression)
+    assert all(machine.num_moved for machine in unlike.values())
+    assert all(record.portable for record in run.records)
+    assert_equal(run.strategy)
+
+
+def test_an_unlike_machine_joins() -> None:
+    run = train(adamw, machines(2), num_joiners=1, callbacks=[Joining(at=3)], latency_s=0.001, steps=20)
+    assert_equal(run.strategy)
+    assert not run.records[0].portable, "the first servers hold a stage each"
+
+
+@pytest.mark.thorough
+def test_an_unlike_machine_dies() -> None:
+    faults = FaultPlan().kill("peer-1", at=Phase.FORWARD, step=5)
+    run = train(adamw, machines(1), num_stages=1, num_servers=3, num_gone=1, faults=faults, steps=20)
+    faults.check()
+    first, second = (tensors for _, tensors in replicas(run.strategy))
+    assert all(map(torch.equal, first, second))
+    assert not run.records[-1].portable, "machines of one kind are left"
+
+
+def test_an_unlike_machine_is_refused_where_bits_are_promised() -> None:
+    joining = Joining(at=2)
+    run = run_swarm(
+        adamw, loader(digits()), exact_sums=True, unlike=machines(2), callbacks=[joining], latency_s=0.001,
+        num_joiners=0, max_steps=8, max_epochs=-1,
+    )  # fmt: skip
+    (refusal,) = run.strategy.refusals
+    assert isinstance(refusal, ConfigError)
+    assert "deterministic=True" in str(refusal)
+    assert "must be machines of one kind" in str(refusal)
+
+
+class Odd(torch.optim.SGD):
+    """Computes by an operation that machines round differently."""
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad.tanh())
+
+
+@pytest.mark.parametrize("unlike", [{}, machines(2)], ids=["equal", "unlike"])
+def test_an_optimizer_that_rounds_apart_needs_machines_of_one_kind(unlike: dict[str, UnlikeMachine]) -> None:
+    run = run_swarm(
+        lambda: Chosen(Odd), loader(digits()), unlike=unlike, callbacks=[Joining(at=2)], latency_s=0.001,
+        num_joiners=not unlike, max_steps=8, max_epochs=-1,
+    )  # fmt: skip
+    assert bool(run.strategy.refusals) is bool(unlike)
+    for refusal in run.strategy.refusals:
+        assert isinstance(refusal, ConfigError)
+        assert "aten::tanh" in str(refusal)
 
 
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
