@@ -34,7 +34,8 @@ that is what stands around the pipeline, which the trainers compute; where it is
 cut; or null) and `peers`. Each of these has `peer_id`, `place`, `problem` (why it did not answer, or null), `stages`,
 `lead`, `coordinator`, `step` (null while it waits for a run), `samples_per_s` (forward through each of its stages but
 the trainers'), `queued` (jobs), `sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null
-in a run that takes any peer), `refused` (requests of peers whose certificates do not permit them) and `peak_gb`.
+in a run that takes any peer), `refused` (requests of peers whose certificates do not permit them), `peak_gb` and
+`arithmetic` (the kind of machine: those of one kind compute the same bits).
 """
 
 MEMBERS: Final = """\

@@ -24,6 +24,7 @@ _Number: TypeAlias = Tensor | float
 _WIDE: Final = (torch.float32, torch.float64)
 _NARROW: Final = (torch.float16, torch.bfloat16)
 _MAX_POWER: Final = 64
+_MAX_COUNT: Final = 1 << 53  # above it float64 holds not every whole number
 # Nothing of these rounds, or each number by itself: they move numbers, compare them, or choose among them.
 _EXACT: Final = frozenset(
     """
@@ -242,8 +243,8 @@ def _pow(first: Tensor, exponent: _Number) -> Tensor:
 
 def integer_power(base: Tensor, exponents: Tensor) -> Tensor:
     """Raise numbers to whole powers that are not negative, by multiplications in one order."""
-    if bool(((exponents < 0) | (exponents != exponents.floor())).any()):
-        raise Unportable("aten::pow to exponents that are not whole")
+    if not bool(((exponents >= 0) & (exponents == exponents.floor()) & (exponents < _MAX_COUNT)).all()):
+        raise Unportable("aten::pow to exponents that are no counts")
     found, left = torch.ones_like(base * exponents), exponents.to(torch.int64)
     while bool(left.any()):
         found = torch.where((left & 1).bool(), _mul(found, base), found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.portable import integer_power
 from lightning_swarm.protocol.messages.calls import PLACES, CallKey, Receipt
+
+_MAX_USES: Final = 2.0**31  # of a norm in one microbatch
 
 
 class BatchStatistics:
@@ -138,7 +142,7 @@ class RunningStatistics:
             values, fixed = values.to(state).split([numbers, num])  # noqa: PLW2901
             state[:num] += values[:num]
             counted = torch.where(
-                fixed < 0.0, values[:num] / state[:num].clamp(min=1.0), 1.0 - (1.0 - fixed) ** values[:num]
+                fixed < 0.0, values[:num] / state[:num].clamp(min=1.0), 1.0 - _powers(1.0 - fixed, values[:num])
             )
             factor = counted[owners]
             state[num:numbers] = (1.0 - factor) * state[num:numbers] + factor * values[num:]
@@ -188,3 +192,9 @@ def _order(receipt: Receipt) -> tuple[int, int, int]:
     """The order of one machine, which makes the calls of a batch one after the other, and cuts each of them."""
     first, index, call = receipt
     return first % PLACES, call, index  # a batch that was granted again has its place in the step still
+
+
+def _powers(bases: Tensor, uses: Tensor) -> Tensor:
+    """Raise numbers to the powers of a peer's counts, to the same bits everywhere; of what counts nothing, NaN."""
+    counts = (uses >= 0.0) & (uses == uses.floor()) & (uses < _MAX_USES)
+    return torch.where(counts, integer_power(bases, torch.where(counts, uses, 0.0)), torch.nan)

@@ -3,7 +3,7 @@
 `local_swarm` makes one for a test of your own model. A `FaultPlan` says what goes wrong in it and when; `Phase` names
 the moments. An `Adversary` is a peer whose server lies, by one of the `attacks`. ``pytest_plugins =
 ["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`. `SharedGPU` puts several peers on one
-card, and a `SmallMemory` gives a peer's server less of it.
+card, a `SmallMemory` gives a peer's server less of it, and an `UnlikeMachine` rounds as one of another kind.
 """
 
 from lightning_swarm.testing import attacks
@@ -13,6 +13,7 @@ from lightning_swarm.testing.local import InMemoryStrategy, LocalSwarm, MakeLoca
 from lightning_swarm.testing.sabotage import FaultySwarmStrategy
 from lightning_swarm.testing.shared_gpu import SharedGPU
 from lightning_swarm.testing.small_memory import SmallMemory
+from lightning_swarm.testing.unlike import UnlikeMachine
 
 __all__ = [
     "Adversary",
@@ -27,6 +28,7 @@ __all__ = [
     "Phase",
     "SharedGPU",
     "SmallMemory",
+    "UnlikeMachine",
     "attacks",
     "local_swarm",
 ]

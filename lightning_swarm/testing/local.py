@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -40,6 +40,7 @@ from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.lying_server import Collusion
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.testing.small_memory import SmallMemory, check_ran_out
+from lightning_swarm.testing.unlike import UnlikeMachine, check_moved
 
 if TYPE_CHECKING:
     _SwarmStrategy = SwarmStrategy
@@ -64,6 +65,7 @@ class InMemoryStrategy(_SwarmStrategy):
         faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         adversaries: Peers whose servers lie. They collude.
         memories: Peers whose servers have little memory.
+        unlike: Machines of other kinds, by the names of their peers.
         keepers: With ``trust="audited"``: peers that decide, too; the trainer's peer always does.
         kwargs: Arguments of `SwarmStrategy`. Peers do not move between stages by default: in one thread nothing is
             gained by it.
@@ -81,6 +83,7 @@ class InMemoryStrategy(_SwarmStrategy):
         faults: FaultPlan | None = None,
         adversaries: Sequence[Adversary] = (),
         memories: Sequence[SmallMemory] = (),
+        unlike: Mapping[str, UnlikeMachine] | None = None,
         keepers: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -90,6 +93,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self._faults = faults
         self._adversaries = adversaries
         self._memories = memories
+        self._unlike = unlike or {}
         self._collusion = Collusion()
         self._keepers = [PeerId(name) for name in keepers]
         self._rng = random.Random(seed)
@@ -260,6 +264,8 @@ class InMemoryStrategy(_SwarmStrategy):
         for memory in self._memories:
             if memory.peer == transport.peer_id:
                 memory.watch(peer)
+        if (machine := self._unlike.get(transport.peer_id)) is not None:
+            machine.watch(peer)
         return peer
 
 
@@ -324,11 +330,13 @@ class LocalSwarm:
             ``peer-<n - 1>``.
         faults: Planned faults.
         adversaries: Peers whose servers lie.
+        unlike: Machines of other kinds, by the names of their peers.
         settings: Arguments of `InMemoryStrategy`, and with it of `SwarmStrategy`.
 
     Attributes:
         faults: The planned faults.
         adversaries: The peers whose servers lie.
+        unlike: The machines of other kinds.
         strategies: The strategies of the Trainers that were made, in order.
     """
 
@@ -338,17 +346,21 @@ class LocalSwarm:
         *,
         faults: FaultPlan | None = None,
         adversaries: Sequence[Adversary] = (),
+        unlike: Mapping[str, UnlikeMachine] | None = None,
         settings: dict[str, Any],
     ) -> None:
         self.faults = faults or FaultPlan()
         self.adversaries = adversaries
+        self.unlike = unlike or {}
         self.strategies: list[InMemoryStrategy] = []
         self._num_peers = num_peers
         self._settings = settings
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""
-        strategy = InMemoryStrategy(faults=self.faults, adversaries=self.adversaries, **self._settings)
+        strategy = InMemoryStrategy(
+            faults=self.faults, adversaries=self.adversaries, unlike=self.unlike, **self._settings
+        )
         self.strategies.append(strategy)
         return Trainer(**{**QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
 
@@ -359,27 +371,34 @@ MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]
 
 @contextmanager
 def local_swarm(
-    num_peers: int = 2, *, faults: FaultPlan | None = None, adversaries: Sequence[Adversary] = (), **settings: Any
+    num_peers: int = 2,
+    *,
+    faults: FaultPlan | None = None,
+    adversaries: Sequence[Adversary] = (),
+    unlike: Mapping[str, UnlikeMachine] | None = None,
+    **settings: Any,
 ) -> Iterator[LocalSwarm]:
     """Run a swarm in this thread, on a virtual clock: no process starts, nothing sleeps, a seed repeats the run.
 
-    At the end of the block all planned faults must have struck, all adversaries must have lied, and all small memories
-    must have been full.
+    At the end of the block all planned faults must have struck, all adversaries must have lied, all small memories must
+    have been full, and all unlike machines must have rounded differently.
 
     Args:
         num_peers: Number of peers, the trainer's own included.
         faults: Planned faults.
         adversaries: Peers whose servers lie.
+        unlike: Machines of other kinds, by the names of their peers.
         settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
             of each message), ``microbatch_s`` (seconds that each peer takes for a microbatch) and ``memories`` (peers
             with a `SmallMemory`).
 
     Raises:
-        AssertionError: A fault did not strike, or an adversary told no lie, so the test has not shown what it was
-            written for.
+        AssertionError: A fault did not strike, an adversary told no lie, or an unlike machine rounded nothing
+            differently, so the test has not shown what it was written for.
     """
-    swarm = LocalSwarm(num_peers, faults=faults, adversaries=adversaries, settings=settings)
+    swarm = LocalSwarm(num_peers, faults=faults, adversaries=adversaries, unlike=unlike, settings=settings)
     yield swarm
     swarm.faults.check()
     check_struck(swarm.adversaries)
     check_ran_out(settings.get("memories", ()))
+    check_moved(swarm.unlike)

@@ -39,6 +39,7 @@ _OF_THE_STRATEGY = {
     "microbatch_s",
     "faults",
     "memories",
+    "unlike",
     *inspect.signature(SwarmStrategy).parameters,
 }
 _OF_THE_STRATEGY -= {"deterministic", "accelerator"}  # the Trainer has arguments of these names

@@ -15,6 +15,8 @@ from typing import Final
 import torch
 from torch import Size, Tensor
 
+from lightning_swarm.model.portable_products import tree_sum
+
 _ROUNDING: Final = 1e-24  # part of a squared norm; float64 rounds to about a millionth of it
 
 
@@ -139,21 +141,12 @@ def orthonormal(columns: Tensor) -> Tensor:
     largest = columns.abs().amax(dim=0)
     scaled = columns.to(torch.float64) / torch.where(largest == 0.0, 1.0, largest)
     for column in scaled.unbind(dim=1):
-        before = _sum(column * column)
+        before = tree_sum(column * column)
         for _ in range(2):  # again, for what rounding left
             for other in done:
-                column = column - other * _sum(other * column)  # noqa: PLW2901
-        squared_norm = _sum(column * column)
+                column = column - other * tree_sum(other * column)  # noqa: PLW2901
+        squared_norm = tree_sum(column * column)
         # Of a column that is in the others' span only rounding is left, which may point anywhere, to them as well.
         adds_nothing = squared_norm <= _ROUNDING * before
         done.append(torch.where(adds_nothing, 0.0, column / squared_norm.sqrt()))
     return torch.stack(done, dim=1).to(columns.dtype)
-
-
-def _sum(values: Tensor) -> Tensor:
-    """Sum ``[n]`` in an order that no device chooses: one half is added to the other until one is left."""
-    while len(values) > 1:
-        half = (len(values) + 1) // 2
-        rest = values[half:]
-        values = torch.cat([values[: len(rest)] + rest, values[len(rest) : half]])
-    return values[0]

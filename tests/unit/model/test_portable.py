@@ -1,0 +1,202 @@
+"""Arithmetic that has the same bits everywhere: right to rounding, and equal under other kernels of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.model.portable import PortableArithmetic, Unportable, integer_power
+from lightning_swarm.model.portable_numbers import PortableFloat, portable_groups
+from lightning_swarm.model.portable_products import exact_product, tree_sum
+from lightning_swarm.testing import UnlikeMachine
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"amsgrad": True},
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "ASGD": {},
+    "Rprop": {},
+    "Adafactor": {},
+    "Muon": {},
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+STEPS = 8
+OTHER_KERNELS = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-AVX2_Usable,-AVX2,-FMA4",
+}
+
+
+def stepped(name: str, dtype: torch.dtype, *, portable: bool) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """Step small parameters with gradients that have the same bits everywhere."""
+    draw = random.Random(name)
+    shapes = [(6, 5), (3, 9)] if name == "Muon" else [(6, 5), (7,)]
+
+    def numbers(shape: tuple[int, ...]) -> Tensor:
+        values = [draw.randrange(-4096, 4096) / 4096 for _ in range(math.prod(shape))]
+        return torch.tensor(values, dtype=torch.float64).reshape(shape).to(dtype)
+
+    parameters = [nn.Parameter(numbers(shape)) for shape in shapes]
+    optimizer = getattr(torch.optim, name)(parameters, lr=1e-2, **OPTIMIZERS[name])
+    for _ in range(STEPS):
+        for parameter in parameters:
+            parameter.grad = numbers(tuple(parameter.shape))
+        if portable:
+            with portable_groups(optimizer), PortableArithmetic():
+                optimizer.step()
+        else:
+            optimizer.step()
+    return optimizer, [parameter.detach() for parameter in parameters]
+
+
+def digest(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> str:
+    """The digest of weights and state."""
+    found = hashlib.sha256()
+    for tensor in [*weights, *(one for state in optimizer.state.values() for one in state.values())]:
+        if isinstance(tensor, Tensor):
+            found.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(tensor).encode())
+    return found.hexdigest()
+
+
+def digests(*, portable: bool) -> list[str]:
+    return [digest(*stepped(name, dtype, portable=portable)) for name in OPTIMIZERS for dtype in DTYPES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_torch_does_up_to_rounding(name: str, dtype: torch.dtype) -> None:
+    _, native = stepped(name, dtype, portable=False)
+    optimizer, portable = stepped(name, dtype, portable=True)
+    # Muon computes its orthogonal directions in bfloat16, whatever the dtype of its parameters.
+    rounding = torch.finfo(torch.bfloat16 if name == "Muon" else dtype).eps
+    for one, other in zip(native, portable, strict=True):
+        assert float((one - other).abs().max()) <= (STEPS * rounding if name != "Muon" else 1e-2)
+    numbers = [value for group in optimizer.param_groups for value in group.values()]
+    numbers += [value for state in optimizer.state.values() for value in state.values()]
+    assert not [value for value in numbers if isinstance(value, PortableFloat)]
+
+
+def test_other_kernels_step_to_the_same_bits() -> None:
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this processor has no other kernels")
+    code = (
+        "from tests.unit.model import test_portable as t; print(*t.digests(portable=True), *t.digests(portable=False))"
+    )
+    environment = {**os.environ, **OTHER_KERNELS, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    here = digests(portable=True)
+    assert told[: len(here)] == here
+    assert told[len(here) :] != digests(portable=False), "the other kernels do not differ"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adafactor"])
+def test_an_unlike_machine_differs_by_its_own_arithmetic_alone(name: str) -> None:
+    machine = UnlikeMachine()
+    there = machine.compute(lambda: digest(*stepped(name, torch.float32, portable=False)))
+    assert machine.num_moved
+    assert there != digest(*stepped(name, torch.float32, portable=False))
+    there = machine.compute(lambda: digest(*stepped(name, torch.float32, portable=True)))
+    assert there == digest(*stepped(name, torch.float32, portable=True))
+
+
+# ---------------------------------------------------------------------- products and sums
+
+
+@pytest.mark.parametrize("length", [1, 7, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_products_are_exact_to_more_than_the_operands_bits(length: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(length)
+    left, right = torch.randn(2, length, dtype=torch.float64).to(dtype), torch.randn(length, 2).to(dtype)
+    found = exact_product(left, right)
+    for row in range(2):
+        for column in range(2):
+            factors = list(zip(left[row].tolist(), right[:, column].tolist(), strict=True))
+            true = sum(Fraction(one) * Fraction(other) for one, other in factors)
+            size = float(left[row].abs().max()) * float(right[:, column].abs().max()) * length
+            assert abs(float(Fraction(found[row, column].item()) - true)) <= size * torch.finfo(dtype).eps
+
+
+def test_products_of_what_is_no_number() -> None:
+    left = torch.tensor([[0.0, 0.0], [math.inf, 1.0], [math.nan, 0.0], [1e300, 1e-300]], dtype=torch.float64)
+    found = exact_product(left, torch.tensor([[1.0], [2.0]], dtype=torch.float64))[:, 0]
+    assert found[0] == 0.0
+    assert found[1:3].isnan().all()
+    assert found[3] == 1e300
+    tiny = torch.tensor([[2.0**-1070]], dtype=torch.float64)
+    assert exact_product(tiny, torch.ones(1, 1, dtype=torch.float64)).item() == 2.0**-1070
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 1000])
+def test_sums_are_of_all_numbers(length: int) -> None:
+    values = torch.arange(length, dtype=torch.float64)
+    assert tree_sum(values).item() == length * (length - 1) / 2
+
+
+# ---------------------------------------------------------------------- powers
+
+
+def test_whole_powers() -> None:
+    bases, exponents = torch.tensor([0.5, 3.0, -2.0, 0.0, 0.9]), torch.tensor([10.0, 4.0, 3.0, 0.0, 1.0])
+    assert torch.equal(integer_power(bases, exponents), torch.tensor([0.5**10, 81.0, -8.0, 1.0, 0.9]))
+
+
+@pytest.mark.parametrize("exponent", [-1.0, 0.5, math.nan, math.inf, 1e300])
+def test_exponents_that_are_no_counts_are_refused(exponent: float) -> None:
+    with pytest.raises(Unportable, match="no counts"):
+        integer_power(torch.ones(1, dtype=torch.float64), torch.tensor([exponent], dtype=torch.float64))
+
+
+def test_powers_of_hyperparameters_are_correctly_rounded() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        base, exponent = draw.uniform(0.5, 1.5), draw.randrange(200)
+        found = PortableFloat(base) ** exponent
+        true = Fraction(base) ** exponent
+        errors = [abs(Fraction(one) - true) for one in (found, math.nextafter(found, 0.0), math.nextafter(found, 9e99))]
+        assert errors[0] == min(errors)
+    assert isinstance((1 - PortableFloat(0.9)) / 2 + 1, PortableFloat)
+    assert PortableFloat(0.0) ** 2 == 0.0
+    assert PortableFloat(2.0) ** math.inf == math.inf
+
+
+# ---------------------------------------------------------------------- operations
+
+
+def test_operations_on_lists() -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    with PortableArithmetic():
+        torch._foreach_add_(tensors, [torch.ones(2), torch.ones(1)], alpha=2.0)
+        roots = torch._foreach_sqrt(tensors)
+    assert [one.tolist() for one in tensors] == [[3.0, 4.0], [5.0]]
+    assert torch.equal(roots[0], torch.tensor([3.0, 4.0]).sqrt())
+
+
+@pytest.mark.parametrize("name", ["tanh", "exp", "sin", "cumsum_", "erf"])
+def test_an_unknown_operation_is_refused_by_its_name(name: str) -> None:
+    arguments = (0,) if name == "cumsum_" else ()
+    with PortableArithmetic(), pytest.raises(Unportable, match=f"aten::{name}"):
+        getattr(torch.ones(3), name)(*arguments)
+
+
+def test_whole_numbers_are_computed_as_they_are() -> None:
+    with PortableArithmetic():
+        assert torch.arange(4).cumsum(0).tolist() == [0, 1, 3, 6]
