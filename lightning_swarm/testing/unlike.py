@@ -94,7 +94,7 @@ class _OtherRounding(TorchDispatchMode):
     """Inside, kernels round as on an `UnlikeMachine`."""
 
     def __init__(self, machine: UnlikeMachine) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._machine = machine
 
     @override
