@@ -24,6 +24,8 @@ def check_record(run: RunState, record: Record) -> None:
     _check_voters(run, record)
     _check_trainers(run, record)
     _check_snapshots(run, record)
+    if unknown := [index for index in record.portable or () if index >= len(run.rosters)]:
+        _refuse(record, f"portable arithmetic is for some of {len(run.rosters)} stages", unknown)
 
 
 def _refuse(record: Record, rule: str, value: object) -> NoReturn:
