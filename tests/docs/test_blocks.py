@@ -232,6 +232,7 @@ def peers_can_join(block: Block) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(sys, "argv", ["train.py"])
         patch.setattr(sys.modules["__main__"], "__spec__", None)
+        patch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)  # a worker of the tests has none
         lines = how_to_join(config, [address], entry_of(config, lambda: Path(folder), now_s=0.0), num_peers=4)
         assert said.startswith(f"{lines}\n")
         assert len(said.splitlines()) == len(lines.splitlines()) + (not is_invited), "the script's own line"
