@@ -20,7 +20,7 @@ CALLED = {
 }
 OWN = {
     "FaultySwarmStrategy": {"faults", "fired", "name", "adversaries"},
-    "local_swarm": {"num_peers", "faults", "adversaries", "seed", "latency_s"},
+    "local_swarm": {"num_peers", "faults", "adversaries", "unlike", "seed", "latency_s"},
 }
 TESTS = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
 PATH = re.compile(r"(?:docs|examples|tests|benchmarks|lightning_swarm|\.ci)/[\w/.-]+")

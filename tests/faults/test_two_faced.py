@@ -39,6 +39,9 @@ from tests.faults.test_audited import SINCE, WIDTH, Model, audited, events_of, t
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
 LAST, FIRST = "peer-2", "peer-3"
 
+ROUNDING = 1e-14
+"""Between portable arithmetic, by which a stage of several kinds of machines is stepped, and native."""
+
 
 class Around(Model):
     """The first layer is the trainer's own, so the first stage gives it gradients."""
@@ -118,7 +121,7 @@ def test_who_leaves_backwards_to_others_makes_few_steps_run_again(
     assert given
     assert refused
     assert strikes(strategy) == [0, 1, 2]
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=ROUNDING if arithmetic else 0.0)
 
 
 def test_who_is_gone_before_it_has_claimed_anything_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,4 +348,4 @@ def test_who_cannot_be_reached_while_it_is_audited_is_convicted_the_sixth_time(
     assert slow
     assert events_of(strategy, "convicted") == (set() if num_allowed else {FIRST})
     assert events_of(strategy, "gone") == {FIRST}
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=ROUNDING if arithmetic else 0.0)

@@ -185,8 +185,8 @@ class SumReconciliation:
 
     async def _follow(self, verdict: Verdict, ledgers: Ledgers, *, reason: str = _FALSE) -> bool:
         """Go on without servers that lie or do not answer; return whether batches were struck, and come again."""
-        for peer, reason in verdict.convicted.items():
-            self.convict(peer, reason)
+        for peer, crime in verdict.convicted.items():
+            self.convict(peer, crime)
         for peer, error in verdict.failed.items():
             self.step_servers.lose(peer, error)
         avoided = verdict.avoided | verdict.convicted.keys() | (verdict.failed.keys() if verdict.tainted else set())
