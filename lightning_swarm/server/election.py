@@ -348,6 +348,7 @@ class Leadership:
         missed = run.term
         replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
         await self._hear_of(run, {reply.term for reply in replies.values()})
+        # Records that others claim come with the next coordinator, or with the voters' promises.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:
             await self._catch_up(run)
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]

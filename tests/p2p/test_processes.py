@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,6 @@ Start = Callable[..., Run]
 
 KILLED_AT = 30
 """In this step the only server of the second stage dies. Its launcher's process goes back to a snapshot, alone."""
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def begin(*arguments: object, **options: Any) -> Run:
-        runs.append(Run(*arguments, **options))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.end()
 
 
 @pytest.mark.parametrize(

@@ -30,19 +30,6 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def begin(*arguments: object, **options: Any) -> Run:
-        runs.append(Run(*arguments, **options))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.end()
-
-
-@pytest.fixture
 def hosts() -> Iterator[Hosts]:
     if missing := Hosts.missing():
         pytest.skip(f"two machines are network namespaces, which need {missing}")

@@ -1,0 +1,23 @@
+"""What several tests of processes use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.p2p.processes import Run
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*arguments: object, **options: Any) -> Run:
+        runs.append(Run(*arguments, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.end()
