@@ -68,7 +68,10 @@ def test_an_auditor_that_never_answers_is_reported(clean: Tensor) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.CLOSE, Phase.SKETCH, Phase.FINDINGS, Phase.AVERAGE], ids=lambda one: one.name)
-def test_a_server_that_answers_no_call_of_a_closing_step_is_left_out(clean: Tensor, phase: Phase) -> None:
+def test_a_server_that_answers_no_call_of_a_closing_step_is_left_out(
+    clean: Tensor, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)  # so that each server of the stage audits another
     faults = FaultPlan().drop(SILENT, at=phase, times=None, step=NUM_STEPS - 2)
     weights, strategy, clock = run(faults, share=1.0)
     assert clock.longest_s < SOON_S
