@@ -53,8 +53,8 @@ class Collusion:
     def watch(self, peer: Peer, name: PeerId) -> None:
         """Have a peer's server lie as planned, as soon as it is there; call it once for each peer of the process."""
 
-        async def begin_to_serve(honest: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:
-            await honest(*arguments, **options)
+        async def start(honest: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+            await honest(*arguments)
             server = peer.server
             assert server is not None
             if self.servers.get(name) is server:
@@ -65,7 +65,7 @@ class Collusion:
                 if adversary.peer == name:
                     _Liar(adversary, server, peer.transport, self)
 
-        wrap(peer, "begin_to_serve", begin_to_serve)
+        wrap(peer._host, "start", start)  # trainers that follow another's lead come this way, too
 
     def forget(self, peer: PeerId) -> None:
         """Leave out a peer that was killed: what would be its process is gone."""

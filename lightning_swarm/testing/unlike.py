@@ -74,9 +74,9 @@ class UnlikeMachine:
         """Have a peer be this machine; call it before the peer serves."""
         watched: list[Server] = []
 
-        async def begin_to_serve(honest: Callable[..., Awaitable[None]], model: PeerModel, **options: Any) -> None:
+        async def start(honest: Callable[..., Awaitable[None]], model: PeerModel) -> None:
             _tell(self.arithmetic, model)
-            await honest(model, **options)
+            await honest(model)
             server = peer.server
             assert server is not None
             if server not in watched:  # else the run rolled back, and it serves already
@@ -87,7 +87,7 @@ class UnlikeMachine:
         def submit(honest: Callable[..., Any], priority: Priority, run: Callable[[], Any]) -> Any:
             return honest(priority, lambda: self.compute(run))
 
-        wrap(peer, "begin_to_serve", begin_to_serve)
+        wrap(peer._host, "start", start)  # trainers that follow another's lead come this way, too
 
 
 class _OtherRounding(TorchDispatchMode):

@@ -203,6 +203,47 @@ def test_newcomers_that_differ_alike_outvote_nobody(count: int) -> None:
         assert "may join once more" in str(error)
 
 
+class KillingTheCoordinator(SpoilingJoiners):
+    """Kills the coordinator once, when newcomers are in a roster and no closing has compared them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.killed: list[str] = []
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, *arguments: Any) -> None:
+        super().on_train_batch_start(trainer, *arguments)
+        strategy = trainer.strategy
+        assert isinstance(strategy, InMemoryStrategy)
+        assert strategy._session is not None
+        assert strategy.network is not None
+        if len(self.spoilt) == self.count and not self.killed:
+            self.killed.append(strategy._session.run.coordinator)
+            strategy.network.kill(strategy._session.run.coordinator)
+
+
+def test_who_takes_over_knows_the_newcomers() -> None:
+    """Of one server and two newcomers that differ from it alike the server stays."""
+    joining = KillingTheCoordinator(at=1, count=2)
+    options: dict[str, Any] = {"max_steps": 12, "max_epochs": -1}
+    run = run_swarm(
+        make,
+        loader(digits()),
+        callbacks=[joining],
+        num_stages=1,
+        num_joiners=2,
+        num_gone=3,
+        role="trainer",
+        latency_s=0.001,
+        **options,
+    )
+    assert_exact(run, plain(**options))
+    assert joining.killed == ["peer-1"]
+    assert [event.peer for peer in run.strategy.peers for event in peer.events.newest if event.kind == "takeover"]
+    first = left_out(run.records)[:2]
+    assert {(step, one.member.peer_id) for step, one in first} == set(joining.spoilt[:2])
+
+
 # ---------------------------------------------------------------------- uncut
 
 
