@@ -8,10 +8,14 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 
@@ -116,6 +120,44 @@ def test_an_unlike_machine_differs_by_its_own_arithmetic_alone(name: str) -> Non
     assert there != digest(*stepped(name, torch.float32, portable=False))
     there = machine.compute(lambda: digest(*stepped(name, torch.float32, portable=True)))
     assert there == digest(*stepped(name, torch.float32, portable=True))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_other_libraries_optimizers_step_to_the_same_bits_or_are_refused() -> None:
+    """Each of `pytorch_optimizer` that steps by gradients alone, on this machine and on an unlike one."""
+
+    def step(make: Any, *, portable: bool) -> bytes:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(7))]
+        optimizer = make(parameters, lr=1e-2)
+        for _ in range(STEPS):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            with (
+                portable_groups(optimizer) if portable else nullcontext(),
+                PortableArithmetic() if portable else nullcontext(),
+            ):
+                optimizer.step()
+        return b"".join(parameter.detach().numpy().tobytes() for parameter in parameters)
+
+    there, outcomes = UnlikeMachine(seed=3), Counter[str]()
+    for name in pytorch_optimizer.get_supported_optimizers():
+        make = pytorch_optimizer.load_optimizer(name)
+        try:
+            here = step(make, portable=True)
+        except Unportable:
+            outcomes["refused"] += 1
+        except Exception:  # noqa: BLE001 - some take a loss, a module or names, and each says so in its own way
+            outcomes["needs more than gradients"] += 1
+        else:
+            assert there.compute(partial(step, make, portable=True)) == here, name
+            outcomes["equal"] += 1
+            native = step(make, portable=False)
+            outcomes["natively unequal"] += there.compute(partial(step, make, portable=False)) != native
+    assert outcomes["equal"] > 80
+    assert outcomes["natively unequal"] > 80
+    assert outcomes["refused"] > 10
 
 
 # ---------------------------------------------------------------------- products and sums
