@@ -31,19 +31,22 @@ class PeerStart(Struct, frozen=True):
     """How a peer was started, by which a restart recognizes its own key among those of this user's other peers."""
 
     invitation: str = ""  # its digest; empty if it has none, or cannot be read twice
-    command: str = ""  # a digest: arguments of the user's program may be secrets
+    command: str = ""  # a digest, with the name of the invitation's file: arguments may be secrets
     listen: str = ""
     folder: str = ""
 
     @classmethod
     def of(cls, config: SwarmConfig) -> PeerStart:
         """Describe the start of this process."""
-        command = hashlib.sha256("\0".join(sys.argv).encode(errors="surrogateescape")).hexdigest()
+        invitation = _digest_of_file(config.invite)
+        # A number of a descriptor is no name: `join --invite -` has one of its own at each start.
+        name = invitation if (config.invite or "").startswith("/dev/fd/") else config.invite or ""
+        command = hashlib.sha256("\0".join([name, *sys.argv]).encode(errors="surrogateescape")).hexdigest()
         try:
             folder = str(Path.cwd())
         except FileNotFoundError:  # it was removed
             folder = ""
-        return cls(_digest_of_file(config.invite), command, str(config.listen), folder)
+        return cls(invitation, command, str(config.listen), folder)
 
     @classmethod
     def decode(cls, data: bytes) -> PeerStart:
@@ -53,9 +56,13 @@ class PeerStart(Struct, frozen=True):
         except (ValueError, msgspec.DecodeError):
             return cls()
 
-    def is_invited_otherwise(self, other: PeerStart) -> bool:
-        """Return whether the peers have different invitations, so that exchanged keys would be further uses of both."""
-        return "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
+    def may_be(self, other: PeerStart) -> bool:
+        """Return False if the peers have different invitations, so that exchanged keys would be further uses of both.
+
+        If all else is equal, the peer has a new invitation in the file of its old one.
+        """
+        is_invited_otherwise = "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
+        return not is_invited_otherwise or structs.replace(self, invitation=other.invitation) == other
 
     def likeness(self, other: PeerStart) -> int:
         """Count the properties that two starts have in common."""
@@ -95,7 +102,7 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart
 def _by_preference(paths: list[Path], start: PeerStart) -> Iterator[Path]:
     """Order the files of keys: first the kept ones of peers started alike, then new ones, then those left."""
     kept = {path: PeerStart.decode(_lock_file(path).read_bytes()) for path in paths if _lock_file(path).exists()}
-    alike = [path for path, former in kept.items() if not start.is_invited_otherwise(former)]
+    alike = [path for path, former in kept.items() if start.may_be(former)]
     yield from sorted(alike, key=lambda path: -kept[path].likeness(start))
     yield from (path for path in paths if path not in kept)
     yield from (path for path in kept if path not in alike)

@@ -93,13 +93,14 @@ class ClaimedWork:
 
     def given(self, found: AuditResult) -> list[Receipt]:
         """Return the microbatches that an auditor computed from the inputs that are claimed."""
+        misweighed = self.misweighed(found)
         # An auditor whose inputs were others says so in its claims: the audited server may have given it these.
         return [
             receipt
             for receipt, claim in self.claims.items()
             if (its := found.claims.get(receipt)) is not None
             and (its.input, its.output_gradient) == (claim.input, claim.output_gradient)
-            and not self.misweighed(found) & {receipt[0]}
+            and receipt[0] not in misweighed
         ]
 
     def misweighed(self, found: AuditResult) -> set[int]:

@@ -79,9 +79,11 @@ def test_a_restarted_process_has_the_key_and_a_living_one_does_not_share_it(tmp_
     assert [stat.S_IMODE(Path(path).stat().st_mode) for path in (first, second)] == [0o600] * 2
 
 
-@pytest.mark.parametrize("differs", ["invitation", "command", "listen", "folder"])
-def test_peers_that_restart_in_another_order_get_their_own_keys_back(tmp_path: Path, differs: str) -> None:
-    starts = [structs.replace(START, **{"invitation": "one", differs: name}) for name in ("a", "b", "c")]
+@pytest.mark.parametrize("differ", [["command"], ["listen"], ["folder"], ["invitation", "command"]], ids=" and ".join)
+def test_peers_that_restart_in_another_order_get_their_own_keys_back(tmp_path: Path, differ: list[str]) -> None:
+    starts = [
+        structs.replace(START, **{"invitation": "one", **dict.fromkeys(differ, name)}) for name in ("a", "b", "c")
+    ]
     first = []
     for start in starts:  # each is there while the next one starts
         first.append(_kept_by_another(tmp_path, start, first))
@@ -102,16 +104,18 @@ def _kept_by_another(folder: Path, start: PeerStart, held: list[str]) -> str:
 
 
 def test_an_invitation_of_another_peer_is_never_used_twice(tmp_path: Path) -> None:
-    anna, ben = (structs.replace(START, invitation=name) for name in ("anna's", "ben's"))
+    anna, ben = (structs.replace(START, invitation=name, command=name) for name in ("anna's", "ben's"))
     first = kept(tmp_path, start=anna)
     end_all()
     assert kept(tmp_path, start=ben) != first, "else a restart of Anna's peer would be a further use of her invitation"
     end_all()
     assert kept(tmp_path, start=anna) == first
     end_all()
-    assert kept(tmp_path, start=START) == first, "the file of the invitation may be gone"
+    assert kept(tmp_path, start=structs.replace(anna, invitation="")) == first, "the file of it may be gone"
     end_all()
     assert kept(tmp_path, start=ben) == f"{first}2", "and the first key is Anna's still"
+    end_all()
+    assert kept(tmp_path, start=structs.replace(anna, invitation="a new one")) == first, "in the file of the old one"
 
 
 def test_a_start_names_its_invitation_by_a_digest(
@@ -125,10 +129,14 @@ def test_a_start_names_its_invitation_by_a_digest(
     kept(tmp_path, start=start)
     assert "secret" not in (tmp_path / "swarm.peer.lock").read_text()
     invitation.write_text("swarm-invite-1.another")
-    assert PeerStart.of(replace(joining, invite=str(invitation))).is_invited_otherwise(start)
+    renewed = PeerStart.of(replace(joining, invite=str(invitation)))
+    assert renewed != start
+    assert renewed.may_be(start)
+    invitation.rename(tmp_path / "ben.invite")
+    assert not PeerStart.of(replace(joining, invite=str(tmp_path / "ben.invite"))).may_be(start)
 
     for unreadable in (str(tmp_path), str(tmp_path / "missing"), "x" * 5000, "\0"):
-        assert not PeerStart.of(replace(joining, invite=unreadable)).is_invited_otherwise(start)
+        assert PeerStart.of(replace(joining, invite=unreadable)).may_be(start)
     monkeypatch.setattr(sys, "argv", ["lightning-swarm", "serve", "--device", "cuda:1"])
     assert PeerStart.of(joining).command != start.command
 
