@@ -84,7 +84,7 @@ def test_peers_that_restart_in_another_order_get_their_own_keys_back(tmp_path: P
     starts = [
         structs.replace(START, **{"invitation": "one", **dict.fromkeys(differ, name)}) for name in ("a", "b", "c")
     ]
-    first = []
+    first = list[str]()
     for start in starts:  # each is there while the next one starts
         first.append(_kept_by_another(tmp_path, start, first))
     assert len(set(first)) == 3
