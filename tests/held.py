@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from lightning_swarm.coordinator.server_calls import ServerCalls
@@ -60,11 +61,11 @@ def watched() -> Iterator[Held]:
     average = ServerCalls.average
 
     async def noted(
-        self: ServerCalls, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], *, late: bool
+        self: ServerCalls, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], **options: Any
     ) -> dict[PeerId, AverageReply | SwarmError]:
         for peer, one in named.items():
             held.note(peer, closing, one)
-        return await average(self, closing, named, late=late)
+        return await average(self, closing, named, **options)
 
     with patch.object(ServerCalls, "average", noted):
         yield held

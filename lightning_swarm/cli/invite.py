@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm.cli.arguments import add_owner_arguments
+from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.private_file import is_there, write_new
 from lightning_swarm.network import PeerId
@@ -88,11 +89,6 @@ def owner_path(arguments: argparse.Namespace) -> Path:
     """Return the path of the owner's key, which may not be there."""
     path: Path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
     return path
-
-
-def say(text: str) -> None:
-    """Tell the user something that is no result."""
-    print(text, file=sys.stderr)  # noqa: T201 - a command
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from lightning_swarm.cli.invite import owner_path, say
+from lightning_swarm.cli.invite import owner_path
+from lightning_swarm.cli.output import say
 from lightning_swarm.cli.visitors import as_owner, looking
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.private_file import is_there

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import yaml
 
 from lightning_swarm.cli import serving
-from lightning_swarm.cli.invite import say
+from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.process import collecting_rarely
 from lightning_swarm.network.addresses import Address, HostPort

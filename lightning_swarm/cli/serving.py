@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_swarm.cli.invite import say
+from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.process import collecting_rarely, leaving_on_signals
@@ -302,7 +301,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         found = model.generate(**given, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **drawn)
         number = found.shape[1] - num_prompt
         took_s = time.perf_counter() - begin_s
-        print(f"{number} tokens, {number / took_s:.1f} a second", file=sys.stderr)  # noqa: T201 - a command
+        say(f"{number} tokens, {number / took_s:.1f} a second")
     finally:
         model.swarm.close()
     return 0

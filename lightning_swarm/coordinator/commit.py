@@ -384,7 +384,8 @@ class StepCommit:
         """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
         closing = closed.closing
         listening = [] if late else self._server_membership.listen(closed, change)
-        replies = await self._servers.average(closing, closed.named, late=late)
+        choose = partial(self._choose_blamed, closing, ())
+        replies = await self._servers.average(closing, closed.named, late=late, choose_blamed=choose)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in answered.values()):
@@ -441,19 +442,24 @@ class StepCommit:
         reason = "; ".join(filter(None, failures))
         self._events.note("round_repeated", step=closing.step, reason=reason)
         unreached = {peer: reply.unreached for peer, reply in answered.items()}
-        rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
-        # Stages that have parameters in common hear of each other, too.
-        rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
-        is_audited = self._run.manifest.settings.is_audited
-        choose = partial(
-            choose_blamed, rosters, spared=self._servers.own, is_audited=is_audited, believed=self._run.believed
-        )
+        choose = partial(self._choose_blamed, closing)
         blamed = choose(failed, unreached)
         if not blamed:
             refusing = {peer: reply.refusing for peer, reply in answered.items() if reply.failure}
-            accused = choose((), refusing) if is_audited else []
+            accused = choose((), refusing) if self._run.manifest.settings.is_audited else []
             servers.note_blameless(reason, accused or refusing)
         for peer in blamed:
             servers.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
             )
+
+    def _choose_blamed(
+        self, closing: Closing, failed: Collection[PeerId], unreached: Mapping[PeerId, Collection[PeerId]]
+    ) -> list[PeerId]:
+        rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
+        # Stages that have parameters in common hear of each other, too.
+        rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
+        is_audited, believed = self._run.manifest.settings.is_audited, self._run.believed
+        return choose_blamed(
+            rosters, failed, unreached, spared=self._servers.own, is_audited=is_audited, believed=believed
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -151,17 +151,38 @@ class ServerCalls:
         return await self._each(FREEZE, {peer: partial(freeze, peer, request) for peer, request in requests.items()})
 
     async def average(
-        self, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], *, late: bool
+        self,
+        closing: Closing,
+        named: Mapping[PeerId, list[NamedReceipts]],
+        *,
+        late: bool,
+        choose_blamed: Callable[[Mapping[PeerId, Sequence[PeerId]]], list[PeerId]],
     ) -> dict[PeerId, AverageReply | SwarmError]:
-        """Run a round of averaging. If all answer well, every server of its rosters holds its stages' means."""
+        """Run a round of averaging. If all answer well, every server of its rosters holds its stages' means.
+
+        `choose_blamed` names the servers that a round failed by, of the peers that each server did not reach.
+        """
         patience_s = self._deadline_s(AVERAGE, self._timeout)
-        requests = {
-            peer: AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s)
-            for peer, held in sorted(named.items())
-        }
-        bodies = {peer: encode(request) for peer, request in requests.items()}
-        # So servers that wait for a silent one report it before they are late themselves.
-        return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * patience_s)
+        waits = _AverageWaits(patience_s, choose_blamed)
+
+        async def ask(peer: PeerId, body: bytes) -> AverageReply:
+            # So servers that wait for a silent one report it before they are late themselves.
+            timeout = patience_s if waits.has_failed else _ROUND_TIMEOUTS * patience_s
+            async with waits.until_blamed(peer):
+                reply = _average_reply(await self._call(peer, AVERAGE, body, timeout=timeout))
+            if self._durations is not None:
+                waits.note(peer, reply.unreached)
+            return reply
+
+        return await self._each(
+            AVERAGE,
+            {
+                peer: partial(
+                    ask, peer, encode(AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s))
+                )
+                for peer, held in sorted(named.items())
+            },
+        )
 
     async def project(
         self, peers: Iterable[PeerId], request: ProjectRequest
@@ -338,6 +359,46 @@ class ServerCalls:
             leading = CoordinatorTerm(term=self._term, generation=run.manifest.generation, version=run.version)
             await self._transport.call(peer, LEAD, encode(leading), timeout=self._timeout)
             return await self._transport.call(peer, method, body, timeout=timeout)
+
+
+class _AverageWaits:
+    """Ends the wait for a server that does not answer, once enough others report that it gave them nothing."""
+
+    def __init__(
+        self, patience_s: float, choose_blamed: Callable[[Mapping[PeerId, Sequence[PeerId]]], list[PeerId]]
+    ) -> None:
+        self._patience_s, self._choose_blamed = patience_s, choose_blamed
+        self._unreached: dict[PeerId, Sequence[PeerId]] = {}  # the peers that a server did not reach, by server
+        self._limits: dict[PeerId, asyncio.Timeout] = {}  # of servers that have not answered
+        self._earliest_s = asyncio.get_running_loop().time() + patience_s
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the round will have no mean."""
+        return any(self._unreached.values())
+
+    @contextlib.asynccontextmanager
+    async def until_blamed(self, peer: PeerId) -> AsyncIterator[None]:
+        """Wait for an answer within the context; `DeadlineExceeded` if the server is blamed before it answers."""
+        try:
+            async with asyncio.timeout(None) as self._limits[peer]:
+                yield
+        except TimeoutError as error:
+            text = f"{peer} gave other servers no part of a mean, and did not answer, for {self._patience_s:g} s"
+            raise DeadlineExceeded(text) from error
+        finally:
+            self._limits.pop(peer, None)
+
+    def note(self, peer: PeerId, unreached: Sequence[PeerId]) -> None:
+        """Enter the peers that a server did not reach."""
+        self._unreached[peer] = unreached
+        while self._limits:
+            waited_for = {by: [one for one in peers if one in self._limits] for by, peers in self._unreached.items()}
+            blamed = self._choose_blamed(waited_for)
+            # If two accuse each other, the one that answered may be the liar.
+            if len(blamed) != 1 or blamed[0] not in self._limits:
+                return
+            self._limits.pop(blamed[0]).reschedule(self._earliest_s)
 
 
 def _average_reply(body: bytes) -> AverageReply:

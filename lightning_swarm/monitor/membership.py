@@ -34,6 +34,7 @@ class Membership:
         self._locate(addresses)
         self._rosters, self._trainers = _members(run)
         self._mixed: frozenset[int] = frozenset()  # stages that the newest record steps by portable arithmetic
+        self._tied = {index for group in run.ties.groups() for index in group}  # stages that share parameters
         self._dead: set[PeerId] = set()  # a later record may remove such a peer from the trainers
 
     def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
@@ -75,6 +76,8 @@ class Membership:
 
     def _kind_line(self, stage: int, step: int) -> str:
         name = "The model" if self._is_whole else f"Stage {stage}"
+        if stage in self._tied:
+            name += ", or a stage with which it shares parameters,"
         if stage in self._mixed:
             return (
                 f"{name} is on machines of several kinds from step {step} on: portable arithmetic gives all of them "

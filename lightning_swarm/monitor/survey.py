@@ -165,6 +165,7 @@ class SwarmReport:
     steps_per_minute: float
     stages: tuple[tuple[str, ...], ...]  # for each stage, the ids of the peers that hold it
     trainers_stage: int | None = None  # the index of the stage that the trainers compute, if there is one
+    portable: tuple[int, ...] = ()  # stages that took the newest step by portable arithmetic
     peers: tuple[ObservedPeer, ...]
 
     @property
@@ -181,12 +182,14 @@ def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) ->
     peers = tuple(_peer(sighting, past.get(sighting.peer_id, _BEGINNING)) for sighting in sightings)
     num_stages = max((server.num_stages for server in servers.values()), default=0)
     coordinator = next((peer for peer, server in servers.items() if server.coordinator == peer), None)
+    newest = servers[coordinator].newest if coordinator else None
     return SwarmReport(
         run_id=next((report.run_id for report in reports.values()), ""),
         step=servers[coordinator].step if coordinator else None,
         steps_per_minute=_rates(servers[coordinator], past[coordinator].server)[1] if coordinator else 0.0,
         stages=tuple(tuple(peer.peer_id for peer in peers if index in peer.stages) for index in range(num_stages)),
         trainers_stage=next((server.trainers_stage for server in servers.values()), None),
+        portable=tuple(newest.portable) if newest else (),
         peers=peers,
     )
 
@@ -276,16 +279,21 @@ def table(swarm: SwarmReport) -> str:
 
 
 def _mixed_lines(swarm: SwarmReport) -> list[str]:
-    """Return a line for each stage whose servers are machines of several kinds."""
+    """Return a line for each stage that machines of several kinds hold, or that has tensors of such a stage."""
     lines = []
     for index, members in enumerate(swarm.stages):
         kinds = Counter(peer.arithmetic for peer in swarm.peers if peer.peer_id in members and peer.arithmetic)
+        stage = "the model" if swarm.is_whole else f"stage {index}"
         if len(kinds) > 1:
-            stage = "the model" if swarm.is_whole else f"stage {index}"
             counts = ", ".join(
                 f"{count} x ({kind})" for kind, count in zip(_readable(kinds), kinds.values(), strict=True)
             )
             lines.append(f"{stage}: {len(kinds)} kinds of machines, stepped by portable arithmetic: {counts}")
+        elif index in swarm.portable:
+            lines.append(
+                f"{stage}: stepped by portable arithmetic, for a stage with which it shares parameters, or a server "
+                "that does not answer, is on another kind of machine"
+            )
     return lines
 
 

@@ -103,7 +103,10 @@ class RunDirectory:
         """Announce the run and the server again, before they expire, for as long as this peer lives."""
         while True:
             await asyncio.sleep(_RENEW_EVERY_S)
-            for key, value in list(self._own.items()):
+            for key in list(self._own):
+                value = self._own.get(key)  # read now: withdrawn, or announced anew, while another one was renewed
+                if value is None:
+                    continue
                 try:
                     await self._announce(key, value)
                 except PeerError as error:

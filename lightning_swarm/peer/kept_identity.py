@@ -3,32 +3,86 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+from msgspec import Struct, structs
+
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.identity import load_identity
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES
 from lightning_swarm.trust.owner import owner_file
 
 _log = logging.getLogger(__name__)
 _MAX_PEERS: Final = 1024
+_MAX_RECORD_BYTES: Final = 16 << 10
 
-_locks: list[int] = []  # descriptors, open until the process ends, however it ends
+_locks: dict[Path, int] = {}  # key file -> descriptor of its lock, open until the process ends, however it ends
 
 
-def keep_identity(find_folder: Callable[[], Path], run_id: str) -> str | None:
+class PeerStart(Struct, frozen=True):
+    """How a peer was started, by which a restart recognizes its own key among those of this user's other peers."""
+
+    invitation: str = ""  # its digest; empty if it has none, or cannot be read twice
+    command: str = ""  # a digest, with the name of the invitation's file: arguments may be secrets
+    listen: str = ""
+    folder: str = ""
+
+    @classmethod
+    def of(cls, config: SwarmConfig) -> PeerStart:
+        """Describe the start of this process."""
+        invitation = _digest_of_file(config.invite)
+        # A number of a descriptor is no name: `join --invite -` has one of its own at each start.
+        name = invitation if (config.invite or "").startswith("/dev/fd/") else config.invite or ""
+        command = hashlib.sha256("\0".join([name, *sys.argv]).encode(errors="surrogateescape")).hexdigest()
+        try:
+            folder = str(Path.cwd())
+        except FileNotFoundError:  # it was removed
+            folder = ""
+        return cls(invitation, command, str(config.listen), folder)
+
+    @classmethod
+    def decode(cls, data: bytes) -> PeerStart:
+        """Read a record of the start of a key's latest process; an empty start if it is malformed or missing."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except (ValueError, msgspec.DecodeError):
+            return cls()
+
+    def may_be(self, other: PeerStart) -> bool:
+        """Return False if the peers have different invitations, so that exchanged keys would be further uses of both.
+
+        If all else is equal, the peer has a new invitation in the file of its old one.
+        """
+        is_invited_otherwise = "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
+        return not is_invited_otherwise or structs.replace(self, invitation=other.invitation) == other
+
+    def likeness(self, other: PeerStart) -> int:
+        """Count the properties that two starts have in common."""
+        return sum(one == another for one, another in zip(structs.astuple(self), structs.astuple(other), strict=True))
+
+
+def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart) -> str | None:
     """Return the file of a key that no living process of this user has; None if no file can be kept.
 
-    The file is made if it is missing, and stays locked until this process ends.
+    The file is made if it is missing, and stays locked until this process ends. A restart gets the key of the process
+    that was started most alike.
     """
     try:
         folder = find_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        paths = (owner_file(folder, run_id).with_suffix(f".peer{number}") for number in ["", *range(2, _MAX_PEERS + 1)])
-        path = next((path for path in paths if _lock(path.with_suffix(f"{path.suffix}.lock"))), None)
+        paths = [owner_file(folder, run_id).with_suffix(f".peer{number}") for number in ["", *range(2, _MAX_PEERS + 1)]]
+        own = [path for path in paths if path in _locks]  # to open its lock again and close it would give it up
+        path = next(
+            (path for path in own or _by_preference(paths, start) if path in _locks or _lock(path, start)), None
+        )
     except (OSError, ConfigError) as error:
         _log.warning(
             "This peer's key is not kept, so that each start is another use of its invitation: %s. Name a file for the "
@@ -45,14 +99,42 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str) -> str | None:
     return str(path)
 
 
-def _lock(path: Path) -> bool:
-    """Lock a file until this process ends; False if another process has locked it."""
+def _by_preference(paths: list[Path], start: PeerStart) -> Iterator[Path]:
+    """Order the files of keys: first the kept ones of peers started alike, then new ones, then those left."""
+    kept = {path: PeerStart.decode(_lock_file(path).read_bytes()) for path in paths if _lock_file(path).exists()}
+    alike = [path for path, former in kept.items() if start.may_be(former)]
+    yield from sorted(alike, key=lambda path: -kept[path].likeness(start))
+    yield from (path for path in paths if path not in kept)
+    yield from (path for path in kept if path not in alike)
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_suffix(f"{path.suffix}.lock")
+
+
+def _lock(path: Path, start: PeerStart) -> bool:
+    """Lock a key's file until this process ends; False if another process has locked it."""
     # Forked processes, such as DataLoader workers, inherit no lock of this kind and cannot outlive its owner with it.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         os.close(descriptor)
         return False
-    _locks.append(descriptor)
+    _locks[path] = descriptor
+    if not start.invitation:  # a key stays that of its invitation, whose file may be gone
+        former = PeerStart.decode(os.pread(descriptor, _MAX_RECORD_BYTES, 0))
+        start = structs.replace(start, invitation=former.invitation)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, msgspec.json.encode(start), 0)
     return True
+
+
+def _digest_of_file(name: str | None) -> str:
+    try:
+        if name is not None and Path(name).is_file():  # a pipe is read once, and then for the invitation
+            with Path(name).open("rb") as file:
+                return hashlib.sha256(file.read(MAX_TEXT_BYTES).strip()).hexdigest()
+    except (OSError, ValueError) as error:  # the peer may come by a kept certificate; else an error follows
+        _log.info("The invitation in %s cannot be read: %s", name, error)
+    return ""

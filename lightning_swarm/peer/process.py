@@ -17,7 +17,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, SwarmConfig
 from lightning_swarm.peer.entry import Entry, further_identity
-from lightning_swarm.peer.kept_identity import keep_identity
+from lightning_swarm.peer.kept_identity import PeerStart, keep_identity
 
 _OWN_OPTIONS: Final = (
     "--trainer.devices",
@@ -224,7 +224,7 @@ def with_kept_identity(config: SwarmConfig) -> SwarmConfig:
     if config.identity_path != "":
         return config
     # Where anyone may come, a new id is as good as the old one.
-    path = keep_identity(owners_folder, config.run_id) if config.is_invited else None
+    path = keep_identity(owners_folder, config.run_id, PeerStart.of(config)) if config.is_invited else None
     return replace(config, identity_path=path)
 
 

@@ -217,7 +217,8 @@ def _newest(record: Record | None) -> StepReport | None:
     """Report what the newest step was made of, if one was decided, and counted something."""
     if record is None or not record.closing.batches:
         return None
-    return StepReport(num_samples=record.closing.num_samples, num_batches=len(record.closing.batches))
+    closing, portable = record.closing, record.portable or []
+    return StepReport(num_samples=closing.num_samples, num_batches=len(closing.batches), portable=portable)
 
 
 @cache

@@ -21,7 +21,7 @@ from lightning_swarm.coordinator.audit.policy import (
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import AuditFinding
-from lightning_swarm.protocol.messages.calls import Receipt, unpack
+from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unpack_origins
 
 # Steps of a while in which the coordinator may refute a server's accusations, before it is convicted. In a step that
 # diverges, machines of two kinds may be farther apart than in all others.
@@ -50,6 +50,7 @@ class AuditResult:
     """What one auditor found of one server's work."""
 
     claims: Mapping[Receipt, WorkClaim]  # as its own computation gives them
+    origins: Mapping[int, Origin]  # of their batches, by place, as the auditor had them
     refused: frozenset[Receipt]  # the audited server did not give what it had kept of these
     unheard: frozenset[Receipt]  # it gave no answer of these
     sum_digest: bytes  # of the sum of what it computed
@@ -65,6 +66,7 @@ class AuditResult:
         receipts, distance = unpack(finding.receipts), finding.distance
         return cls(
             claims=read_claims(finding.claims, receipts),
+            origins=unpack_origins(finding.origins, {first for first, _, _ in receipts}),
             refused=frozenset(unpack(finding.refused) - receipts),
             unheard=frozenset(unpack(finding.unheard) - receipts),
             sum_digest=finding.sum_digest,
@@ -81,6 +83,7 @@ class ClaimedWork:
     """A server's commitment to its work of one step in one stage."""
 
     claims: Mapping[Receipt, WorkClaim]
+    origins: Mapping[int, Origin]  # of their batches, by place, as they were granted
     sum_digest: bytes
     touched: bytes  # bitmap over the stage's parameters that have a gradient
 
@@ -90,13 +93,19 @@ class ClaimedWork:
 
     def given(self, found: AuditResult) -> list[Receipt]:
         """Return the microbatches that an auditor computed from the inputs that are claimed."""
+        misweighed = self.misweighed(found)
         # An auditor whose inputs were others says so in its claims: the audited server may have given it these.
         return [
             receipt
             for receipt, claim in self.claims.items()
             if (its := found.claims.get(receipt)) is not None
             and (its.input, its.output_gradient) == (claim.input, claim.output_gradient)
+            and receipt[0] not in misweighed
         ]
+
+    def misweighed(self, found: AuditResult) -> set[int]:
+        """Return places of the batches that came to an auditor with another weight, or from another trainer."""
+        return {first for first, origin in found.origins.items() if self.origins.get(first, origin) != origin}
 
 
 class WorkTolerance(NamedTuple):
@@ -135,6 +144,8 @@ def compare(
     """
     if its.refused:
         return WorkComparison(frozenset({"refused"}))
+    if said.misweighed(its):
+        return WorkComparison(is_whole=False, is_misweighed=True)
     if not said.claims.keys() <= its.claims.keys():
         return WorkComparison(is_whole=False, is_silent=bool(its.unheard))
     wrong = {

@@ -46,8 +46,9 @@ class ExaminedStep:
 
     def said(self, unit: Unit) -> ClaimedWork:
         """What a server committed to."""
-        report = self.ledgers[unit].report
-        return ClaimedWork(self.claims[unit], report.sum_digest or b"", report.touched)
+        ledger = self.ledgers[unit]
+        report = ledger.report
+        return ClaimedWork(self.claims[unit], ledger.origins, report.sum_digest or b"", report.touched)
 
     def differ(self, one: PeerId, other: PeerId) -> bool:
         """Tell whether two servers' machines are of different kinds, or of one that never computes the same bits."""

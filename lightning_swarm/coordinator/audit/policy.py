@@ -356,6 +356,7 @@ class WorkComparison:
     wrong: frozenset[str] = frozenset()
     is_whole: bool = True  # all was computed
     is_silent: bool = False  # not all, for the server gave no answer
+    is_misweighed: bool = False  # not all as it counts, for a trainer sent a batch with another weight
 
     @property
     def is_equal(self) -> bool:

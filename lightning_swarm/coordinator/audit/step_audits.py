@@ -382,7 +382,9 @@ class StepAudits:
         if comparison.wrong:
             self._convict(unit, comparison, verdict, step)
         elif not comparison.is_whole:
-            self._leave_out([unit.peer], unit, "the coordinator cannot compute its work again", verdict)
+            reason = "the coordinator cannot compute its work again"
+            reason += ": a trainer sent it with another weight than was granted" if comparison.is_misweighed else ""
+            self._leave_out([unit.peer], unit, reason, verdict)
             verdict.tainted |= step.batches_of(unit.peer)
             if comparison.is_silent:
                 self._note_silence(unit.peer, verdict)

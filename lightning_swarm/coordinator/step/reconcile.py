@@ -448,7 +448,7 @@ class SumReconciliation:
                 self._false_batches[trainer] += 1
                 reason += ": it came with another weight than its lease's"
             elif first in self._tainted:
-                reason = f"the batch at {first} went through a server that gave something false"
+                reason = f"the batch at {first} went through a server whose results or weights are in doubt"
             elif first in self._falsified and trainer != self._run.manifest.lead:
                 self._false_batches[trainer] += 1
                 reason += ": its trainer reported receipts, and no sum came to hold it"

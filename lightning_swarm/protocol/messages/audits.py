@@ -19,6 +19,7 @@ from lightning_swarm.protocol.messages.calls import (
     CallKey,
     ComputeMode,
     Direction,
+    Origins,
     Receipt,
     Receipts,
 )
@@ -175,6 +176,7 @@ class AuditFinding(WireMessage, frozen=True):
     audited: PeerId
     stage_index: Count
     receipts: Receipts  # that it computed
+    origins: Origins  # of their batches, as they came: weights scale what is added to the sum
     claims: Claims  # of these in order, as its own computation gives them
     refused: Receipts  # the audited server did not give what it had kept of these
     unheard: Receipts  # it gave no answer of these

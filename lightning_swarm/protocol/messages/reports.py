@@ -94,10 +94,12 @@ class MachineReport(WireMessage, frozen=True):
 
 
 class StepReport(WireMessage, frozen=True):
-    """The size of the newest step, as part of a server's report."""
+    """The newest step, as part of a server's report."""
 
     num_samples: NumSamples
     num_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # of all trainers
+    # Stages that took it by portable arithmetic.
+    portable: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
 
 
 class CarriedReport(WireMessage, frozen=True):

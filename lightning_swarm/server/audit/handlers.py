@@ -38,7 +38,7 @@ from lightning_swarm.protocol.messages.audits import (
     SketchReply,
     SketchRequest,
 )
-from lightning_swarm.protocol.messages.calls import Receipt, pack
+from lightning_swarm.protocol.messages.calls import Origin, Receipt, pack, pack_origins
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import AUDIT, FINDINGS, KEPT_WORK, SKETCH
 from lightning_swarm.server.arithmetic import precision_of
@@ -70,6 +70,7 @@ class _Recomputed:
     stage: Stage
     total: GradientSum
     claims: dict[Receipt, bytes] = field(default_factory=dict)
+    origins: dict[int, Origin] = field(default_factory=dict)  # batch -> its weight and trainer, as they came first
     refused: set[Receipt] = field(default_factory=set)
     unheard: set[Receipt] = field(default_factory=set)
     magnitude: float = 0.0
@@ -90,6 +91,7 @@ class _Inputs:
     """What a microbatch is computed from once more, and the results to compare with."""
 
     request: AuditRequest
+    origin: Origin  # of its batch, as it came
     call: ForwardCall
     gradients: serialization.Tree
     # The output, which of its tensors require grad, and the input's gradient, to be compared with.
@@ -191,7 +193,7 @@ class AuditHandlers:
         if found.refused or found.unheard:
             return Message()  # the sum will lack a microbatch, so the coordinator decides whatever the others are
         try:
-            inputs = await self._inputs(stage, request, message)
+            inputs = await self._inputs(stage, request, message, Origin(request.weight, caller))
         except _UNHEARD:  # that proves nothing: it is not there, or the link is slow
             found.unheard.add(key.receipt)
             raise
@@ -205,6 +207,8 @@ class AuditHandlers:
         return Message()
 
     async def _compute_again(self, found: _Recomputed, inputs: _Inputs, version: int) -> None:
+        if found.origins.setdefault(inputs.request.key.first, inputs.origin) != inputs.origin:
+            return  # the sum will lack it, for no weight of its batch is the right one for certain
         try:
             await self._submit(found.stage, version, partial(_enter, found, inputs))
         except OutOfMemory:
@@ -229,7 +233,7 @@ class AuditHandlers:
             units[audited, stage.index] = _Recomputed(stage, stage.new_sum())
         return units[audited, stage.index]
 
-    async def _inputs(self, stage: Stage, request: AuditRequest, message: Message) -> _Inputs | None:
+    async def _inputs(self, stage: Stage, request: AuditRequest, message: Message, origin: Origin) -> _Inputs | None:
         """Collect what the microbatch is computed from; None: the audited server does not give what it has to keep."""
         brought = serialization.unflatten(request.structure, message.tensors)
         if not isinstance(brought, tuple) or len(brought) != 2:
@@ -251,7 +255,7 @@ class AuditHandlers:
             if request.compare:
                 results = tree[2], reply.requires_grad, tree[3]
         draws = draws_of(run.manifest.seed, key, stage.index)
-        return _Inputs(request, ForwardCall(own, extras, wants_grad, request.mode, draws), gradients, results)
+        return _Inputs(request, origin, ForwardCall(own, extras, wants_grad, request.mode, draws), gradients, results)
 
     async def _ask_kept(
         self, request: AuditRequest, *, wants_input: bool, wants_gradients: bool
@@ -401,6 +405,7 @@ def _finding(audited: PeerId, found: _Recomputed, seed: int) -> AuditFinding:
         audited=audited,
         stage_index=stage.index,
         receipts=pack(found.claims),
+        origins=pack_origins({first: found.origins[first] for first, _, _ in found.claims}),
         claims=b"".join(claim for _, claim in sorted(found.claims.items())),
         refused=pack(found.refused - found.claims.keys()),
         unheard=pack(found.unheard - found.claims.keys() - found.refused),

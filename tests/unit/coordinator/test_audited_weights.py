@@ -59,7 +59,7 @@ def test_what_passed_a_server_with_other_weights_counts_nowhere(make_swarm: Make
     swarm.run(step())
     assert gone(swarm) == ["b"]
     (strike,) = (event for event in swarm.events(A) if event.kind == "strike")
-    assert strike.reason == "the batch at 0 went through a server that gave something false"
+    assert strike.reason == "the batch at 0 went through a server whose results or weights are in doubt"
 
 
 def test_the_coordinators_server_is_right_where_most_were_poisoned(make_swarm: MakeSwarm) -> None:

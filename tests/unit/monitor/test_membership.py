@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,11 @@ def member(name: str) -> Member:
     return Member(peer_id=PeerId(name), boot_id=0)
 
 
-def run(*rosters: str, trainers: str = "a", is_whole: bool = False) -> Any:
+def run(*rosters: str, trainers: str = "a", is_whole: bool = False, tied: Sequence[Sequence[int]] = ()) -> Any:
     """A run whose peers have names of one letter."""
     found = [[member(name) for name in roster] for roster in rosters]
-    manifest = SimpleNamespace(is_whole=is_whole)
-    return SimpleNamespace(manifest=manifest, rosters=found, trainers=[*trainers], bans=(), invitations=())
+    manifest, ties = SimpleNamespace(is_whole=is_whole), SimpleNamespace(groups=lambda: tied)
+    return SimpleNamespace(manifest=manifest, ties=ties, rosters=found, trainers=[*trainers], bans=(), invitations=())
 
 
 def after(*, left: dict[str, int] | None = None, joined: dict[str, int] | None = None, **changes: Any) -> Record:
@@ -115,6 +116,14 @@ def test_a_stage_on_machines_of_several_kinds_is_told_once_and_its_end_too() -> 
     assert became.startswith("Stage 1 is on machines of several kinds from step ")
     assert "the optimizer's step takes about three times as long" in became
     assert ended.startswith("Stage 1 is on machines of one kind again from step ")
+
+
+def test_a_stage_may_be_mixed_by_a_stage_with_which_it_shares_parameters() -> None:
+    lines = said(run("ab", "cd", "ef", tied=[[0, 2]]), after(portable=[0, 2]))
+    shared = "or a stage with which it shares parameters, is on machines of several kinds from step "
+    assert [line.startswith(f"Stage {stage}, {shared}") for stage, line in zip((0, 2), lines, strict=True)] == [
+        True
+    ] * 2
 
 
 def test_a_model_that_is_not_cut_has_no_stage_in_its_line() -> None:

@@ -267,6 +267,45 @@ def test_a_server_that_left_is_announced_no_more(town: Town) -> None:
     assert [*town.loop.run_until_complete(seeker.announced())] == ["b"]
 
 
+def test_a_renewal_in_flight_brings_back_nothing_that_was_withdrawn_or_replaced(town: Town) -> None:
+    transport = town.network.transport("a")
+    directory, seeker, run = town.directory(transport), town.directory(town.seeker), town.loop.run_until_complete
+    run(directory.announce(7, timeout=5.0))
+    run(directory.announce_run(PeerId("a")))
+    published = []
+    in_flight, landed = asyncio.Event(), asyncio.Event()
+    announce = directory.directory.announce
+
+    async def hold_the_first(key: str, value: bytes, *, ttl_s: float) -> None:
+        published.append(key)
+        if len(published) == 1:
+            in_flight.set()
+            await landed.wait()
+        await announce(key, value, ttl_s=ttl_s)
+
+    directory.directory.announce = hold_the_first  # type: ignore[method-assign]
+    renewing = town.loop.create_task(directory.renew())
+    run(in_flight.wait())
+    run(directory.announce_run(PeerId("b")))
+    landed.set()
+    run(asyncio.sleep(1.0))
+    assert published == [f"{RUN}.servers", f"{RUN}.run", f"{RUN}.run"]
+    assert run(seeker.find_runs()) == ["b"]
+
+    published.clear()
+    in_flight.clear()
+    landed.clear()
+    run(in_flight.wait())
+    assert sorted(run(seeker.announced())) == ["a"]
+    landed.set()
+    run(directory.withdraw())
+    run(asyncio.sleep(1.0))
+    assert published == [f"{RUN}.servers", f"{RUN}.servers", f"{RUN}.run"], "no more than the two withdrawals"
+    assert not run(seeker.announced())
+    assert not run(seeker.find_runs())
+    renewing.cancel()
+
+
 def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
     """Not for that of an earlier run under the same id, of which the directory knows still."""
     directory = town.directory(town.seeker)

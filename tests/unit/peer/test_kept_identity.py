@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
 import subprocess
 import sys
@@ -11,17 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.identity import load_identity
-from lightning_swarm.peer import process
+from lightning_swarm.peer import kept_identity, process
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.peer.kept_identity import keep_identity
+from lightning_swarm.peer.kept_identity import PeerStart, keep_identity
+
+START = PeerStart(command="join", listen="0.0.0.0:31337", folder="/home/anna")
 
 HOLD = """
 import fcntl, sys
-file = open(sys.argv[1], "w")
+file = open(sys.argv[1], "a")
 fcntl.lockf(file, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
@@ -38,8 +43,21 @@ def another_process_holds(path: Path) -> Iterator[subprocess.Popen[str]]:
         holder.kill()
 
 
-def kept(folder: Path, run_id: str = "swarm") -> str:
-    path = keep_identity(lambda: folder, run_id)
+def end_all() -> None:
+    """Give up this process's locks, as the end of a process does."""
+    for descriptor in kept_identity._locks.values():
+        os.close(descriptor)
+    kept_identity._locks.clear()
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    end_all()
+
+
+def kept(folder: Path, run_id: str = "swarm", start: PeerStart = START) -> str:
+    path = keep_identity(lambda: folder, run_id, start)
     assert path is not None
     return path
 
@@ -52,7 +70,8 @@ def test_a_restarted_process_has_the_key_and_a_living_one_does_not_share_it(tmp_
         assert second == str(folder / "swarm.peer2")
         holder.kill()
         holder.wait(10.0)
-        first = kept(folder)
+        end_all()
+        first = kept(folder, start=PeerStart("", "another", "127.0.0.1:0", "/home/eve"))
     assert first == str(folder / "swarm.peer")
     assert load_identity(Path(first)) != load_identity(Path(second))
     assert kept(folder) == first
@@ -60,13 +79,81 @@ def test_a_restarted_process_has_the_key_and_a_living_one_does_not_share_it(tmp_
     assert [stat.S_IMODE(Path(path).stat().st_mode) for path in (first, second)] == [0o600] * 2
 
 
+@pytest.mark.parametrize("differ", [["command"], ["listen"], ["folder"], ["invitation", "command"]], ids=" and ".join)
+def test_peers_that_restart_in_another_order_get_their_own_keys_back(tmp_path: Path, differ: list[str]) -> None:
+    starts = [
+        structs.replace(START, **{"invitation": "one", **dict.fromkeys(differ, name)}) for name in ("a", "b", "c")
+    ]
+    first = list[str]()
+    for start in starts:  # each is there while the next one starts
+        first.append(_kept_by_another(tmp_path, start, first))
+    assert len(set(first)) == 3
+    taken: dict[int, str] = {}
+    for index in (2, 0, 1):
+        taken[index] = _kept_by_another(tmp_path, starts[index], [*taken.values()])
+    assert [taken[index] for index in range(3)] == first
+
+
+def _kept_by_another(folder: Path, start: PeerStart, held: list[str]) -> str:
+    """Keep a key as one more process would while others hold theirs: this one's locks do not shut itself out."""
+    with contextlib.ExitStack() as others:
+        end_all()
+        for path in held:
+            others.enter_context(another_process_holds(Path(f"{path}.lock")))
+        return kept(folder, start=start)
+
+
+def test_an_invitation_of_another_peer_is_never_used_twice(tmp_path: Path) -> None:
+    anna, ben = (structs.replace(START, invitation=name, command=name) for name in ("anna's", "ben's"))
+    first = kept(tmp_path, start=anna)
+    end_all()
+    assert kept(tmp_path, start=ben) != first, "else a restart of Anna's peer would be a further use of her invitation"
+    end_all()
+    assert kept(tmp_path, start=anna) == first
+    end_all()
+    assert kept(tmp_path, start=structs.replace(anna, invitation="")) == first, "the file of it may be gone"
+    end_all()
+    assert kept(tmp_path, start=ben) == f"{first}2", "and the first key is Anna's still"
+    end_all()
+    assert kept(tmp_path, start=structs.replace(anna, invitation="a new one")) == first, "in the file of the old one"
+
+
+def test_a_start_names_its_invitation_by_a_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joining: SwarmConfig
+) -> None:
+    invitation = tmp_path / "anna.invite"
+    invitation.write_text("swarm-invite-1.secret")
+    start = PeerStart.of(replace(joining, invite=str(invitation)))
+    invitation.write_text("swarm-invite-1.secret\n")
+    assert PeerStart.of(replace(joining, invite=str(invitation))) == start
+    kept(tmp_path, start=start)
+    assert "secret" not in (tmp_path / "swarm.peer.lock").read_text()
+    invitation.write_text("swarm-invite-1.another")
+    renewed = PeerStart.of(replace(joining, invite=str(invitation)))
+    assert renewed != start
+    assert renewed.may_be(start)
+    invitation.rename(tmp_path / "ben.invite")
+    assert not PeerStart.of(replace(joining, invite=str(tmp_path / "ben.invite"))).may_be(start)
+
+    for unreadable in (str(tmp_path), str(tmp_path / "missing"), "x" * 5000, "\0"):
+        assert PeerStart.of(replace(joining, invite=unreadable)).may_be(start)
+    monkeypatch.setattr(sys, "argv", ["lightning-swarm", "serve", "--device", "cuda:1"])
+    assert PeerStart.of(joining).command != start.command
+
+
+@pytest.mark.parametrize("text", ["", "null", "[1, 2, 3, 4, 5]", "{", '["a"]', "\udcff", "[" * 4000])
+def test_a_record_of_a_start_that_cannot_be_read_is_like_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "swarm.peer.lock").write_bytes(text.encode(errors="surrogateescape"))
+    assert kept(tmp_path) == str(tmp_path / "swarm.peer")
+
+
 def test_without_a_folder_the_peer_joins_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def homeless() -> Path:
         raise ConfigError("this user has no home.")
 
     (tmp_path / "file").touch()
-    assert keep_identity(homeless, "swarm") is None
-    assert keep_identity(lambda: tmp_path / "file" / "folder", "swarm") is None
+    assert keep_identity(homeless, "swarm", START) is None
+    assert keep_identity(lambda: tmp_path / "file" / "folder", "swarm", START) is None
     assert caplog.text.count("each start is another use of its invitation") == 2
 
 

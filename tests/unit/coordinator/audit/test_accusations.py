@@ -18,12 +18,14 @@ from lightning_swarm.coordinator.audit.disputes import (
 )
 from lightning_swarm.coordinator.audit.policy import StageProjection, Tolerance, WorkClaim
 from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import pack_order, unpack_order
-from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.calls import Origin, Receipt
 
 RECEIPTS: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
 CLAIMS = {receipt: WorkClaim(b"in", b"out", b"dout", b"din") for receipt in RECEIPTS}
-SAID = ClaimedWork(CLAIMS, b"sum", b"touched")
+ORIGINS = {0: Origin(1.0, PeerId("trainer")), 4: Origin(2.0, PeerId("trainer"))}
+SAID = ClaimedWork(CLAIMS, ORIGINS, b"sum", b"touched")
 TOLD = StageProjection((1.0, 2.0))
 WITHIN = WorkTolerance(results=0.1, sum=Tolerance(0.1))
 ONE_KIND, OTHER_AUDITOR, OTHER_JUDGE, OTHERS = (
@@ -31,6 +33,7 @@ ONE_KIND, OTHER_AUDITOR, OTHER_JUDGE, OTHERS = (
 )
 TRUE = AuditResult(
     claims=CLAIMS,
+    origins=ORIGINS,
     refused=frozenset(),
     unheard=frozenset(),
     sum_digest=b"sum",
@@ -82,6 +85,17 @@ def test_what_was_computed_in_part_shows_nothing() -> None:
     comparison = compare(SAID, found(claims=part, sum_digest=b"another"), TOLD, tolerance=None)
     assert not comparison.is_whole
     assert not comparison.wrong
+
+
+@pytest.mark.parametrize("origin", [Origin(3.0, PeerId("trainer")), Origin(2.0, PeerId("another"))])
+def test_a_finding_of_another_weight_or_trainer_shows_nothing(origin: Origin) -> None:
+    its = found(origins={**ORIGINS, 4: origin}, sum_digest=b"another", projection=FAR)
+    comparison = compare(SAID, its, TOLD, tolerance=None)
+    assert comparison.is_misweighed
+    assert not comparison.wrong
+    assert not comparison.is_equal
+    assert SAID.given(its) == RECEIPTS[:2]
+    assert judge_accusation(SAID, TOLD, its, TRUE, tolerance=WITHIN, kinds=ONE_KIND) is Accusation.UNPROVEN
 
 
 def test_an_order_names_each_microbatch_once() -> None:

@@ -33,6 +33,7 @@ def finding(audited: PeerId, stage_index: int, refused: Receipts) -> AuditFindin
         audited=audited,
         stage_index=stage_index,
         receipts=[(0, 0, b"\1")],
+        origins=[(1.0, A, 1)],
         claims=bytes(CLAIM_BYTES),
         refused=refused,
         unheard=[],

@@ -1,0 +1,37 @@
+"""In an audited run a trainer that sends auditors false weights of batches has no honest server convicted by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_swarm.client.pipeline import audits
+from lightning_swarm.protocol.messages.audits import AuditRequest
+from tests.faults.test_audited import KEEPER, SINCE, audited, events_of
+
+SWARM: dict[str, Any] = {"num_stages": 2, "microbatch_size": 4}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_false_weight_of_a_batch_convicts_nobody(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    expected, _ = audited(6, **SWARM)
+    lies = []
+    audited_peers = set[str]()
+
+    def ask(**fields: Any) -> AuditRequest:
+        request = AuditRequest(**fields)
+        if request.key.step != SINCE or (request.place == 0) != is_first or audited_peers - {request.audited}:
+            return request
+        audited_peers.add(request.audited)
+        lies.append(request)
+        return AuditRequest(**{**fields, "weight": 2.0 * request.weight})
+
+    monkeypatch.setattr(audits, "AuditRequest", ask)
+    weights, strategy = audited(6, **SWARM)
+    assert len(lies) > 1, "the coordinator's own server was told, too"
+    assert not events_of(strategy, "convicted")
+    assert audited_peers <= events_of(strategy, "disputed")
+    assert KEEPER not in events_of(strategy, "gone")
+    assert torch.equal(weights, expected)
