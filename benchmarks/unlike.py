@@ -1,7 +1,7 @@
 """Machines of several kinds in one stage: drift, the smallest fault that is found, honest replicas, and the cost.
 
-All swarms are in memory, and an `UnlikeMachine` rounds as another kind of machine does. `python -m benchmarks.unlike
-drift` measures one part; without a part, all are measured.
+All swarms are in memory, and an `UnlikeMachine` rounds as another kind of machine does. Without `--only`, all four
+parts run.
 """
 
 from __future__ import annotations
@@ -225,11 +225,11 @@ def _sent_bytes(strategy: InMemoryStrategy) -> int:
     return sum(peer.transport.traffic.totals()[0] for peer in strategy.peers)
 
 
-def measure_cost(num_steps: int) -> None:
+def measure_cost(num_steps: int, seeds: Sequence[int]) -> None:
     """Measure steps of a stage of two servers, in CPU seconds of the one thread that has the whole swarm."""
     rows: list[list[object]] = [list(HEAD)]
     for name, windows in COSTS:
-        torch.manual_seed(0)
+        torch.manual_seed(seeds[0])
         model, turns = Bytes(name, **LARGE), Turns()
         arguments, size = {"callbacks": [turns]}, windows // 4
         with turns.taken():
@@ -250,25 +250,27 @@ def measure_cost(num_steps: int) -> None:
 # ----------------------------------------------------------------------
 
 
+PARTS: Final[dict[str, tuple[Callable[[int, Sequence[int]], None], int]]] = {
+    "drift": (measure_drift, 3_000),
+    "faults": (measure_faults, 20),
+    "honest": (count_honest, 20_000),
+    "cost": (measure_cost, 60),
+}
+"""The parts, and the steps of each."""
+
+
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure what was asked for."""
+    """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", help="of drift, faults, honest and cost; all of them by default")
-    parser.add_argument("--steps", type=int, help="by default 3000 of drift, 20000 of honest, 60 of each row of cost")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--steps", type=int, help="of a run, after a fault, or of all runs with honest replicas alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args(words)
     hush()
     torch.set_num_threads(1)
-    parts: dict[str, Callable[[], None]] = {
-        "drift": lambda: measure_drift(arguments.steps or 3_000, arguments.seeds),
-        "faults": lambda: measure_faults(arguments.seeds),
-        "honest": lambda: count_honest(arguments.steps or 20_000, arguments.seeds),
-        "cost": lambda: measure_cost(arguments.steps or 60),
-    }
-    for part in arguments.parts or parts:
-        if part not in parts:
-            parser.error(f"a part must be one of {', '.join(parts)}, got {part}")
-        parts[part]()
+    for part in arguments.only:
+        measure, num_steps = PARTS[part]
+        measure(arguments.steps or num_steps, arguments.seeds)
 
 
 if __name__ == "__main__":

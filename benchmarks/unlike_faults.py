@@ -19,7 +19,7 @@ from benchmarks.report import table, write
 from benchmarks.unlike_stages import Tiny, fit, machines, noise
 from lightning_swarm.testing import InMemoryStrategy
 
-FAULT_AT, GIVEN_UP_AFTER = 5, 20  # steps
+FAULT_AT = 5  # steps
 AUDITED_AT, AUDITED_FOR = 25, 100  # steps; all work in a server's first 20 is audited
 
 Fault: TypeAlias = Callable[[Optimizer], AbstractContextManager[None]]
@@ -144,17 +144,16 @@ def spoil(
     return Finding(step - at, {peer for _, peer, _ in events} == {f"peer-{number}"}, "net.0.weight" in reason)
 
 
-def measure_faults(seeds: Sequence[int]) -> None:
+def measure_faults(num_steps: int, seeds: Sequence[int]) -> None:
     """Spoil one replica in each way, in each kind of stage, and show when the coordinator finds it."""
     rows: list[list[object]] = [["fault", "replicas", "found", "steps until then", "weight named", "left out"]]
-    for (name, fault), (kind, stage) in itertools.product(FAULTS.items(), STAGES.items()):
-        steps = FAULT_AT + GIVEN_UP_AFTER
-        found = [spoil(fault, stage, seed=seed, at=FAULT_AT, num_steps=steps) for seed in seeds]
-        rows.append([name, kind, *_shown(found)])
-        print(*rows[-1], sep="  ", flush=True)
-    for (name, settings), (kind, stage) in itertools.product(NO_DROPOUT.items(), STAGES.items()):
-        steps = AUDITED_AT + (AUDITED_FOR if settings else GIVEN_UP_AFTER)
-        found = [spoil(None, stage, seed=seed, at=AUDITED_AT, num_steps=steps, **settings) for seed in seeds]
+    runs: list[tuple[str, Fault | None, int, int, dict[str, Any]]] = [
+        (name, fault, FAULT_AT, num_steps, {}) for name, fault in FAULTS.items()
+    ]
+    for name, settings in NO_DROPOUT.items():
+        runs.append((name, None, AUDITED_AT, AUDITED_FOR if settings else num_steps, settings))
+    for (name, fault, at, left, settings), (kind, stage) in itertools.product(runs, STAGES.items()):
+        found = [spoil(fault, stage, seed=seed, at=at, num_steps=at + left, **settings) for seed in seeds]
         rows.append([name, kind, *_shown(found)])
         print(*rows[-1], sep="  ", flush=True)
     write("unlike-faults", table(f"A fault of one replica, in float32, with {len(seeds)} seeds", rows))

@@ -32,7 +32,7 @@ SMALL = {
     "rebalancing": Small("--seeds 1", {"SIZES": {4: 1}, "TRACES": {"bursts": spot.bursts, "growth": spot.growth}}),
     "routing": Small(constants={"NUM_SERVERS": NUM_SLOWED + 1, "NUM_STEPS": 4, "LEARNING": 2, "NUM_SEEDS": 1}),
     "traffic": Small("--most 10"),
-    "unlike": Small("drift --steps 2 --seeds 0", {"NUM_HELD_OUT": 4}),
+    "unlike": Small("--only drift --steps 2 --seeds 0", {"NUM_HELD_OUT": 4}),
 }
 """Each takes about a second."""
 
@@ -68,13 +68,13 @@ def test_liars_measures_what_audits_cost(folder: Path, monkeypatch: pytest.Monke
 
 def test_unlike_counts_honest_replicas_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"RUN_STEPS": 3, "HONEST": {"AdamW": ("AdamW", {})}}
-    found = run("unlike", Small("honest --steps 3", sizes), folder, monkeypatch)
+    found = run("unlike", Small("--only honest --steps 3", sizes), folder, monkeypatch)
     assert re.findall(r"^all +3 +0 +[1-9]", found, flags=re.MULTILINE)
 
 
 def test_unlike_measures_what_portable_steps_cost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"LARGE": unlike.SMALL, "COSTS": (("AdamW", 4),)}
-    found = run("unlike", Small("cost --steps 6", sizes), folder, monkeypatch)
+    found = run("unlike", Small("--only cost --steps 6", sizes), folder, monkeypatch)
     [row] = [line.split() for line in found.splitlines() if line.startswith("AdamW")]
     assert row[1] == "64"
     assert float(row[-1]) == pytest.approx(1.0, abs=1e-3)
@@ -82,11 +82,10 @@ def test_unlike_measures_what_portable_steps_cost(folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(("number", "left_out"), [(3, "broken 1, honest 0"), (2, "broken 0, honest 1")])
 def test_unlike_finds_a_flipped_bit(number: int, left_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unlike_faults, "GIVEN_UP_AFTER", 2)
     monkeypatch.setattr(unlike_faults, "FAULTS", {"flipped": partial(unlike_faults.flip, 0)})
     monkeypatch.setattr(unlike_faults, "STAGES", {"few": (number, True)})
     monkeypatch.setattr(unlike_faults, "NO_DROPOUT", {})
-    found = run("unlike", Small("faults --seeds 0"), folder, monkeypatch)
+    found = run("unlike", Small("--only faults --steps 2 --seeds 0"), folder, monkeypatch)
     [row] = [line for line in found.splitlines() if line.startswith("flipped")]
     assert re.search(r"few +1 +1 +1 +", row)
     assert row.endswith(left_out)
