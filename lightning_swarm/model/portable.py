@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -64,11 +65,9 @@ class PortableArithmetic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        schema, kwargs = func._schema, dict(kwargs or {})
-        space, _, name = schema.name.partition("::")
-        if is_exact(schema.name) or (space == "aten" and not _has_floats((*args, *kwargs.values()))):
+        schema, kwargs, (exact, is_aten, rule) = func._schema, dict(kwargs or {}), _way(func)
+        if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):
             return func(*args, **kwargs)
-        rule = _rule(name.removesuffix("_")) if space == "aten" else None
         if rule is None:
             raise Unportable(schema.name)
         into = kwargs.pop("out", None)
@@ -90,7 +89,17 @@ def is_exact(operation: str) -> bool:
     return space in _EXACT_SPACES or (space == "aten" and name.removesuffix("_") in _EXACT)
 
 
+@cache  # by operation: on small tensors the look-up would take longer than the kernel
+def _way(func: Any) -> tuple[bool, bool, Callable[..., Any] | None]:
+    """Return whether an operation is exact, whether it is torch's own, and its rule if there is one."""
+    space, _, name = func._schema.name.partition("::")
+    is_aten = space == "aten"
+    return is_exact(func._schema.name), is_aten, _rule(name.removesuffix("_")) if is_aten else None
+
+
 def _has_floats(values: Sequence[Any]) -> bool:
+    if values and isinstance(values[0], Tensor) and values[0].is_floating_point():
+        return True  # without a generator: most operations end here
     return any(
         _has_floats(one)
         if isinstance(one, (list, tuple))
@@ -138,7 +147,7 @@ def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make the rule of an operation that is a single one of IEEE 754."""
 
     def rule(first: Tensor, *others: _Number, out: Tensor | None = None) -> Tensor:
-        if first.dtype in _WIDE and all(_is_plain(other, first, compute) for other in (*others, out)):
+        if first.dtype in _WIDE and _are_plain(first, (*others, out), compute):
             return compute(first, *others, out=out)
         dtype = first.dtype
         for other in others:
@@ -152,12 +161,15 @@ def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return rule
 
 
-def _is_plain(other: _Number | None, first: Tensor, compute: Callable[..., Tensor]) -> bool:
-    """Tell whether an operand, or the place of a result, can be taken as it is."""
-    if isinstance(other, Tensor):
-        return other.dtype == first.dtype and other.device == first.device
-    # A GPU multiplies by the inverse of a divisor that is on the CPU.
-    return other is None or compute is not torch.div
+def _are_plain(first: Tensor, others: Sequence[_Number | None], compute: Callable[..., Tensor]) -> bool:
+    """Tell whether operands, and the place of the result, can be taken as they are."""
+    for other in others:
+        if isinstance(other, Tensor):
+            if other.dtype != first.dtype or other.device != first.device:
+                return False
+        elif other is not None and compute is torch.div:  # a GPU multiplies by the inverse of a number
+            return False
+    return True
 
 
 _plus, _minus, _mul = _single(torch.add), _single(torch.sub), _single(torch.mul)

@@ -7,11 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks import audit_costs, honest_audits, simulated, spot, trust
+from benchmarks import audit_costs, honest_audits, simulated, spot, trust, unlike, unlike_faults
 from benchmarks.routing import NUM_SLOWED
 from tests.benchmarks.small import ROOT, Small, run
 from tests.benchmarks.test_links import LINKS
@@ -31,6 +32,7 @@ SMALL = {
     "rebalancing": Small("--seeds 1", {"SIZES": {4: 1}, "TRACES": {"bursts": spot.bursts, "growth": spot.growth}}),
     "routing": Small(constants={"NUM_SERVERS": NUM_SLOWED + 1, "NUM_STEPS": 4, "LEARNING": 2, "NUM_SEEDS": 1}),
     "traffic": Small("--most 10"),
+    "unlike": Small("--only drift --steps 2 --seeds 0", {"NUM_HELD_OUT": 4}),
 }
 """Each takes about a second."""
 
@@ -62,6 +64,37 @@ def test_liars_measures_what_audits_cost(folder: Path, monkeypatch: pytest.Monke
     # The first steps of a stage audit all of its work; new servers' work is audited for longer, and these count as old.
     [share] = re.findall(r"([\d.]+) of server-steps audited", found)
     assert float(share) < 0.5
+
+
+def test_unlike_counts_honest_replicas_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"RUN_STEPS": 3, "HONEST": {"AdamW": ("AdamW", {})}}
+    found = run("unlike", Small("--only honest --steps 3", sizes), folder, monkeypatch)
+    assert re.findall(r"^all +3 +0 +[1-9]", found, flags=re.MULTILINE)
+
+
+def test_unlike_measures_what_portable_steps_cost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"LARGE": unlike.SMALL, "COSTS": (("AdamW", 4),)}
+    found = run("unlike", Small("--only cost --steps 6", sizes), folder, monkeypatch)
+    [row] = [line.split() for line in found.splitlines() if line.startswith("AdamW")]
+    assert row[1] == "64"
+    assert float(row[-1]) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(("number", "left_out"), [(3, "broken 1, honest 0"), (2, "broken 0, honest 1")])
+def test_unlike_finds_a_flipped_bit(number: int, left_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlike_faults, "FAULTS", {"flipped": partial(unlike_faults.flip, 0)})
+    monkeypatch.setattr(unlike_faults, "STAGES", {"few": (number, True)})
+    monkeypatch.setattr(unlike_faults, "NO_DROPOUT", {})
+    found = run("unlike", Small("--only faults --steps 2 --seeds 0"), folder, monkeypatch)
+    [row] = [line for line in found.splitlines() if line.startswith("flipped")]
+    assert re.search(r"few +1 +1 +1 +", row)
+    assert row.endswith(left_out)
+
+
+@pytest.mark.parametrize("settings", [{}, {"trust": "audited"}], ids=["trusted", "audited"])
+def test_only_audits_find_a_replica_without_dropout(settings: dict[str, str]) -> None:
+    found = unlike_faults.spoil(None, (2, True), seed=0, at=1, num_steps=6, **settings)
+    assert (found.num_steps is not None, found.is_right) == (bool(settings), bool(settings))
 
 
 def test_a_start_of_invited_peers_is_measured() -> None:
