@@ -26,11 +26,12 @@ from benchmarks.report import OUT, median, table, write
 from benchmarks.unlike_faults import measure_faults
 from benchmarks.unlike_stages import NUM_KINDS, Bytes, Tiny, differences_noted, drift, fit, machines, noise
 from lightning_swarm.coordinator import commit
+from lightning_swarm.coordinator.membership.kinds import mixed_stages
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing.local import QUIET
 
-SMALL: Mapping[str, int] = {"d_model": 32, "num_blocks": 1, "num_heads": 2, "context": 32}
-LARGE: Mapping[str, int] = {"d_model": 128, "num_blocks": 4, "num_heads": 4, "context": 128}
+SMALL: Mapping[str, Any] = {"d_model": 32, "num_blocks": 1, "num_heads": 2, "context": 32}
+LARGE: Mapping[str, Any] = {"d_model": 128, "num_blocks": 4, "num_heads": 4, "context": 128}
 """Of GPTs, the larger one with about a million parameters."""
 WINDOWS: Final = 4 * NUM_KINDS  # in a batch of the small one
 NUM_HELD_OUT = 1024  # windows
@@ -190,12 +191,11 @@ class Turns(L.Callback):
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Take turns inside."""
-        choose = commit.mixed_stages
         commit.mixed_stages = lambda *_: [0] if self.is_portable else []  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            commit.mixed_stages = choose  # type: ignore[attr-defined]
+            commit.mixed_stages = mixed_stages  # type: ignore[attr-defined]
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
