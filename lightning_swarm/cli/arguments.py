@@ -31,11 +31,12 @@ STATUS: Final = """\
 Rates are averages since a peer began or, with --watch, since the look before. The object has `run_id`, `step` (null if
 no coordinator answers), `steps_per_minute`, `stages` (for each a list of peer ids), `trainers_stage` (the one of them
 that is what stands around the pipeline, which the trainers compute; where it is the only one, it is a model that is not
-cut; or null) and `peers`. Each of these has `peer_id`, `place`, `problem` (why it did not answer, or null), `stages`,
-`lead`, `coordinator`, `step` (null while it waits for a run), `samples_per_s` (forward through each of its stages but
-the trainers'), `queued` (jobs), `sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null
-in a run that takes any peer), `refused` (requests of peers whose certificates do not permit them), `peak_gb` and
-`arithmetic` (the kind of machine: those of one kind compute the same bits).
+cut; or null), `portable` (the stages that took the newest step by portable arithmetic) and `peers`. Each of these has
+`peer_id`, `place`, `problem` (why it did not answer, or null), `stages`, `lead`, `coordinator`, `step` (null while it
+waits for a run), `samples_per_s` (forward through each of its stages but the trainers'), `queued` (jobs),
+`sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null in a run that takes any peer),
+`refused` (requests of peers whose certificates do not permit them), `peak_gb` and `arithmetic` (the kind of machine:
+those of one kind compute the same bits).
 """
 
 MEMBERS: Final = """\
