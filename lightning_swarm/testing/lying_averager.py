@@ -16,6 +16,7 @@ from lightning_swarm.server.averaging.all_reduce import Group, squared_norm
 from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing.adversary import Adversary
+from lightning_swarm.testing.wrapping import wrap
 
 
 class LyingAverager(Averager):
@@ -92,8 +93,3 @@ def with_floats(values: Tensor, floats: Tensor) -> Tensor:
     else:  # as a gradient that does not fit: the sum has no mean
         deterministic.note(said, fits=False)
     return said
-
-
-def wrap(target: object, name: str, around: Callable[..., Any]) -> None:
-    """Have a function of a module or an object be called by `around`, which gets it before the arguments."""
-    setattr(target, name, partial(around, getattr(target, name)))

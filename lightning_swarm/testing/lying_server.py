@@ -37,7 +37,8 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing.adversary import Adversary
 from lightning_swarm.testing.attacks import SeenFinding, SeenSums, WeightedSum
-from lightning_swarm.testing.lying_averager import LyingAverager, floats_of, open_reductions, with_floats, wrap
+from lightning_swarm.testing.lying_averager import LyingAverager, floats_of, open_reductions, with_floats
+from lightning_swarm.testing.wrapping import on_new_server, wrap
 
 _T = TypeVar("_T")
 
@@ -53,19 +54,14 @@ class Collusion:
     def watch(self, peer: Peer, name: PeerId) -> None:
         """Have a peer's server lie as planned, as soon as it is there; call it once for each peer of the process."""
 
-        async def start(honest: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-            await honest(*arguments)
-            server = peer.server
-            assert server is not None
-            if self.servers.get(name) is server:
-                return  # the run rolled back, and it serves already
+        def lie(server: Server) -> None:
             self.servers[name], self.names[peer.transport.peer_id] = server, name
             assert isinstance(peer.transport, BaseTransport)
             for adversary in self.adversaries:
                 if adversary.peer == name:
                     _Liar(adversary, server, peer.transport, self)
 
-        wrap(peer._host, "start", start)  # trainers that follow another's lead come this way, too
+        on_new_server(peer, lie)
 
     def forget(self, peer: PeerId) -> None:
         """Leave out a peer that was killed: what would be its process is gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -16,10 +16,9 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.server.executor import Priority
-from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing.faults import DidNotHappen
-from lightning_swarm.testing.lying_averager import wrap
+from lightning_swarm.testing.wrapping import on_new_server, wrap
 
 _T = TypeVar("_T")
 _MAX_SAVED: Final = 6  # tensors that a computation which fails saves, or reads, before
@@ -56,15 +55,7 @@ class SmallMemory:
 
     def watch(self, peer: Peer) -> None:
         """Give the peer's server this memory as soon as the server is there."""
-        watched: list[Server] = []
-
-        async def serve(begin: Callable[..., Awaitable[None]], *arguments: Any, **options: Any) -> None:
-            await begin(*arguments, **options)
-            if peer.server is not None and peer.server not in watched:  # else the run rolled back
-                watched.append(peer.server)
-                wrap(peer.server.calls, "_compute", self._compute)
-
-        wrap(peer._host, "serve", serve)  # a trainer beside the lead has it serve, too
+        on_new_server(peer, lambda server: wrap(server.calls, "_compute", self._compute))
 
     def _compute(self, compute: Callable[..., _T], stage: Stage, priority: Priority, run: Callable[[], Any]) -> _T:
         if self.stage not in (None, stage.index):

@@ -19,7 +19,7 @@ from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.testing.faults import DidNotHappen
-from lightning_swarm.testing.lying_averager import wrap
+from lightning_swarm.testing.wrapping import on_new_server, wrap
 
 _T = TypeVar("_T")
 
@@ -72,22 +72,20 @@ class UnlikeMachine:
 
     def watch(self, peer: Peer) -> None:
         """Have a peer be this machine; call it before the peer serves."""
-        watched: list[Server] = []
 
         async def start(honest: Callable[..., Awaitable[None]], model: PeerModel) -> None:
             _tell(self.arithmetic, model)
             await honest(model)
-            server = peer.server
-            assert server is not None
-            if server not in watched:  # else the run rolled back, and it serves already
-                watched.append(server)
-                _tell(self.arithmetic, server.steps.sums)
-                wrap(server._executor, "submit", submit)
+
+        def be_unlike(server: Server) -> None:
+            _tell(self.arithmetic, server.steps.sums)
+            wrap(server._executor, "submit", submit)
 
         def submit(honest: Callable[..., Any], priority: Priority, run: Callable[[], Any]) -> Any:
             return honest(priority, lambda: self.compute(run))
 
-        wrap(peer._host, "start", start)  # trainers that follow another's lead come this way, too
+        wrap(peer._host, "start", start)  # with each model: a run that rolled back brings another
+        on_new_server(peer, be_unlike)
 
 
 class _OtherRounding(TorchDispatchMode):
