@@ -456,6 +456,7 @@ class StepCommit:
     def _choose_blamed(
         self, closing: Closing, failed: Collection[PeerId], unreached: Mapping[PeerId, Collection[PeerId]]
     ) -> list[PeerId]:
+        """Choose the servers that a round failed by, of those without an answer and the peers that others missed."""
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         # Stages that have parameters in common hear of each other, too.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]

@@ -174,15 +174,11 @@ class ServerCalls:
                 waits.note(peer, reply.unreached)
             return reply
 
-        return await self._each(
-            AVERAGE,
-            {
-                peer: partial(
-                    ask, peer, encode(AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s))
-                )
-                for peer, held in sorted(named.items())
-            },
-        )
+        requests = {
+            peer: AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s)
+            for peer, held in sorted(named.items())
+        }
+        return await self._each(AVERAGE, {peer: partial(ask, peer, encode(one)) for peer, one in requests.items()})
 
     async def project(
         self, peers: Iterable[PeerId], request: ProjectRequest
@@ -265,10 +261,10 @@ class ServerCalls:
             del self._behind[peer]
 
     async def _ask_all(
-        self, method: str, bodies: Mapping[PeerId, bytes], read: Callable[[bytes], _T], *, timeout: float | None = None
+        self, method: str, bodies: Mapping[PeerId, bytes], read: Callable[[bytes], _T]
     ) -> dict[PeerId, _T | SwarmError]:
         async def ask(peer: PeerId, body: bytes) -> _T:
-            return read(await self._call(peer, method, body, timeout=timeout))
+            return read(await self._call(peer, method, body))
 
         return await self._each(method, {peer: partial(ask, peer, body) for peer, body in bodies.items()})
 
@@ -392,7 +388,7 @@ class _AverageWaits:
     def note(self, peer: PeerId, unreached: Sequence[PeerId]) -> None:
         """Enter the peers that a server did not reach."""
         self._unreached[peer] = unreached
-        while self._limits:
+        while self._limits and self.has_failed:
             waited_for = {by: [one for one in peers if one in self._limits] for by, peers in self._unreached.items()}
             blamed = self._choose_blamed(waited_for)
             # If two accuse each other, the one that answered may be the liar.

@@ -79,10 +79,9 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart
         folder = find_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         paths = [owner_file(folder, run_id).with_suffix(f".peer{number}") for number in ["", *range(2, _MAX_PEERS + 1)]]
-        own = [path for path in paths if path in _locks]  # to open its lock again and close it would give it up
-        path = next(
-            (path for path in own or _by_preference(paths, start) if path in _locks or _lock(path, start)), None
-        )
+        path = next((path for path in paths if path in _locks), None)  # its lock opened again and closed would be lost
+        if path is None:
+            path = next((path for path in _by_preference(paths, start) if _lock(path, start)), None)
     except (OSError, ConfigError) as error:
         _log.warning(
             "This peer's key is not kept, so that each start is another use of its invitation: %s. Name a file for the "
