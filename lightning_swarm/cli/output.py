@@ -1,4 +1,4 @@
-"""What commands tell their user beside their results."""
+"""Lines that commands print beside their results."""
 
 from __future__ import annotations
 

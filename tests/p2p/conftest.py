@@ -1,4 +1,4 @@
-"""What several tests of processes use."""
+"""Fixtures of the tests with processes."""
 
 from __future__ import annotations
 

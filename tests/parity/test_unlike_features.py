@@ -1,4 +1,4 @@
-"""What else a run can have, on machines of three kinds: tests of other files, once more."""
+"""Further features of a run, on machines of three kinds: tests of other files, once more."""
 
 from __future__ import annotations
 
