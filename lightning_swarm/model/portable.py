@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.portable_lists import list_rule
 from lightning_swarm.model.portable_products import exact_product, tree_sum
 
 _Number: TypeAlias = Tensor | float
@@ -71,8 +72,12 @@ class PortableArithmetic(TorchDispatchMode):
         if rule is None:
             raise Unportable(schema.name)
         into = kwargs.pop("out", None)
-        if into is None and schema.is_mutable:
-            into = args[0]
+        if into is None:
+            if (at_once := list_rule(func, args)) is not None:
+                lists = at_once(*args, **kwargs, in_place=schema.is_mutable)
+                return lists if schema.returns else None
+            if schema.is_mutable:
+                into = args[0]
         if isinstance(into, Tensor) and rule in _INTO:
             return rule(*args, **kwargs, out=into)
         found = rule(*args, **kwargs)
@@ -86,7 +91,7 @@ class PortableArithmetic(TorchDispatchMode):
 def is_exact(operation: str) -> bool:
     """Tell whether a kernel of this name, with its space, has the same bits on every machine as it is."""
     space, _, name = operation.partition("::")
-    return space in _EXACT_SPACES or (space == "aten" and name.removesuffix("_") in _EXACT)
+    return space in _EXACT_SPACES or (space == "aten" and name.removesuffix("_").removeprefix("_foreach_") in _EXACT)
 
 
 @cache  # by operation: on small tensors the look-up would take longer than the kernel
@@ -111,11 +116,8 @@ def _has_floats(values: Sequence[Any]) -> bool:
 
 def _rule(name: str) -> Callable[..., Any] | None:
     """Find how an operation is computed; None: it is not portable."""
-    if not name.startswith("_foreach_"):
-        return _RULES.get(name)
-    name = name.removeprefix("_foreach_")
-    rule = _RULES.get(name) or (getattr(torch, name, None) if name in _EXACT else None)
-    return None if rule is None else lambda *lists, **more: _each(rule, lists, more)
+    rule = _RULES.get(name.removeprefix("_foreach_"))
+    return rule if rule is None or name in _RULES else lambda *lists, **more: _each(rule, lists, more)
 
 
 def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any]) -> list[Any]:

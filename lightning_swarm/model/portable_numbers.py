@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-# An optimizer has several algorithms for one step, which round differently; it chooses by the device.
-_ONE_ALGORITHM: Final = {"foreach": False, "fused": False, "capturable": False}
+# These can step all of their tensors at once by portable operations, and do so up to so many numbers: more take long
+# enough that what goes between their operations does not matter, and the memory for another copy of all of them does.
+_AT_ONCE: Final = (Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, SGD)
+_MAX_AT_ONCE: Final = 1 << 24
 _DIGITS: Final = decimal.Context(prec=40)
 _CLOSED: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
 
@@ -59,19 +61,27 @@ for _name in _CLOSED:
 @contextmanager
 def portable_groups(optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer steps by one algorithm, whatever its device, and its hyperparameters are `PortableFloat`."""
-    groups = optimizer.param_groups
+    groups, algorithm = optimizer.param_groups, _one_algorithm(optimizer)
     before = [dict(group) for group in groups]
     for group in groups:
         group.update({key: _portable(value) for key, value in group.items() if key != "params"})
-        group.update({key: value for key, value in _ONE_ALGORITHM.items() if key in group})
+        group.update({key: value for key, value in algorithm.items() if key in group})
     try:
         yield
     finally:
         for group, old in zip(groups, before, strict=True):
-            group.update({key: old[key] for key in _ONE_ALGORITHM if key in old})
+            group.update({key: old[key] for key in algorithm if key in old})
             group.update({key: _plain(value) for key, value in group.items() if key != "params"})
         for state in optimizer.state.values():
             state.update({key: _plain(value) for key, value in state.items() if type(value) is PortableFloat})
+
+
+def _one_algorithm(optimizer: Optimizer) -> dict[str, bool]:
+    """Choose among an optimizer's algorithms, which round differently: by its parameters alone, torch by the device."""
+    groups = optimizer.param_groups
+    is_small = sum(one.numel() for group in groups for one in group["params"]) <= _MAX_AT_ONCE
+    at_once = type(optimizer) in _AT_ONCE and is_small and not any(group.get("differentiable") for group in groups)
+    return {"foreach": at_once, "fused": False, "capturable": False}
 
 
 def _portable(value: Any) -> Any:

@@ -223,13 +223,60 @@ def test_powers_of_hyperparameters_are_correctly_rounded() -> None:
 # ---------------------------------------------------------------------- operations
 
 
-def test_operations_on_lists() -> None:
-    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+# What an operation takes besides the first list: "l" for another list, numbers as they are, and names of numbers.
+ON_LISTS: dict[str, tuple[tuple[Any, ...], dict[str, float]]] = {
+    "add-multiple": (("l",), {"alpha": 0.3}),
+    "add-number": ((0.3,), {}),
+    "sub": (("l",), {"alpha": -1.7}),
+    "mul": (("l",), {}),
+    "mul-numbers": (([0.3, 1.7],), {}),
+    "mul-tensor": ((torch.tensor(0.3),), {}),
+    "div": (("l",), {}),
+    "div-number": ((0.3,), {}),
+    "div-numbers": (([0.3, 1.7],), {}),
+    "sqrt": ((), {}),
+    "addcmul": (("l", "l"), {"value": 0.3}),
+    "addcmul-numbers": (("l", "l", [0.3, 1.7]), {}),
+    "addcdiv": (("l", "l"), {"value": -0.3}),
+    "addcdiv-numbers": (("l", "l", [0.3, 1.7]), {}),
+    "lerp": (("l", 0.3), {}),
+    "lerp-far": (("l", 0.9), {}),
+    "lerp-weights": (("l", "l"), {}),
+}
+LIST_DTYPES = {"alike": (torch.float32, torch.float32), "mixed": (torch.float32, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("dtypes", LIST_DTYPES)
+@pytest.mark.parametrize("case", ON_LISTS)
+def test_an_operation_on_lists_has_the_bits_of_those_on_their_tensors(case: str, dtypes: str) -> None:
+    name, (operands, named) = case.partition("-")[0], ON_LISTS[case]
+    draw = torch.Generator().manual_seed(1)
+
+    def tensors() -> list[Tensor]:
+        shapes = zip(((40, 3), (7,)), LIST_DTYPES[dtypes], strict=True)
+        return [(torch.rand(shape, generator=draw) + 0.01).to(dtype) for shape, dtype in shapes]
+
+    first, operands = tensors(), tuple(tensors() if one == "l" else one for one in operands)
     with PortableArithmetic():
-        torch._foreach_add_(tensors, [torch.ones(2), torch.ones(1)], alpha=2.0)
-        roots = torch._foreach_sqrt(tensors)
-    assert [one.tolist() for one in tensors] == [[3.0, 4.0], [5.0]]
-    assert torch.equal(roots[0], torch.tensor([3.0, 4.0]).sqrt())
+        found = getattr(torch, f"_foreach_{name}")(first, *operands, **named)
+        changed = [one.clone() for one in first]
+        getattr(torch, f"_foreach_{name}_")(changed, *operands, **named)
+        for place, one in enumerate(first):
+            own, values = [other[place] if isinstance(other, list) else other for other in operands], dict(named)
+            if len(own) == 3:
+                values["value"] = own.pop()
+            alone = getattr(torch, name)(one, *own, **values)
+            assert alone.dtype == found[place].dtype == changed[place].dtype
+            assert torch.equal(alone, found[place])
+            assert torch.equal(alone, changed[place])
+
+
+@pytest.mark.parametrize(("num_numbers", "at_once"), [(1 << 24, True), ((1 << 24) + 1, False)])
+def test_an_optimizer_of_many_numbers_steps_one_tensor_after_the_other(num_numbers: int, at_once: bool) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(num_numbers, device="meta"))])
+    with portable_groups(optimizer):
+        assert optimizer.param_groups[0]["foreach"] is at_once
+    assert optimizer.param_groups[0]["foreach"] is None
 
 
 @pytest.mark.parametrize("name", ["tanh", "exp", "sin", "cumsum_", "erf"])
