@@ -12,7 +12,7 @@ export RUFF_CACHE_DIR := $(CACHE)/ruff
 export MYPY_CACHE_DIR := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test versions lightning wheel check fmt lint type docs bench clean
+.PHONY: help demo test versions lightning wheel check exhaustive fmt lint type docs bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -22,8 +22,8 @@ demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed,
 	@$(BIN)/python -m examples.bytes.demo $(ARGS)
 
 # One thread per process: where several peers share the cores, threads that outnumber them wait for each other. Three workers
-# on two cores, for tests of processes wait much. The thorough tests (long studies, the wheel, most cells of large tables) run in
-# `make check` only.
+# on two cores, for tests of processes wait much. The thorough tests (long studies, the wheel, further cells of tables) run in
+# `make check` only, and most cells of large tables in `make exhaustive` only.
 test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -k router"
 	@echo "== test"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \
@@ -47,12 +47,15 @@ lightning: $(STAMP) ## run Lightning's own tests in a swarm (CI does not): make 
 	@$(BIN)/python -m benchmarks.lightning_suite "$(SOURCE)" $(ARGS)
 
 # One after the other, also under -j: the cheap ones first, and their output apart.
-check: ## lint, type, build the docs and run all tests, the thorough ones too: what has to pass before a change is merged
+check: ## lint, type, build the docs, run tests, the thorough ones too: what has to pass before a change is merged
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory type
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test
-	@$(MAKE) --no-print-directory test ARGS="-m 'thorough and not benchmark'"
+	@$(MAKE) --no-print-directory test ARGS="-m 'thorough and not exhaustive and not benchmark'"
+
+exhaustive: ## run the tests that `make check` leaves out, an hour or two: before a release
+	@$(MAKE) --no-print-directory test ARGS="-m 'exhaustive and not benchmark'"
 
 # The wheel is built from the sdist, in isolation, and everything that it depends on comes from the package index.
 WHEEL_ENVIRONMENT := $(CURDIR)/$(VENV)/wheel

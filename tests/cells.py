@@ -1,4 +1,4 @@
-"""Which cells of a large table of parameters `make test` runs. `make check` runs all of them."""
+"""Which cells of a table of parameters `make test` runs, which `make check` adds, and which `make exhaustive` alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import pytest
 
+_SHARE = 8
+"""Of so many cells of a test that `make test` leaves out, `make check` runs one."""
 
-def mark_the_rest_as_thorough(items: Sequence[pytest.Item]) -> None:
-    """Of a test that is marked with `each_value` leave cells with all values; with `first_cells(n)`, the first ones."""
+
+def mark_the_rest(items: Sequence[pytest.Item]) -> None:
+    """Mark cells as thorough, and most of these as exhaustive.
+
+    Of a test that is marked with `each_value` cells with all values are left; with `first_cells(n)`, the first ones.
+    """
     tables: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function):
@@ -24,6 +30,10 @@ def mark_the_rest_as_thorough(items: Sequence[pytest.Item]) -> None:
         for index, cell in enumerate(cells):
             if index not in kept:
                 cell.add_marker(pytest.mark.thorough)
+        thorough = [cell for cell in cells if cell.get_closest_marker("thorough") is not None]
+        for index, cell in enumerate(thorough):
+            if index % _SHARE:
+                cell.add_marker(pytest.mark.exhaustive)
 
 
 def covering(cells: Sequence[frozenset[Hashable]]) -> set[int]:

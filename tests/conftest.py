@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose cells of large tables. Where files are dealt out, begin with the long ones."""
-    cells.mark_the_rest_as_thorough(items)
+    cells.mark_the_rest(items)
     folder = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:

@@ -402,6 +402,7 @@ def test_an_import_leaves_the_process_as_it_was() -> None:
     assert logging.getLevelName(logging.WARNING) == "WARNING"
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_listened_on(world: HivemindWorld) -> None:
     with pytest.raises(ConfigError, match="IP address"):
         world.run(hivemind.start(listen=HostPort("localhost", 0)))

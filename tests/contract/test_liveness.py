@@ -38,6 +38,7 @@ async def never_with_tensors(caller: PeerId, message: Message) -> Message:
     return message
 
 
+@pytest.mark.first_cells(1)
 def test_a_call_to_a_peer_that_falls_silent_ends_long_before_its_deadline(world: World, method: str) -> None:
     victim = world.another(world.a)
     victim.transport.handle_call(method, never)

@@ -82,10 +82,12 @@ class TestProject:
         assert all(tensor.dtype == torch.float64 for tensor in found.weights.values() if tensor.is_floating_point())
         assert "swarm" not in Path(str(project.__file__)).read_text()
 
+    @pytest.mark.first_cells(1)
     def test_one_process(self, project: ModuleType) -> None:
         strategy = SwarmStrategy(num_stages=2, microbatch_size=5, **PROJECTS[project])
         assert_same(run(project, strategy=strategy, devices=1), plain(project))
 
+    @pytest.mark.first_cells(1)
     @pytest.mark.parametrize("num_servers", [2, pytest.param(4, marks=pytest.mark.thorough)])
     def test_servers(self, project: ModuleType, num_servers: int) -> None:
         strategy = InMemoryStrategy(num_stages=2, microbatch_size=5, **PROJECTS[project])

@@ -45,7 +45,7 @@ def faults() -> Iterator[tuple[str, Callable[[FaultPlan], object]]]:
 FAULTS = dict(faults())
 
 
-@pytest.mark.first_cells(18)
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("delays", [False, True], ids=["waits", "late"])
 @pytest.mark.parametrize("name", ["none", *FAULTS])
 def test_a_fault(name: str, *, delays: bool) -> None:

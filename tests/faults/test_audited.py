@@ -97,7 +97,7 @@ def without_probation(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------ honest runs
 
 
-@pytest.mark.each_value
+@pytest.mark.thorough
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -118,6 +118,7 @@ class Overflowing(Model):
         return loss * torch.inf if self.global_step == SINCE else loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_gradients_that_overflow_are_no_lies(deterministic: bool) -> None:
     expected, _ = train(6, num_stages=2, model=Overflowing(), deterministic=True)
@@ -126,6 +127,7 @@ def test_gradients_that_overflow_are_no_lies(deterministic: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("compression", ["8bit", "float16"])
 def test_audits_look_at_encoded_tensors(compression: CodecName) -> None:
     codec = Compression(activations=compression, gradients=compression)
@@ -157,7 +159,7 @@ OUTPUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.each_value
+@pytest.mark.thorough
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(("attack", "options"), SUMS)
 def test_who_lies_of_its_sum_is_out_and_nothing_of_it_counts(attack: str, options: dict[str, Any], stages: int) -> None:
@@ -170,7 +172,7 @@ def test_who_lies_of_its_sum_is_out_and_nothing_of_it_counts(attack: str, option
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.each_value
+@pytest.mark.thorough
 @pytest.mark.parametrize("liar", ["peer-2", "peer-3"])  # of the last stage, and of the first
 @pytest.mark.parametrize(("attack", "options"), OUTPUTS)
 def test_batches_that_went_through_false_outputs_run_again(attack: str, options: dict[str, Any], liar: str) -> None:
@@ -183,6 +185,7 @@ def test_batches_that_went_through_false_outputs_run_again(attack: str, options:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("attack", ["sign_flip", "little_is_enough", "skipped_blocks"])
 def test_most_of_a_stage_may_lie(attack: str) -> None:
     """The coordinator, which holds the other stage, judges with weights that it fetches."""
@@ -200,7 +203,7 @@ def test_who_accuses_falsely_is_out() -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("attack", "options"),
     [("sign_flip", {"strength": 1000.0}), ("random_direction", {"strength": 1000.0}), ("not_a_number", {})],
@@ -216,6 +219,7 @@ def test_the_screen_finds_gross_lies_without_lots(attack: str, options: dict[str
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", [Phase.CLOSE_DONE, Phase.AVERAGE, Phase.BACKWARD_DONE])
 def test_honest_servers_may_die_meanwhile(phase: Phase) -> None:
     expected, _ = train(6, num_stages=2)
@@ -228,7 +232,7 @@ def test_honest_servers_may_die_meanwhile(phase: Phase) -> None:
 DYING_IN_AUDITS = [phase for phase in Phase if phase.name.startswith(("SKETCH", "AUDIT", "KEPT_WORK", "FINDINGS"))]
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", DYING_IN_AUDITS, ids=lambda phase: phase.name)
 def test_who_dies_in_the_middle_of_audits_is_no_liar(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_audits, "lots", random.Random(0))  # so that peer-1 is drawn
@@ -256,6 +260,7 @@ class Idle:
         monkeypatch.setattr(handlers, method, refuse)
 
 
+@pytest.mark.thorough
 def test_an_auditor_that_does_nothing_lets_no_accomplice_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Idle(monkeypatch, AuditHandlers, "_handle_audit", {"peer-1", "peer-5"})
     expected, _ = train(6, num_stages=2)
@@ -265,6 +270,7 @@ def test_an_auditor_that_does_nothing_lets_no_accomplice_pass(monkeypatch: pytes
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_what_nobody_can_judge_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """All servers of a stage keep their weights from the judge, and one of them lies."""
     monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)  # else the others may be in dispute, too
@@ -277,6 +283,7 @@ def test_what_nobody_can_judge_does_not_count(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("share", "strength"), [(1.0, 30.0), (0.0, 1000.0)])
 @pytest.mark.usefixtures("without_probation")
 def test_who_shows_auditors_another_sum_than_it_gives_is_convicted(
@@ -303,6 +310,7 @@ def test_who_shows_auditors_another_sum_than_it_gives_is_convicted(
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_who_claims_to_hold_nothing_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no microbatch, and gives a sum all the same."""
     freeze = GradientSums._freeze_stage
@@ -383,6 +391,7 @@ def test_settings_that_no_audit_can_look_into_are_refused(settings: dict[str, An
         InMemoryStrategy(**{"trust": "audited", **settings})
 
 
+@pytest.mark.thorough
 def test_what_audits_ask_for_may_be_on_disk() -> None:
     """Nothing of a microbatch is kept in memory, by whomever."""
     expected, _ = train(6, num_stages=2)
@@ -393,6 +402,7 @@ def test_what_audits_ask_for_may_be_on_disk() -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accomplice is convicted in the same step, in which its word was taken."""
     expected, _ = train(6, num_stages=1)
@@ -417,6 +427,7 @@ def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_a_stage_whose_servers_all_contradict_each_other_goes_on() -> None:
     """Its means are the coordinator's own, then; three of the four lie."""
     expected, _ = train(8, num_stages=2)

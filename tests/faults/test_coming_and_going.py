@@ -9,7 +9,7 @@ from tests.faults.harness import FaultySwarm
 from tests.faults.plans import JOINER, LEAVER, SMALL_STAGES, STAGES, TRAINERS, VOTERS, Case, joining, leaving
 
 
-@pytest.mark.first_cells(7)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("case", list(joining()), ids=str)
 def test_a_server_joins(case: Case) -> None:
     """It is in at the end unless it died, and so is whoever was frozen for long: there was time to come again."""

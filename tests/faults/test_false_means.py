@@ -250,7 +250,7 @@ def clean_bits() -> dict[str, Tensor]:
         swarm.close()
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reducer_that_makes_another_mean_is_convicted(kind: str, change: Change) -> None:
@@ -307,6 +307,7 @@ PROJECTIONS: dict[str, tuple[Callable[[PartProjections], PartProjections], str]]
 }
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("lie", PROJECTIONS)
 def test_false_answers_are_their_servers_own_fault(lie: str) -> None:
     swarm = FalseMeanSwarm(share=float(lie == "elements without a size"))
@@ -319,6 +320,7 @@ def test_false_answers_are_their_servers_own_fault(lie: str) -> None:
         swarm.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_member_that_gives_another_part_than_it_committed_to_changes_nothing(kind: str) -> None:
     """Each reducer says so, and it says no. It is left out, for most contradict it; the mean is that of the sums."""
@@ -449,6 +451,7 @@ def test_honest_servers_are_not_suspected(kind: str, share: float) -> None:
         swarm.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_joiner_that_a_reducer_gives_another_mean_takes_the_coordinator_s(kind: str) -> None:
     swarm = FalseMeanSwarm(kind, joiners=JOINER)
@@ -461,6 +464,7 @@ def test_a_joiner_that_a_reducer_gives_another_mean_takes_the_coordinator_s(kind
         swarm.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_joiner_that_was_given_another_mean_does_not_come_in_with_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -476,6 +480,7 @@ def test_a_joiner_that_was_given_another_mean_does_not_come_in_with_it(
         swarm.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_joiner_comes_in_with_the_mean_of_the_members(kind: str) -> None:
     swarm = FalseMeanSwarm(kind, share=1.0, joiners=JOINER)
@@ -516,6 +521,7 @@ def test_who_does_not_project_is_left_out() -> None:
         swarm.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("method", [PROJECT, VECTOR])
 @pytest.mark.parametrize("whom", ["a", LIAR])
 def test_who_dies_while_means_are_checked_is_done_without(whom: str, method: str) -> None:

@@ -83,6 +83,7 @@ def test_batches_that_were_never_computed_end_no_run(answer: Answer) -> None:
     assert swarm.num_lies == 3
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("answer", [claims_to_replay, is_silent])
 def test_many_microbatches_that_were_never_computed_hold_a_step_up_for_a_few_call_timeouts(answer: Answer) -> None:
     swarm = ClaimingSwarm(answer, num_microbatches=1000)
@@ -164,6 +165,7 @@ class MeddlingSwarm(FaultySwarm):
                 self.num_refused += 1
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "meddling",
     [("cancel",), ("forward",), ("backward",), ("misweigh",), ("forward", "misweigh"), ("backward", "cancel")],

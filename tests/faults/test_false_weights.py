@@ -14,6 +14,7 @@ from tests.faults.test_audited import KEEPER, SINCE, audited, events_of
 SWARM: dict[str, Any] = {"num_stages": 2, "microbatch_size": 4}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_false_weight_of_a_batch_convicts_nobody(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
     expected, _ = audited(6, **SWARM)

@@ -100,7 +100,7 @@ def check(mode: str, *stages: int, how: str = "kill", at: int = 5, **options: An
     assert_exact(swarm, plain)
 
 
-@pytest.mark.first_cells(0, 12, 5)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "beams", "prompt lookup"])
 @pytest.mark.parametrize("stages", [(0,), (1,), (0, 1)], ids=str)
 def test_servers_die_while_a_text_is_generated(mode: str, stages: tuple[int, ...]) -> None:
@@ -121,11 +121,12 @@ def test_servers_lose_a_session(stages: tuple[int, ...]) -> None:
     check("beams", *stages, how="forget")
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stages", [(0,), (1,)], ids=str)
 def test_where_no_outputs_are_kept_the_steps_are_computed_again_from_further_back(stages: tuple[int, ...]) -> None:
     check("sampled", *stages, limits=Limits(session_bytes=8_000))
 
 
+@pytest.mark.thorough
 def test_a_server_dies_at_the_first_token() -> None:
     check("greedy", 1, at=2)

@@ -31,6 +31,7 @@ def went_back(strategy: InMemoryStrategy) -> list[int]:
     return [one.step or 0 for one in strategy.peers[0].events.newest if one.kind == "went_back"]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("attack", "stages"), [("scaled_sum", 1), ("noisy_output", 2)])
 def test_what_counted_of_a_liar_is_undone(monkeypatch: pytest.MonkeyPatch, attack: str, stages: int) -> None:
     expected, _ = train(6, num_stages=stages)
@@ -42,6 +43,7 @@ def test_what_counted_of_a_liar_is_undone(monkeypatch: pytest.MonkeyPatch, attac
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_the_run_goes_on_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(6, num_stages=1)
     draw(monkeypatch, lambda step: step == NUM_STEPS - 2)
@@ -60,6 +62,7 @@ def test_a_liar_in_the_last_step_is_undone(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_several_liars_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one lies once the first is out."""
     expected, _ = train(6, num_stages=1)
@@ -75,6 +78,7 @@ def test_several_liars_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_who_was_audited_in_each_step_costs_no_step() -> None:
     """Else a newcomer could take a run back as often as it has invitations."""
     expected, _ = train(6, num_stages=2)
@@ -124,6 +128,7 @@ def test_a_run_that_has_nothing_to_go_back_to_goes_on(
     assert "no snapshot to go back to: work counted unaudited" in caplog.text
 
 
+@pytest.mark.thorough
 def test_fellows_of_a_liar_are_watched_after_going_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepAudits, "watch_fellows", lambda own, _: own._standing.watch({"peer-4"}, own._step.step))
     drawn: list[tuple[int, bool]] = []

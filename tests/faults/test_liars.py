@@ -151,6 +151,7 @@ LIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.replace(" ", "-"))
 def test_what_one_server_says_of_a_step_is_its_own_fault(lie: str) -> None:
     swarm = LyingSwarm()

@@ -49,14 +49,14 @@ def undisturbed_s(*, audited: bool) -> float:
     return run(FaultPlan(), audited=audited)
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(8)
 @pytest.mark.parametrize("phase", [*COMPUTING, *CLOSING, *TRAINING], ids=lambda phase: phase.name)
 def test_a_lost_message(phase: Phase) -> None:
     took_s = run(FaultPlan().drop(None, at=phase, step=STEP), audited=False)
     assert took_s < undisturbed_s(audited=False) + SOON_S
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("phase", AUDITING, ids=lambda phase: phase.name)
 def test_a_lost_message_of_an_audited_step(phase: Phase) -> None:
     took_s = run(FaultPlan().drop(None, at=phase, step=STEP), audited=True)

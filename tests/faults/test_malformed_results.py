@@ -42,9 +42,9 @@ def give(monkeypatch: pytest.MonkeyPatch, liar: str, direction: str, change: Cal
     return given
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize(("liar", "direction"), [(FIRST, "forward"), (LAST, "forward"), (LAST, "backward")])
-@pytest.mark.first_cells(2)
 def test_a_result_of_another_form_ends_no_run(
     monkeypatch: pytest.MonkeyPatch, liar: str, direction: str, form: str
 ) -> None:
@@ -67,6 +67,7 @@ def test_a_gradient_of_another_form_ends_no_run(monkeypatch: pytest.MonkeyPatch,
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("liar", [FIRST, LAST])
 def test_false_probes_end_no_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: str) -> None:
     """By them blocks seem to mix samples; the coordinator computes for itself whether they do."""
@@ -115,6 +116,7 @@ class Validating(Model):
         self.net(batch[0])
 
 
+@pytest.mark.thorough
 def test_an_error_of_one_server_ends_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(6, num_stages=2, model=Validating())
     forward, refused = ComputeHandlers._forward, list[str]()

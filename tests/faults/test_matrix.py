@@ -53,13 +53,13 @@ def check(*faults: Case, seed: int, num_input_only: int = 0) -> None:
         swarm.close()
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(8)
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_one_fault(case: Case) -> None:
     check(case, seed=0)
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in SENDING], ids=str)
 def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is fetched by a message of its own; what is small comes with the word that it is there."""
@@ -78,19 +78,20 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     check(*faults, seed=seed)
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("faults", list(caused()), ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults, seed=0)
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in COMPUTING][2::12], ids=str)
 def test_a_fault_among_backwards_for_the_input(case: Case) -> None:
     """Each microbatch has two backwards that add nothing, and then the one that counts."""
     check(case, seed=1, num_input_only=2)
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("phase", OF_TRAINERS, ids=lambda phase: phase.name)
 def test_the_lead_dies(phase: Phase) -> None:
     """Nobody inherits its loop: all the others end with an error that says so, and what was decided holds."""

@@ -37,6 +37,7 @@ from tests.faults.test_audited import NUM_STEPS, SINCE, Model, audited, data, ev
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 7])
 def test_sketches_of_stages_that_it_does_not_hold(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     expected, _ = train(6, num_stages=2)
@@ -53,6 +54,7 @@ def test_sketches_of_stages_that_it_does_not_hold(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("liar", ["peer-2", "peer-3"])
 def test_who_gives_no_part_and_says_that_all_is_well(monkeypatch: pytest.MonkeyPatch, liar: str) -> None:
     expected, _ = train(6, num_stages=2)
@@ -74,6 +76,7 @@ def test_who_gives_no_part_and_says_that_all_is_well(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", ["unreached", "refusing", ""])
 def test_who_says_that_others_give_it_nothing_does_not_come_to_be_alone(
     monkeypatch: pytest.MonkeyPatch, names: str
@@ -98,6 +101,7 @@ def test_who_says_that_others_give_it_nothing_does_not_come_to_be_alone(
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("liar", "method"), [("peer-1", "_handle_state"), ("peer-3", "_handle_prove")])
 def test_who_never_gives_its_weights_has_nobody_left_out(
     monkeypatch: pytest.MonkeyPatch, liar: str, method: str
@@ -134,6 +138,7 @@ class Joining(Callback):
             trainer.strategy.join()  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 def test_who_will_not_meet_a_joiner_keeps_it_out_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     handle, refused = Donor._handle_meet, list[str]()
 
@@ -201,6 +206,7 @@ def test_who_has_much_shown_to_it_keeps_nobody_from_audits(monkeypatch: pytest.M
     assert most["peer-5"] < 30
 
 
+@pytest.mark.thorough
 def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in two sums is computed again by one of the two, and who begins anew too often is left out."""
     expected, _ = train(6, num_stages=2)
@@ -229,6 +235,7 @@ def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("attack", ["sign_flip", "skipped_blocks"])
 def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
     """So the run can go back to a snapshot, if it has one."""
@@ -237,6 +244,7 @@ def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
         audited(6, *(Adversary(liar, attack, since=SINCE) for liar in liars), num_stages=2)
 
 
+@pytest.mark.thorough
 def test_who_shows_its_vectors_late_and_damaged_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator waits for its own examination for so long as each vector may take."""
     liars = ["peer-1", "peer-3"]

@@ -38,6 +38,7 @@ class LastBit(Attack):
         return said
 
 
+@pytest.mark.thorough
 def test_a_lie_of_one_bit_is_found() -> None:
     liar = Adversary("peer-3", LastBit(), since=SINCE)
     _, strategy = audited(6, liar, **FLOATS)
@@ -73,6 +74,7 @@ def normalized() -> Model:
     return Model(torch.float32, lambda: nn.LayerNorm(WIDTH))  # type: ignore[arg-type]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("precision", "codec", "accumulated"),
     [("32-true", None, 2), ("bf16-mixed", None, 1), ("32-true", "8bit", 1)],
@@ -134,6 +136,7 @@ class UnsteadyModel(Model):
             block[0].__class__ = UnsteadyLinear  # type: ignore[index]
 
 
+@pytest.mark.thorough
 def test_machines_that_never_compute_the_same_bits_are_compared_within_a_tolerance(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -168,12 +171,14 @@ class OtherSum(Attack):
         return replaced(seen.true, values=[2.0 * value for value in seen.true.values])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("other_kind")
 def test_an_honest_machine_of_another_kind_accuses_nobody() -> None:
     _, strategy = audited(6, **FLOATS)
     assert not events_of(strategy, "convicted") | events_of(strategy, "disputed")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("other_kind")
 def test_a_machine_of_another_kind_that_accuses_again_and_again_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_audits, "MAX_REFUTED", 2)
@@ -186,6 +191,7 @@ def test_a_machine_of_another_kind_that_accuses_again_and_again_is_out(monkeypat
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("other_kind")
 def test_accusations_that_prove_nothing_are_made_twice_of_each_server() -> None:
     """Then the coordinator audits in its place."""
@@ -211,6 +217,7 @@ class Lots:
         return list(population)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("max_steps", [NUM_STEPS, None])
 def test_a_lie_of_the_last_step_is_likely_found(monkeypatch: pytest.MonkeyPatch, max_steps: int | None) -> None:
     monkeypatch.setattr(policy, "PROBATION", 0)
@@ -254,6 +261,7 @@ class Unused(Model):
         return super().training_step([inputs, batch[1]])
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_false_mean_within_the_rounding_is_found_where_it_is_drawn(
     monkeypatch: pytest.MonkeyPatch, share: float

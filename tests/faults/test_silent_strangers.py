@@ -59,6 +59,7 @@ def clean() -> Tensor:
     return audited(6, num_stages=2, microbatch_size=4)[0]
 
 
+@pytest.mark.thorough
 def test_an_auditor_that_never_answers_is_reported(clean: Tensor) -> None:
     faults = FaultPlan().delay(SILENT, by_s=400.0, at=Phase.AUDIT, times=None)
     weights, strategy, clock = run(faults, share=1.0)
@@ -68,6 +69,7 @@ def test_an_auditor_that_never_answers_is_reported(clean: Tensor) -> None:
     assert torch.equal(weights, clean)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("phase", "soon_s"),
     [(Phase.CLOSE, SOON_S), (Phase.SKETCH, 3 * LEAST_S), (Phase.FINDINGS, 3 * LEAST_S), (Phase.AVERAGE, 3 * LEAST_S)],
@@ -103,6 +105,7 @@ def test_an_honest_server_behind_a_slow_link_is_not_convicted(clean: Tensor, mon
     assert torch.equal(weights, clean)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("phase", [Phase.CLOSE, Phase.SKETCH], ids=lambda one: one.name)
 def test_a_server_that_is_late_by_seconds_is_not_convicted(
     clean: Tensor, phase: Phase, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def strikes(strategy: InMemoryStrategy) -> list[int | None]:
 # ------------------------------------------------------------------ what the trainer gets
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "liar", "direction"), [(Model, LAST, "forward"), (Around, FIRST, "backward")])
 def test_what_is_claimed_otherwise_counts_in_no_step(
     monkeypatch: pytest.MonkeyPatch, model: type[Model], liar: str, direction: str
@@ -106,6 +107,7 @@ def test_what_is_claimed_otherwise_counts_in_no_step(
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("arithmetic", [None, "abacus"])
 def test_who_leaves_backwards_to_others_makes_few_steps_run_again(
     monkeypatch: pytest.MonkeyPatch, arithmetic: str | None
@@ -124,6 +126,7 @@ def test_who_leaves_backwards_to_others_makes_few_steps_run_again(
     torch.testing.assert_close(found, expected, rtol=0.0, atol=ROUNDING if arithmetic else 0.0)
 
 
+@pytest.mark.thorough
 def test_who_is_gone_before_it_has_claimed_anything_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(6, num_stages=2)
     given = give_other(monkeypatch, LAST, "forward")
@@ -134,6 +137,7 @@ def test_who_is_gone_before_it_has_claimed_anything_changes_nothing(monkeypatch:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_where_a_step_closes_again_lots_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has a step run again knows whom the lots hit before: a liar lies only then."""
     for name in ("PROBATION", "_WARM_UP"):
@@ -160,6 +164,7 @@ def test_where_a_step_closes_again_lots_are_drawn_again(monkeypatch: pytest.Monk
 # ------------------------------------------------------------------ what servers get from each other
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [Model, Around])
 def test_who_gives_others_something_false_and_leaves_the_backward_to_others_is_left_out(
     monkeypatch: pytest.MonkeyPatch, model: type[Model]
@@ -221,7 +226,7 @@ def test_two_liars_that_leave_a_stage_only_one_of_them_end_no_run(monkeypatch: p
 # ------------------------------------------------------------------ honest servers
 
 
-@pytest.mark.each_value
+@pytest.mark.thorough
 @pytest.mark.parametrize("cache_bytes", [1 << 20, 1])
 @pytest.mark.parametrize("phase", [Phase.CLOSE, Phase.BACKWARD, Phase.BACKWARD_DONE, Phase.SEND_GRADIENT])
 @pytest.mark.parametrize("model", [Model, Around])
@@ -236,6 +241,7 @@ def test_what_honest_servers_give_is_what_they_claim(model: type[Model], phase: 
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("factor", [2.0, 1.0 + 1e-12])  # the second is what another kind of machine may compute
 def test_a_first_server_that_is_asked_twice_is_honest(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """The last stage's server gives it a gradient, and the trainer no receipt: another one takes its place."""
@@ -267,6 +273,7 @@ def test_a_first_server_that_is_asked_twice_is_honest(monkeypatch: pytest.Monkey
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_a_last_server_that_had_no_room_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stage's server gives a false output and dies before the backward, which begins with another one's."""
     expected, _ = train(6, num_stages=2)
@@ -279,6 +286,7 @@ def test_a_last_server_that_had_no_room_is_honest(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_a_last_server_whose_sum_begins_anew_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     """One gives a false output and dies; another claims all receipts first, so the others' sums begin anew."""
     expected, _ = train(6, num_stages=2)
@@ -309,6 +317,7 @@ def test_a_last_server_whose_sum_begins_anew_is_honest(monkeypatch: pytest.Monke
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_who_gives_no_receipt_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(6, num_stages=2)
     add, refused = GradientSums.add, list[Receipt]()
@@ -325,6 +334,7 @@ def test_who_gives_no_receipt_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("arithmetic", "num_allowed"), [(None, 5), ("abacus", 5), (None, 0)])
 def test_who_cannot_be_reached_while_it_is_audited_is_convicted_the_sixth_time(
     monkeypatch: pytest.MonkeyPatch, arithmetic: str | None, num_allowed: int

@@ -26,6 +26,7 @@ from tests.parity.harness import WEIGHT_TOLERANCE, quiet_warnings, run_plain, ru
 from tests.parity.models import DigitsMLP, Recipe, digits, loader
 
 
+@pytest.mark.thorough
 @feature("`EarlyStopping`", WORKS)
 def test_early_stopping() -> None:
     def stopping(_: str) -> list[L.Callback]:

@@ -72,7 +72,7 @@ def compiled_runs(make_module: Callable[[], Any], data: Any, **options: Any) -> 
     return plain, swarm, backend
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @feature(
     "`trainer.fit(torch.compile(module, ...))`",
     WORKS,

@@ -92,6 +92,7 @@ def test_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [trainer.global_step for trainer in both.trainers] == [4, 4]
 
 
+@pytest.mark.first_cells(1)
 @feature(
     "`Trainer(val_check_interval=...)`", WORKS, "validates the weights of the last step, which are frozen meanwhile"
 )

@@ -26,6 +26,7 @@ class LossInFloat32(DigitsMLP):
         return F.cross_entropy(self.net(batch[0]).float(), batch[1])
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("precision", "dtype", "tolerance"),
     [

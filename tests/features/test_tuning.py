@@ -27,6 +27,7 @@ def swarm(tmp_path: Path) -> Iterator[ServedSwarm]:
         yield made
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "kind",
     [

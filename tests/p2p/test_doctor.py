@@ -76,6 +76,7 @@ def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer:
     assert lines[-1] == "4 to mend."
 
 
+@pytest.mark.thorough
 def test_a_joiner_tells_wrong_ports_hosts_and_ids_apart(skewed_peer: Address, caplog: pytest.LogCaptureFixture) -> None:
     """It says so itself, without libp2p's words for it."""
     with socket.create_server(("127.0.0.1", 0)) as blocking, socket.create_server(("127.0.0.1", 0)) as freed:

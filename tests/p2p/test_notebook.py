@@ -81,6 +81,7 @@ class Notebook(Callback):
         trainer.should_stop = self.joined_at is not None and trainer.global_step > self.joined_at + 3
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_notebook_outlives_the_run_in_which_it_helped(tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)

@@ -80,6 +80,7 @@ def _assert_joined_and_exact(run: Run, out: Path, kind: Mapping[str, str]) -> di
     return found
 
 
+@pytest.mark.thorough
 def test_a_machine_of_another_kind_joins_and_is_killed(start: Callable[..., Run], tmp_path: Path) -> None:
     run = _begun(start, tmp_path, {})
     joiner = _join(start, run, tmp_path, UNFUSED)
@@ -108,6 +109,7 @@ def test_two_machines_of_two_kinds(start: Callable[..., Run], hosts: Hosts, tmp_
     assert joiner.wait() == 0, "".join(joiner.output)
 
 
+@pytest.mark.thorough
 def test_the_kinds_differ() -> None:
     """Else the tests above would show nothing: the same operation has other bits there."""
     code = (

@@ -104,6 +104,7 @@ def test_a_text_is_that_of_one_machine(tmp_path: Path, family: str, mode: str) -
         assert sum(server.sessions.num_steps for server in servers(swarm)) > 3, "nothing was written by sessions"
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("victims", ["b", "bc"])
 def test_no_death_of_a_server_changes_a_token(tmp_path: Path, swarm: ServedSwarm, victims: str) -> None:
     """Who comes in their place has not got the adapter."""
@@ -136,6 +137,7 @@ def test_an_adapter_that_a_server_has_dropped_is_sent_again(tmp_path: Path, swar
     assert torch.equal(found, write(plain("llama", adapter), "beams"))
 
 
+@pytest.mark.thorough
 def test_each_user_has_an_adapter_of_its_own(tmp_path: Path, swarm: ServedSwarm) -> None:
     """Three users and one without any, token by token beside each other."""
     adapters = [save_adapter("llama", tmp_path / f"adapter-{seed}", seed=seed) for seed in range(3)]

@@ -145,7 +145,7 @@ def assert_equal(found: Tuning, plain: Tuning) -> None:
         assert float((own[name] - weight).detach().abs().max()) <= WEIGHT_TOLERANCE, name
 
 
-@pytest.mark.each_value
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatch_size", [None, 1, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_is_that_of_one_machine(
@@ -203,6 +203,7 @@ def test_places_of_served_weights_take_no_memory(swarm: ServedSwarm, monkeypatch
     assert all(one.untyped_storage().nbytes() == one.itemsize for one in held)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("victim", ["b", "c"])
 def test_no_death_of_a_server_changes_a_gradient(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, victim: str
@@ -229,6 +230,7 @@ def test_no_death_of_a_server_changes_a_gradient(
     assert_equal(runs[1], runs[0])
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("broken", ["forward", "backward"])
 def test_a_server_that_fails_is_replaced(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """Its machine, not the model. Where all servers fail, their error is raised."""
@@ -261,6 +263,7 @@ def test_a_server_that_fails_is_replaced(swarm: ServedSwarm, monkeypatch: pytest
         tune(runs[1].model, strategy, steps=1, accelerator="auto")
 
 
+@pytest.mark.thorough
 def test_users_in_turns_disturb_nobody(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of them, step by step beside each other over the same stages, each with an adapter and data of its own."""
 
@@ -299,6 +302,7 @@ def test_little_room_for_adapters_and_graphs_costs_only_time(
     assert all(server.tuning.adapters.num_bytes <= 3000 for server in servers)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_files_are_ordinary_ones(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder of peft that plain peft loads, and a checkpoint of Lightning that both resume from."""
@@ -425,6 +429,7 @@ def keyed(model: Any, num_stages: int) -> None:
         wrap(layer, place)
 
 
+@pytest.mark.thorough
 def test_dropout_is_that_of_a_keyed_reference(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peft on one machine, whose blocks draw by the same keys."""
     strategy = attached(swarm, monkeypatch, microbatch_size=6)
@@ -438,6 +443,7 @@ def test_dropout_is_that_of_a_keyed_reference(swarm: ServedSwarm, monkeypatch: p
     assert_equal(runs[1], runs[0])
 
 
+@pytest.mark.thorough
 def test_dropout_is_that_of_the_call_wherever_it_is_computed(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,7 @@ def test_what_cannot_be_added_up_skips_its_step(make: Callable[[], Any]) -> None
         assert [record.outcome for record in run.records] == ["apply", "apply", "skip", "apply"]
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "data", "options"),
     [

@@ -178,6 +178,7 @@ class SpoilingJoiners(Joining):
                 self.spoilt.append((trainer.global_step, joiner.membership.me.peer_id))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("count", [1, 4, 6])
 def test_newcomers_that_differ_alike_outvote_nobody(count: int) -> None:
     joining = SpoilingJoiners(at=1, count=count)

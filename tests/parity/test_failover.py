@@ -70,6 +70,7 @@ class Freezing(L.Callback):
             self.swarm().freeze("lead")
 
 
+@pytest.mark.thorough
 def test_a_lead_that_is_cut_off_does_not_go_on_alone() -> None:
     """It has the whole model in snapshots, and cannot know that the others live."""
     swarm = Swarm(1, 1, make_digits, {}, lambda name: [Freezing(lambda: swarm)], options={"max_steps": STEPS})

@@ -51,6 +51,7 @@ def test_scales_and_weights_are_the_plain_trainers(options: dict[str, Any]) -> N
     assert_same(swarm, plain, loss=1e-6, weight=1e-6, norm=1e-6)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
 def test_what_overflows_is_skipped_with_a_codec_too(codec: CodecName, monkeypatch: pytest.MonkeyPatch) -> None:
     """No codec takes an infinity, and it travels as it is."""

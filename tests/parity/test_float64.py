@@ -182,7 +182,7 @@ def test_other_wirings(options: dict[str, Any]) -> None:
     assert_exact(run_swarm(DigitsMLP, loader(digits()), max_steps=9, **options), plain)
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "make_optimizer",
     [

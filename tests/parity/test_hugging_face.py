@@ -179,7 +179,7 @@ MODELS = {
 }
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_on_one_machine(name: str) -> None:
     model = MODELS[name]

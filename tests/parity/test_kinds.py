@@ -148,7 +148,7 @@ def plain(name: str) -> Run:
     return found
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(5)
 @pytest.mark.parametrize("num_servers", [1, 2, 4])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind(name: str, num_servers: int) -> None:

@@ -278,7 +278,7 @@ def assert_logged(seen: Seen, standby: int) -> None:
         before = total
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_trainers", "at", "place"),
     [(2, 6, "between batches"), (2, 3, "in a batch"), (4, 7, "in a batch"), (4, 2, "behind")],
@@ -406,6 +406,7 @@ def test_the_run_keeps_its_starters_settings(alone: Seen) -> None:
     assert {(one.activations, one.averaging) for one in ways} == {("none", "none")}
 
 
+@pytest.mark.thorough
 def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
     found, leave = {}, ThreadStrategy.leave
 

@@ -298,7 +298,7 @@ def assert_close(ours: Any, theirs: Any, where: str = "checkpoint") -> None:
         assert ours == theirs, where
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("model", "data"), [(DigitsMLP, digits), (Trees, records)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_checkpoints_are_those_of_the_plain_trainer(

@@ -36,7 +36,7 @@ def train(model: Callable[..., Net], limits: Limits | None = None, dropout: floa
     )
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("cache_bytes", [0, MIDDLING_BYTES])
 @pytest.mark.parametrize("model", DATA)
 def test_what_was_dropped_is_computed_again(model: Callable[..., Net], cache_bytes: int) -> None:
@@ -66,7 +66,7 @@ def assert_recomputed(swarm: SwarmRun, *, everything: bool) -> None:
         assert 0 < swarm.num_dropped_graphs < num_calls
 
 
-@pytest.mark.each_value
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("max_pending_calls", [1, 3])
 @pytest.mark.parametrize("num_servers", [2, 4])
 def test_a_busy_server_is_no_fault(num_servers: int, max_pending_calls: int) -> None:

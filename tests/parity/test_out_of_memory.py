@@ -53,6 +53,7 @@ def refused(swarm: SwarmRun) -> int:
     return sum(server.events.counts["out_of_memory"] for server in swarm.strategy.servers)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_bytes", [ONE_GRAPH, TWO_GRAPHS])
 def test_graphs_that_find_no_room_are_computed_again_and_nothing_is_sent_again(num_bytes: int) -> None:
     swarm = train(*(SmallMemory(f"peer-{i}", num_bytes=num_bytes) for i in range(4)))
@@ -64,6 +65,7 @@ def test_graphs_that_find_no_room_are_computed_again_and_nothing_is_sent_again(n
     assert max(struck) <= 2, "they learnt nothing from running out"
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_another_server_computes_what_does_not_fit(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     small = "peer-1" if stage == 0 else "peer-2"
@@ -76,6 +78,7 @@ def test_another_server_computes_what_does_not_fit(stage: int, caplog: pytest.Lo
     assert any(f"stage {stage}, {small}" in line and "Tried to allocate" in line for line in lines), lines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_servers", [2, 4])
 def test_what_fits_nowhere_ends_with_the_rule_the_value_and_the_remedy(num_servers: int) -> None:
     memories = [SmallMemory(f"peer-{i}", num_bytes=NO_GRAPH, stage=1) for i in range(num_servers)]
@@ -83,6 +86,7 @@ def test_what_fits_nowhere_ends_with_the_rule_the_value_and_the_remedy(num_serve
         run_small(*memories, num_servers=num_servers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_computations_that_fail_at_random_half_way(everywhere: bool) -> None:
     """Most find memory in the second attempt; others are sent to another server, or once more alone."""
@@ -95,6 +99,7 @@ def test_computations_that_fail_at_random_half_way(everywhere: bool) -> None:
     assert everywhere or refused(swarm) > 0
 
 
+@pytest.mark.thorough
 def test_late_steps() -> None:
     memories = [SmallMemory(f"peer-{i}", fails=FEW_FAIL, seed=i) for i in range(4)]
     swarm = run_small(*memories, delay_optimizer_step=True, max_steps=8)
@@ -114,6 +119,7 @@ def test_a_server_without_memory_for_its_stage_moves_to_another_one() -> None:
     assert "peer-1" in [member.peer_id for member in swarm.rosters[-1][1]]
 
 
+@pytest.mark.thorough
 def test_a_server_without_memory_for_any_stage_leaves_and_says_why() -> None:
     plain = run_plain(DigitsMLP, loader(digits()), max_steps=14)
     swarm = run_small(SmallMemory("peer-2", num_bytes=NO_GRAPH), num_gone=1, **LONG)
@@ -159,6 +165,7 @@ def test_a_server_that_cannot_average_is_left_out_of_the_step(monkeypatch: pytes
     assert_exact(swarm, plain)
 
 
+@pytest.mark.thorough
 def test_several_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     memories = [SmallMemory(f"peer-{rank}", num_bytes=ONE_GRAPH) for rank in range(2)]
     make = ThreadStrategy.make_peer

@@ -47,6 +47,7 @@ class Digits(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_curve_validation_and_checkpoints_equal_the_plain_trainers(tmp_path: Path) -> None:
     data = loader(digits())

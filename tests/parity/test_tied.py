@@ -148,6 +148,7 @@ class Nudging(L.Callback):
                 steps.stage(*steps.stages).parameters[EMBEDDING] *= 1 + 1e-15
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_server_whose_copy_comes_to_differ_is_left_out(plain: Run, number: int) -> None:
     """Also the older one of its stage, for the other stage's servers have what the younger one has."""

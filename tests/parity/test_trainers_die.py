@@ -327,7 +327,7 @@ def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
     assert_right(seen, lead)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: bool) -> None:
     """It was armed before, so it counts, once, whether that was heard or not."""
@@ -368,7 +368,7 @@ def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_b
     assert_right(seen, lead)
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["before forward", "after forward", "before backward", "after backward"])
 def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     seen, lead = run(where, kill)

@@ -96,7 +96,7 @@ def train(
     return run
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_stages", "num_servers", "unlike"),
     [(1, 2, (1,)), (2, 4, (1, 2)), (1, 2, (0,)), (1, 3, (1, 2)), (2, 4, (0, 1)), (2, 3, (1, 2)), (2, 4, (1, 2, 3))],
@@ -117,7 +117,7 @@ OPTIONS: dict[str, tuple[Callable[[], L.LightningModule], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_each_replica_computes_is_portable(name: str) -> None:
     make, options = OPTIONS[name]

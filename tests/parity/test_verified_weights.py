@@ -71,6 +71,7 @@ def saved(folder: Path, *callbacks: L.Callback, **options: Any) -> SwarmRun:
     return run_swarm(make_digits, DATA(), num_servers=6, exact_sums=True, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("poison", [raised, forged], ids=["other weights", "the same fingerprint"])
 def test_what_a_liar_sends_comes_into_no_checkpoint(poison: Any, tmp_path: Path) -> None:
     honest = saved(tmp_path / "honest")
@@ -91,6 +92,7 @@ def test_what_a_liar_sends_comes_into_no_checkpoint(poison: Any, tmp_path: Path)
         torch.testing.assert_close(*states, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.thorough
 def test_an_honest_audited_run_is_the_same_run(tmp_path: Path) -> None:
     honest = saved(tmp_path / "plain")
     found = saved(tmp_path / "audited", trust="audited")
@@ -99,6 +101,7 @@ def test_an_honest_audited_run_is_the_same_run(tmp_path: Path) -> None:
     assert not any(server.events.counts["gone"] for server in found.strategy.servers)
 
 
+@pytest.mark.thorough
 def test_a_server_joins_an_audited_run(tmp_path: Path) -> None:
     joining = Joining(at=2, count=2)
     found = saved(tmp_path / "audited", joining, trust="audited", num_joiners=2, latency_s=0.001)

@@ -292,7 +292,7 @@ def assert_plain(seen: Seen, model: str, num_steps: int) -> None:
         torch.testing.assert_close(seen.weights[name], tensor, rtol=0.0, atol=WEIGHT_TOLERANCE, msg=name)
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_trainer(model: str) -> None:
     assert_plain(run(model, 1, max_steps=NUM_STEPS), model, NUM_STEPS)

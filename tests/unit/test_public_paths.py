@@ -64,6 +64,7 @@ def imported() -> set[str]:
     return set(run.stdout.split())
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_public_path_imports(path: str, imported: set[str]) -> None:
     assert path in imported

@@ -163,6 +163,7 @@ EARLY = {
 }
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("fence", [False, True], ids=["promise", "fence"])
 @pytest.mark.parametrize("early", EARLY, ids=lambda early: early.replace(" ", "-"))
 def test_a_promise_for_another_slot_ends_no_vote(make_swarm: MakeSwarm, early: str, fence: bool) -> None:
@@ -177,7 +178,7 @@ def test_a_promise_for_another_slot_ends_no_vote(make_swarm: MakeSwarm, early: s
     coup.check()
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("asked", ["b", "b d e"])
 def test_numbers_rise_no_faster_than_the_others_follow(make_swarm: MakeSwarm, asked: str) -> None:
     """However often a member asks while there is no coordinator: soon after it is silent somebody leads."""

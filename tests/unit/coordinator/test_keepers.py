@@ -169,6 +169,7 @@ def test_only_a_keeper_is_named_to_lead(make_swarm: MakeSwarm) -> None:
         assert swarm.servers[peer].membership.run.manifest.lead == TRAINER
 
 
+@pytest.mark.thorough
 def test_a_term_of_another_server_is_not_followed_whoever_says_that_voters_promised_it(make_swarm: MakeSwarm) -> None:
     swarm = audited(make_swarm, "a c")
     swarm.run(step(swarm, 0))

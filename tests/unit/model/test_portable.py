@@ -98,6 +98,7 @@ def test_optimizers_step_as_torch_does_up_to_rounding(name: str, dtype: torch.dt
     assert not [value for value in numbers if isinstance(value, PortableFloat)]
 
 
+@pytest.mark.thorough
 def test_other_kernels_step_to_the_same_bits() -> None:
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no other kernels")

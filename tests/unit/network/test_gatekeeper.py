@@ -152,6 +152,7 @@ async def show(caller: MemoryTransport, served: MemoryTransport, form: str, cert
         gate._wall_s = lambda: time.time() + 2 * HOUR_S
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("role", Role)
 def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, role: Role) -> None:
     """Whatever a caller has shown, its request comes to the gate, which alone decides."""

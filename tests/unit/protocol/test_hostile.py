@@ -941,6 +941,7 @@ def test_tensors_of_who_may_not_send_them_stay_unread(
     assert not framing.new_bytes.called
 
 
+@pytest.mark.first_cells(25)
 @every_sample
 def test_what_is_no_message_is_refused_and_changes_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     swarm = sample.prepared(make_swarm)

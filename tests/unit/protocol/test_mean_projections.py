@@ -103,7 +103,7 @@ def honest_cases(dtype: DType, number: int) -> Iterator[tuple[list[Tensor], Tens
         yield sums, mean, StageScale(length, dtype, WEIGHT * gradient_scale)
 
 
-@pytest.mark.each_value
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_honest_passes(dtype: DType, number: int) -> None:
@@ -118,7 +118,7 @@ def test_what_is_honest_passes(dtype: DType, number: int) -> None:
     assert passed > 120
 
 
-@pytest.mark.first_cells(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_honest_in_fixed_point_passes(dtype: DType) -> None:
     rng = random.Random(dtype)

@@ -121,6 +121,7 @@ def alone(loop: VirtualLoop, works: list[WaitingStep[Any]]) -> list[list[Tensor]
     return [result[0] for work in works for result in results(loop, steps, [work])]
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_share_a_forward_where_that_is_the_same(
     family: str, tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +144,7 @@ def test_texts_share_a_forward_where_that_is_the_same(
         assert waits_for_nobody == 3 * [family in ALONE]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])

@@ -359,6 +359,7 @@ def test_nobody_answers_where_the_run_is_said_to_be(monkeypatch: pytest.MonkeyPa
     assert not daemons
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("way", ["nobody", "another program"])
 def test_a_status_of_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str) -> None:
     """It says what is in the way, without the words of libp2p, and who it was once."""

@@ -163,6 +163,7 @@ SUMS: dict[str, tuple[dict[str, Any], Said]] = {
 }
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SUMS)
 def test_the_mean_is_what_the_attack_on_a_sum_says(name: str, deterministic: bool) -> None:

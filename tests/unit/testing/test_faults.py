@@ -289,6 +289,7 @@ def test_every_phase_of_a_step_comes_by(make_swarm: MakeSwarm, phase: Phase) -> 
     swarm.weights()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("phase", PHASES_OF_AUDITS, ids=lambda phase: phase.name)
 def test_every_phase_of_an_audit_comes_by(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_audits, "lots", random.Random(0))  # so that peer-1 is drawn

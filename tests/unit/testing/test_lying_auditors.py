@@ -20,6 +20,7 @@ def same_lots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_cover_up_agrees_with_a_fellow_liar(deterministic: bool) -> None:
     """All servers of the first stage collude, so what each of two auditors finds adds up to the false sum."""

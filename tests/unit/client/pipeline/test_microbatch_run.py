@@ -187,6 +187,7 @@ def test_the_models_error_is_raised_once_all_servers_of_the_stage_have_met_with_
     assert len(banned(swarm, context)) == 1, "the second stage passed on what it got"
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("stages", [("a x", "c"), ("a", "x c"), ("a", "x c", "d")])
 def test_another_server_computes_what_one_raises_on(

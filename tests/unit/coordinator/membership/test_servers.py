@@ -585,6 +585,7 @@ def test_a_donor_that_freezes_does_not_hold_its_joiner(make_swarm: MakeSwarm) ->
 # ---------------------------------------------------------------------- those that move
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("to_be_had", [True, False])
 def test_a_mover_takes_its_former_stage_where_the_other_is_not_to_be_had(
     make_swarm: MakeSwarm, to_be_had: bool
