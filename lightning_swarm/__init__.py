@@ -6,6 +6,7 @@ Importing the package registers ``strategy="swarm"`` with Lightning, under both 
 
 from typing import TYPE_CHECKING
 
+from lightning_swarm.core import program  # noqa: F401 - it notes the folder, which the user's program may leave
 from lightning_swarm.core.import_hook import alias_modules, import_along, lazy_attributes
 
 __version__ = "0.1.0"

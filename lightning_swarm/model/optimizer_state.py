@@ -57,8 +57,15 @@ def _check_boundaries(module: nn.Module, held: Collection[int]) -> None:
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set a parameter group's hyperparameters to those of a record."""
-    # The wire knows no tuples, but optimizers compare and unpack them.
-    group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
+    group.update({key: _with_tuples(group.get(key), value) for key, value in values.items()})
+
+
+def _with_tuples(own: Any, value: Any) -> Any:
+    """Make tuples of lists where a value has some now: the wire knows none, but optimizers compare and unpack them."""
+    if not isinstance(value, (list, tuple)) or not isinstance(own, (list, tuple)):
+        return value
+    places = [own[min(place, len(own) - 1)] if own else None for place in range(len(value))]
+    return type(own)([_with_tuples(one, new) for one, new in zip(places, value, strict=True)])
 
 
 GROUP: Final = "__group__"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.model.copying import copied, copied_hooks
 from lightning_swarm.model.optimizer_closure import GradientClosure
 from lightning_swarm.model.portable import PortableArithmetic, Unportable
@@ -22,7 +23,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.wire import MAX_TEXT
 
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_TRIED_STEPS: Final = 3
+_TRIED_STEPS: Final = 6
 _REFERABLE: Final = (
     *(bool, int, float, str, type(None), tuple, type, Tensor, Optimizer),
     *(FunctionType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
@@ -47,6 +48,13 @@ def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]])
         configs.update({id(made): configs[id(own)] for own, made in pairs if id(own) in configs})
 
 
+def place_overrides(optimizer: Optimizer) -> None:
+    """Have overrides by place be those of the parameters that stand there now; to be called before each step."""
+    if (manager := override_manager(optimizer)) is not None:
+        manager.index2config.clear()
+        manager.register_parameters(optimizer.param_groups)
+
+
 class OptimizerTemplate:
     """A copy of an optimizer over a whole model, which is left as it is. Its parameters take no memory."""
 
@@ -59,6 +67,7 @@ class OptimizerTemplate:
         copy_overrides(optimizer, ((parameter, like[id(parameter)]) for parameter in parameters_of(optimizer)))
         self._optimizer = _copy_over(optimizer, like)
         self._parameters = {names[key]: parameter for key, parameter in like.items() if key in names}
+        self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer))
         state = serialization.flatten(list(optimizer.state.values()))[1]
         self._has_state = bool(state)
         # Else the lead hands out what it has before the first step, whatever is made here.
@@ -78,29 +87,30 @@ class OptimizerTemplate:
 
         Returns the keys of a parameter group that its steps write, such as a count of them.
         """
-        pair = self._smallest(2)
-        try:
-            alone, groups = self._tried(pair[:1])
-            apart = not separable or torch.equal(self._tried(pair)[0], alone)
-        except ConfigError:
-            raise
-        except Exception:  # noqa: BLE001 - it cannot be tried on these; it may well step where it is wanted
-            return frozenset()
-        for key, value in groups.items():
-            if not isinstance(value, (int, float)):
+        kind, written = type(self._optimizer).__name__, dict[str, Any]()
+        for name, *others in self._companies():
+            try:
+                alone = self._tried([name])
+                apart = not (separable and others) or torch.equal(self._tried([name, *others]).weight, alone.weight)
+            except ConfigError:
+                raise
+            except Exception as error:
+                if not self._is_on_cpu:  # it cannot be tried here; it may well step where it is wanted
+                    return frozenset()
                 raise ConfigError(
-                    "an optimizer may write numbers into its parameter groups, for these go with its state from peer "
-                    f"to peer: {type(self._optimizer).__name__} writes `{key}`, a {type(value).__name__}. Keep it in "
-                    "`self.state[parameter]`."
+                    "an optimizer must step some parameters without the others, and by gradients alone, as servers do: "
+                    f"{kind} fails on {name!r} with {type(error).__name__}: {error}. Take another optimizer."
+                ) from error
+            alone.check_kept(kind)
+            if not apart:
+                raise ConfigError(
+                    "an optimizer must step each parameter by its own gradient, for stages have only their own "
+                    f"parameters: {kind} also looks at others, for a norm of all gradients, say. Clip by the Trainer's "
+                    "`gradient_clip_val`, take another optimizer, or have all parameters in one stage (`num_stages=1`, "
+                    "the whole model in `pipeline`)."
                 )
-        if not apart:
-            raise ConfigError(
-                "an optimizer must step each parameter by its own gradient, for stages have only their own parameters: "
-                f"{type(self._optimizer).__name__} also looks at others, for a norm of all gradients, say. Clip by the "
-                "Trainer's `gradient_clip_val`, take another optimizer, or have all parameters in one stage "
-                "(`num_stages=1`, the whole model in `pipeline`)."
-            )
-        return frozenset(groups)
+            written.update(alone.written)
+        return frozenset(written)
 
     def unportable(self) -> str:
         """Say why machines of different kinds could not step to the same bits; empty if they can."""
@@ -117,31 +127,105 @@ class OptimizerTemplate:
             return f"{kind} fails with portable arithmetic: {error!r}"[:MAX_TEXT]
         return ""
 
-    def _smallest(self, count: int) -> list[str]:
-        """The names of the smallest parameters, in the order of all: a first one draws the same numbers alone."""
-        names = sorted(self._parameters, key=lambda name: self._parameters[name].numel())[:count]
-        return sorted(names, key=list(self._parameters).index)
+    def _companies(self) -> list[list[str]]:
+        """Of each number of dimensions the smallest parameter, and then others: of its shape, and of each number."""
+        by_size = sorted(self._parameters, key=lambda name: self._parameters[name].numel())
+        found = []
+        for name in {self._parameters[name].dim(): name for name in reversed(by_size)}.values():
+            own = self._parameters[name].shape
+            others = [one for one in reversed(by_size) if one != name]
+            alike = {self._parameters[one].shape == own: one for one in others}.get(True)
+            kinds = {self._parameters[one].dim(): one for one in others}
+            found.append(list(dict.fromkeys([name, *([alike] if alike else []), *kinds.values()])))
+        return found
 
-    def _tried(self, names: Sequence[str], *, portable: bool = False) -> tuple[Tensor, dict[str, Any]]:
-        """Return what some steps make of the first of these parameters, and what they write into its groups."""
+    def _tried(self, names: Sequence[str], *, portable: bool = False) -> _Tried:
+        """Step these parameters a few times."""
+        places = {name: list(self._parameters).index(name) for name in names}
         dtypes = {name: self._parameters[name].dtype if portable else None for name in names}
-        made = {name: nn.Parameter(torch.ones(self._parameters[name].shape, dtype=dtypes[name])) for name in names}
+
+        def numbers(name: str, step: int) -> Tensor:
+            # Steps and parameters have gradients of unlike sizes: a factor that all of them share shows.
+            draw = torch.Generator().manual_seed(1 + places[name] * (_TRIED_STEPS + 1) + step)
+            size = 4.0 ** ((places[name] + 2 * step) % 5 - 2)
+            return torch.randn(self._parameters[name].shape, generator=draw, dtype=dtypes[name]) * size
+
+        made = {name: nn.Parameter(numbers(name, 0)) for name in names}
         optimizer = self.cut(made)
         for register in HOOKS:  # they may note what they are called for
             vars(optimizer).get(register, {}).clear()
-        before = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
+        groups = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
+        place_overrides(optimizer)
+        own, draws = _own_numbers(optimizer), False
         with torch.random.fork_rng(devices=()):
-            for step in range(_TRIED_STEPS):
+            for step in range(1, _TRIED_STEPS + 1):
                 torch.default_generator.manual_seed(step)  # those of devices are not used, and take longer
-                for place, parameter in enumerate(made.values()):
-                    parameter.grad = torch.full_like(parameter, 0.1 + step + 10 * place)
+                for name, parameter in made.items():
+                    parameter.grad = numbers(name, step)
+                before = torch.get_rng_state()
                 closure = GradientClosure([*made.values()], type(optimizer).__name__)
                 with portable_groups(optimizer) if portable else nullcontext():
                     optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
                 closure.check()
-        pairs = zip(optimizer.param_groups, before, strict=True)
-        written = {key: new for group, old in pairs for key, new in group.items() if _is_other(key, new, old)}
-        return made[names[0]].detach(), written
+                draws = draws or not torch.equal(torch.get_rng_state(), before)
+        pairs = zip(optimizer.param_groups, groups, strict=True)
+        return _Tried(
+            weight=made[names[0]].detach(),
+            written={key: new for group, old in pairs for key, new in group.items() if _is_other(key, new, old)},
+            state=optimizer.state,
+            draws=draws,
+            changed=[name for name, value in _own_numbers(optimizer).items() if own.get(name, value) != value],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tried:
+    """What some steps made of an optimizer and its parameters."""
+
+    weight: Tensor  # of the first parameter
+    written: Mapping[str, Any]  # into parameter groups
+    state: Mapping[Any, Any]
+    draws: bool  # random numbers
+    changed: Sequence[str]  # numbers that the optimizer keeps elsewhere
+
+    def check_kept(self, kind: str) -> None:
+        """Refuse what does not go from peer to peer with a parameter's state."""
+        if self.draws:
+            raise ConfigError(
+                "an optimizer's steps must draw no random numbers, for each server of a stage would draw others: "
+                f"{kind} draws some. Take another optimizer, or an argument of it with which it draws none."
+            )
+        for key, value in self.written.items():
+            if not isinstance(value, (int, float)):
+                raise ConfigError(
+                    "an optimizer may write numbers into its parameter groups, for these go with its state from peer "
+                    f"to peer: {kind} writes `{key}`, a {type(value).__name__}. Keep it in `self.state[parameter]`."
+                )
+        elsewhere = [f"`self.{name}`" for name in self.changed]
+        elsewhere += [f"`self.state[{key!r}]`" for key in self.state if not isinstance(key, Tensor)]
+        if elsewhere:
+            raise ConfigError(
+                "what an optimizer's steps change must be in its parameters' state or its parameter groups, which go "
+                f"from peer to peer: {kind} changes {', '.join(elsewhere)}. Keep it in `self.state[parameter]`, or "
+                "take another optimizer."
+            )
+        for values in self.state.values():
+            try:
+                serialization.flatten(dict(values))
+            except (SwarmError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    "an optimizer's state must be tensors and numbers in lists and dicts, to go from peer to peer: of "
+                    f"{kind}, {error}"
+                ) from error
+
+
+def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers among an optimizer's own attributes. A truth value says that something was made once, mostly."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not name.startswith("_")
+    }
 
 
 def _is_other(key: str, new: Any, old: Mapping[str, Any]) -> bool:
@@ -247,7 +331,7 @@ def _first_state(optimizer: Optimizer, *, needed: bool) -> dict[Tensor, Any]:
     kind = type(optimizer)
     try:
         return dict(kind([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state)
-    except TypeError as error:
+    except Exception as error:
         if not needed:
             return {}
         raise ConfigError(

@@ -17,6 +17,7 @@ def _watch(pipe: int) -> None:
 
 def run(arguments: list[str]) -> None:
     """Run a script, or ``-m module``, as Python would with these arguments."""
+    sys.orig_argv[1:] = arguments
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))

@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Final, cast
 
+from lightning_swarm.core import program
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, SwarmConfig
@@ -52,16 +53,18 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
     where = only_here if address.place.is_loopback else ""
     if _is_command():
-        program = shlex.join(_for_others(sys.argv[2:]))  # the command's own arguments
+        words = shlex.join(_for_others(sys.argv[2:]))  # the command's own arguments
     elif _is_interactive():
-        program = _ANY_SCRIPT
+        words = _ANY_SCRIPT
+    elif _spec() is not None:
+        words = shlex.join(["-m", _program_name(), *program.module_arguments(_program_name())])
     else:
-        program = shlex.join([*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]])
-    join = f"{address} {program}" if entry is None else f"{address} --invite {_EXAMPLE} {program}"
+        words = shlex.join([_program_name(), *program.own_arguments(_main_file())])
+    join = f"{address} {words}" if entry is None else f"{address} --invite {_EXAMPLE} {words}"
     waits = config.only_serves and not config.initial_peers
     if waits:
         said = (
-            f"This server waits for its run. A peer {where}starts it with {_start_command(address, program, entry)}\n"
+            f"This server waits for its run. A peer {where}starts it with {_start_command(address, words, entry)}\n"
             f"More servers: lightning-swarm serve {join}"
         )
     elif config.only_serves:
@@ -71,7 +74,7 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
         )
     else:
         said = f"Peers {where}can join this run: lightning-swarm join {join}"
-    if program == _ANY_SCRIPT:
+    if words == _ANY_SCRIPT:
         said = f"{said} ({_ANY_SCRIPT}: a script that builds the same module and calls `fit`)"
     return (
         said
@@ -80,11 +83,11 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
     )
 
 
-def _start_command(address: Address, program: str, entry: Entry | None) -> str:
+def _start_command(address: Address, words: str, entry: Entry | None) -> str:
     if _is_command():
         invite = "" if entry is None else f" --trainer.strategy.invite {_EXAMPLE}"
         place = f"--trainer.strategy.role both --trainer.strategy.initial_peers {address}"
-        return f"lightning-swarm fit {program} {place}{invite}"
+        return f"lightning-swarm fit {words} {place}{invite}"
     invite = "" if entry is None else f", invite={_EXAMPLE!r}"
     return f"SwarmStrategy(role='both', initial_peers='{address}'{invite})"
 
@@ -132,19 +135,24 @@ def _spec() -> ModuleSpec | None:
     return getattr(sys.modules["__main__"], "__spec__", None)
 
 
+def _main_file() -> str:
+    return getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0]
+
+
 def child_command() -> list[str]:
     """The command line that runs this script or module again in a child process, with the same arguments."""
     # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
     python = [sys.executable, "-P", str(_BOOTSTRAP)]
     if _spec() is not None:
-        return [*python, "-m", _program_name(), *sys.argv[1:]]
-    script = Path(sys.argv[0])
+        return [*python, "-m", _program_name(), *program.module_arguments(_program_name())]
+    name = _main_file()
+    script = program.started_in() / name
     if not script.is_file():
         raise ConfigError(
-            f"`devices` above 1 starts this script again for every peer, and {sys.argv[0]!r} is no file. "
+            f"`devices` above 1 starts this script again for every peer, and {name!r} is no file. "
             "Put the code into a script, or use `devices=1`."
         )
-    return [*python, str(script.resolve()), *sys.argv[1:]]
+    return [*python, str(script.resolve()), *program.own_arguments(str(script))]
 
 
 def local_rank() -> int:
@@ -185,7 +193,7 @@ def child_environment(
     """The environment of another peer of this machine, which joins at `addresses`; `config`: of the first peer."""
     return {
         **os.environ,
-        IDENTITY: config.identity_path or "",
+        IDENTITY: str(Path(config.identity_path).absolute()) if config.identity_path else "",
         JOIN: " ".join(addresses),
         _RUN: config.run_id,
         _RANK: str(rank),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.model.optimizer_closure import GradientClosure
 from lightning_swarm.model.optimizer_state import GROUP, as_saved, set_hyperparameters
-from lightning_swarm.model.optimizer_template import copy_overrides, override_manager
+from lightning_swarm.model.optimizer_template import copy_overrides, place_overrides
 from lightning_swarm.model.portable import PortableArithmetic
 from lightning_swarm.model.portable_numbers import portable_groups
 from lightning_swarm.protocol import serialization
@@ -59,8 +59,10 @@ class StageOptimizer:
 
     def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of new hyperparameters that cannot replace those here, of the first group that has any."""
-        for group, values in zip(self.torch_optimizer.param_groups, hyperparameters, strict=False):
-            wrong = [key for key, value in values.items() if key == "params" or not _fits(group.get(key), value)]
+        groups = zip(self.torch_optimizer.param_groups, self._written, hyperparameters, strict=False)
+        for group, written, values in groups:  # what steps have written here goes before
+            new = {key: value for key, value in values.items() if key not in written}
+            wrong = [key for key, value in new.items() if key == "params" or not _fits(group.get(key), value)]
             if wrong:
                 return sorted(wrong)
         return []
@@ -99,15 +101,12 @@ class StageOptimizer:
         for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
             set_hyperparameters(group, {**values, **written})
         before = [dict(group) for group in groups]
-        if (
-            manager := override_manager(self.torch_optimizer)
-        ) is not None:  # overrides by place, where parameters stand now
-            manager.index2config.clear()
-            manager.register_parameters(groups)
+        place_overrides(self.torch_optimizer)
         closure = GradientClosure(stepped, type(self.torch_optimizer).__name__)
         with portable_groups(self.torch_optimizer) if portable else contextlib.nullcontext():
             self.torch_optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
         closure.check()
+        self._make_contiguous()
         for group, old, written in zip(groups, before, self._written, strict=True):
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
         for parameter in stepped:
@@ -117,6 +116,12 @@ class StageOptimizer:
                 self._own[name].data.copy_(self._stepped[name])
             else:
                 self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
+
+    def _make_contiguous(self) -> None:
+        """Lay state out as a joiner has it, which gets it as bytes: matrix products round by the layout, too."""
+        for tensor in serialization.leaves([dict(state) for state in self.torch_optimizer.state.values()]):
+            if isinstance(tensor, Tensor) and not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
 
     @torch.no_grad()
     def _fetch(self, names: Iterable[str]) -> None:
@@ -191,7 +196,9 @@ def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any
     for key, value in state.items():
         structure, tensors = serialization.flatten(value)
         device = parameter.device if key != "step" or counts_there else torch.device("cpu")
-        placed[key] = serialization.unflatten(structure, [tensor.to(device, copy=True) for tensor in tensors])
+        placed[key] = serialization.unflatten(
+            structure, [tensor.to(device, copy=True).contiguous() for tensor in tensors]
+        )
     return placed
 
 

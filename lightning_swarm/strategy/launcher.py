@@ -26,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_swarm.core import program
 from lightning_swarm.core.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.core.process import collect_as_usual, follow_environment, leaving_on_signals
 from lightning_swarm.network.addresses import Address
@@ -411,6 +412,7 @@ class SwarmLauncher(_Launcher):
                 subprocess.Popen(
                     command,
                     env={**environment, **variables},
+                    cwd=program.started_in(),  # the script finds what is beside it by the same relative paths
                     stdin=subprocess.PIPE,
                     start_new_session=True,
                     pass_fds=passed,

@@ -154,7 +154,7 @@ def run_plain_loop(
                     schedule.step()
                 pending, steps = 0, steps + 1
             run.losses.append(loss.item())
-            run.learning_rates.append(optimizer.param_groups[0]["lr"])
+            run.learning_rates.append(optimizer.param_groups[0].get("lr", 0.0))
             run.global_steps.append(steps)
     run.weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return run
@@ -289,7 +289,7 @@ class _Watch:
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.losses.append(float(outputs["loss"]) if outputs else 0.0)
-        self.learning_rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.learning_rates.append(trainer.optimizers[0].param_groups[0].get("lr", 0.0))
         self.global_steps.append(trainer.global_step)
 
     @override
