@@ -10,10 +10,12 @@ from typing import Any, Final
 
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-# These can step all of their tensors at once by portable operations, and do so up to so many numbers: more take long
-# enough that what goes between their operations does not matter, and the memory for another copy of all of them does.
+# These can step all of their tensors at once by portable operations, and do so where tensors are small. Large ones take
+# long enough that what goes between their operations does not matter, and stay in caches if stepped one by one. All are
+# to be small together, too, for there is one more copy of them.
 _AT_ONCE: Final = (Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, SGD)
-_MAX_AT_ONCE: Final = 1 << 24
+_MAX_AT_ONCE: Final = 1 << 24  # numbers
+_MAX_MEAN: Final = 1 << 16  # numbers a tensor
 _DIGITS: Final = decimal.Context(prec=40)
 _CLOSED: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
 
@@ -79,7 +81,8 @@ def portable_groups(optimizer: Optimizer) -> Iterator[None]:
 def _one_algorithm(optimizer: Optimizer) -> dict[str, bool]:
     """Choose among an optimizer's algorithms, which round differently: by its parameters alone, torch by the device."""
     groups = optimizer.param_groups
-    is_small = sum(one.numel() for group in groups for one in group["params"]) <= _MAX_AT_ONCE
+    sizes = [one.numel() for group in groups for one in group["params"]]
+    is_small = sum(sizes) <= min(_MAX_AT_ONCE, _MAX_MEAN * len(sizes))
     at_once = type(optimizer) in _AT_ONCE and is_small and not any(group.get("differentiable") for group in groups)
     return {"foreach": at_once, "fused": False, "capturable": False}
 
