@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.model.copying import copied, copied_hooks
@@ -156,24 +157,22 @@ class OptimizerTemplate:
             vars(optimizer).get(register, {}).clear()
         groups = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
         place_overrides(optimizer)
-        own, draws = _own_numbers(optimizer), False
+        own, drawn = _own_numbers(optimizer), _Drawn()
         with torch.random.fork_rng(devices=()):
             for step in range(1, _TRIED_STEPS + 1):
                 torch.default_generator.manual_seed(step)  # those of devices are not used, and take longer
                 for name, parameter in made.items():
                     parameter.grad = numbers(name, step)
-                before = torch.get_rng_state()
                 closure = GradientClosure([*made.values()], type(optimizer).__name__)
-                with portable_groups(optimizer) if portable else nullcontext():
+                with portable_groups(optimizer) if portable else drawn:
                     optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
                 closure.check()
-                draws = draws or not torch.equal(torch.get_rng_state(), before)
         pairs = zip(optimizer.param_groups, groups, strict=True)
         return _Tried(
             weight=made[names[0]].detach(),
             written={key: new for group, old in pairs for key, new in group.items() if _is_other(key, new, old)},
             state=optimizer.state,
-            draws=draws,
+            draws=drawn.any,
             changed=[name for name, value in _own_numbers(optimizer).items() if own.get(name, value) != value],
         )
 
@@ -217,6 +216,21 @@ class _Tried:
                     "an optimizer's state must be tensors and numbers in lists and dicts, to go from peer to peer: of "
                     f"{kind}, {error}"
                 ) from error
+
+
+class _Drawn(TorchDispatchMode):
+    """Notes whether anything inside draws random numbers: in this thread, where others may draw from the same state."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:

@@ -160,6 +160,11 @@ def local_rank() -> int:
     return int(os.environ.get(_RANK, "0"))
 
 
+def is_trainer() -> bool:
+    """True if this process was started by the first peer of its machine, to train, too."""
+    return bool(os.environ.get(_TRAINS))
+
+
 def talks_to_neighbours() -> bool:
     """True if this peer talks to other peers of its machine past their daemons."""
     value = os.environ.get(NEIGHBOURS, "1")
@@ -258,7 +263,7 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     identity_path = further_identity(config.identity_path, local_rank) if config.identity_path else None
     return replace(
         config,
-        role="both" if os.environ.get(_TRAINS) else "server",
+        role="both" if is_trainer() else "server",
         listen=config.listen.further(local_rank),
         announce=tuple(place.further(local_rank) for place in config.announce),
         identity_path=identity_path,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from typing_extensions import override
 
 from lightning_swarm.client.session import Session
+from lightning_swarm.peer import process
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.strategy import checks
@@ -85,6 +88,22 @@ class RankHooks(_Strategy):
     def local_rank(self) -> int:
         """The number of this process among this machine's peers."""
         return self._swarm_launcher.local_rank if self._swarm_launcher is not None else 0
+
+    def waits_for_fit(self, trainer: Trainer) -> bool:
+        """Tell whether this process was started to train beside the lead, and only evaluates as yet."""
+        is_child = self.local_rank > 0 and process.is_trainer()
+        return is_child and self.peer is None and trainer.state.fn != TrainerFn.FITTING
+
+    @contextmanager
+    def evaluating_beside(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, an evaluation writes nothing: the lead, which does the same, writes."""
+        own: Any = trainer  # whose attributes Lightning sets in its connectors
+        callbacks, writers = list(own.callbacks), callbacks_named("BasePredictionWriter")
+        own.callbacks[:] = [callback for callback in callbacks if not isinstance(callback, writers)]
+        try:
+            yield
+        finally:
+            own.callbacks[:] = callbacks
 
     @property
     def global_rank(self) -> int:

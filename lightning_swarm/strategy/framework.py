@@ -33,6 +33,7 @@ class ImportTree:
         self.accelerator: type[Any] = of("accelerators", "Accelerator")
         self.call: ModuleType = of("trainer", "call")
         self.callbacks = import_module(f"{name}.callbacks")
+        self.csv_logger: type[Any] = of("loggers", "CSVLogger")
         self.misconfiguration: type[Exception] = of("utilities.exceptions", "MisconfigurationException")
         self.configure_optimizers: Callable[..., Any] = of("core.optimizer", "_configure_optimizers")
         self.extract_batch_size: Callable[[Any], int] = of("utilities.data", "extract_batch_size")

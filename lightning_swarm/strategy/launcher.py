@@ -35,6 +35,7 @@ from lightning_swarm.peer.entry import Entry, entry_of
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module, check_plain
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
+from lightning_swarm.strategy.model_setup import computes_alone
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -171,6 +172,9 @@ class SwarmLauncher(_Launcher):
                 rank_zero_info(_PLAIN)
             return function(*args, **kwargs)
         self._check_module(trainer.lightning_module)
+        if self._strategy.waits_for_fit(trainer):
+            with self._strategy.evaluating_beside(trainer):
+                return function(*args, **kwargs)
         self._strategy.check(trainer, call.arguments)
         if self.local_rank:
             call = self._follow(call, lambda: self._start_peers(trainer))
@@ -363,7 +367,8 @@ class SwarmLauncher(_Launcher):
             # A run that only evaluates lets no peer in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
                 self._invite()
-            self._start_children(command, addresses)
+            if not computes_alone(self._strategy, trainer):
+                self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._handle_notice)
         return joins

@@ -60,11 +60,15 @@ def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
 
 
 def computes_alone(strategy: SwarmStrategy, trainer: Trainer) -> bool:
-    """True if there is nothing to serve: nobody else takes part, or an evaluation without parameters."""
+    """True if there is nothing to serve: nobody else takes part, or in an evaluation, where one process has it all."""
     if strategy.is_plain:
         return True
+    if trainer.state.fn == TrainerFn.FITTING:
+        return False
+    if strategy.waits_for_fit(trainer) or stays_whole(strategy, trainer.lightning_module):
+        return True
     has_parameters = next(trainer.lightning_module.parameters(), None) is not None
-    return trainer.state.fn != TrainerFn.FITTING and trainer.num_devices == 1 and not has_parameters
+    return trainer.num_devices == 1 and not has_parameters
 
 
 def stays_whole(strategy: SwarmStrategy, module: LightningModule) -> bool:

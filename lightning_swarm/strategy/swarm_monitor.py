@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.rebase import written_once, written_part
+from lightning_swarm.strategy.framework import FRAMEWORKS
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -34,8 +35,9 @@ _METRICS: Final[Sequence[SwarmMetric]] = get_args(SwarmMetric)
 class SwarmMonitor(_Callback):
     """Logs a run's speed, waiting time and traffic to the Trainer's loggers, every `log_every_n_steps` steps.
 
-    A Trainer with a logger and a swarm has one by default. Pass your own instance to choose its metrics:
-    ``SwarmMonitor(metrics=["samples_per_s"])``, or ``SwarmMonitor(metrics=[])`` for nothing. The lead alone logs.
+    A Trainer with a logger and a swarm has one by default, which leaves files of `CSVLogger` as they are without a
+    swarm. Pass your own instance for those, too, or to choose its metrics: ``SwarmMonitor(metrics=["samples_per_s"])``,
+    or ``SwarmMonitor(metrics=[])`` for nothing. The lead alone logs.
     Each value is the mean since the last time; validation does not count. Where no swarm trains, nothing is logged.
 
     - ``swarm/samples_per_s``: samples in the run's steps, from all trainers, per second.
@@ -66,6 +68,7 @@ class SwarmMonitor(_Callback):
                 "them; `metrics=[]` logs none."
             )
         self.metrics: Sequence[SwarmMetric] = names
+        self.skips: tuple[type[Any], ...] = ()  # kinds of loggers
         self._interval = 0  # the number of the interval of `log_every_n_steps` steps that is under way
         self._before: Mapping[str, float] | None = None  # the counts at the last look; None: training is paused
         self._gained: Counter[str] = Counter()  # in the interval so far
@@ -104,12 +107,15 @@ class SwarmMonitor(_Callback):
         }
         self._gained.clear()
         if values:
-            for logger in trainer.loggers:
+            for logger in self._loggers(trainer):
                 logger.log_metrics(values, step=step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._before = None
+
+    def _loggers(self, trainer: Trainer) -> list[Any]:
+        return [logger for logger in trainer.loggers if not isinstance(logger, self.skips)]
 
     def _look(self, trainer: Trainer) -> float:
         """Add the gains since the last look. Returns the number of servers."""
@@ -123,7 +129,7 @@ class SwarmMonitor(_Callback):
     def _counts(self, trainer: Trainer) -> Mapping[str, float] | None:
         """Return the run's counts at this moment; None if this process does not log, or no swarm trains."""
         strategy: Any = trainer.strategy
-        if not (self.metrics and trainer.is_global_zero and trainer.loggers and hasattr(strategy, "status")):
+        if not (self.metrics and trainer.is_global_zero and self._loggers(trainer) and hasattr(strategy, "status")):
             return None
         try:
             status = strategy.status()
@@ -167,4 +173,6 @@ def add_default_monitor(strategy: SwarmStrategy, trainer: Trainer) -> None:
     if not trainer.loggers or any(isinstance(callback, written_part(SwarmMonitor)) for callback in own.callbacks):
         return
     monitor = import_module(strategy.framework.strategies).SwarmMonitor()
+    # Scripts read such a file by its rows and columns; other loggers show each number by itself.
+    monitor.skips = tuple(framework.csv_logger for framework in FRAMEWORKS)
     own.callbacks[:] = own._callback_connector._reorder_callbacks([*own.callbacks, monitor])

@@ -121,9 +121,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def verdict(name: str, swarm: dict[str, Any]) -> str:
     """Say that a swarm's weights are the plain Trainer's, or why the optimizer is refused."""
-    # A trainer of an uncut model has the precision's default dtype all the time, and what optimizers make has it, too.
-    with default_dtype(torch.float64) if swarm is UNCUT else nullcontext():
-        plain = run_plain(lambda: Digits(name), loader(digits()), max_steps=STEPS)
     joining = Joining(at=JOINS_AT)
     try:
         run = run_swarm(
@@ -132,6 +129,9 @@ def verdict(name: str, swarm: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     assert joining.joiners
+    # A trainer of an uncut model has the precision's default dtype all the time, and what optimizers make has it, too.
+    with default_dtype(torch.float64) if swarm is UNCUT else nullcontext():
+        plain = run_plain(lambda: Digits(name), loader(digits()), max_steps=STEPS)
     found = distance(run, plain)
     if found > WEIGHT_TOLERANCE:
         scatter = distance(run_plain(lambda: Digits(name, in_halves=True), loader(digits()), max_steps=STEPS), plain)

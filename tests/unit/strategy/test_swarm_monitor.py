@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_swarm import SwarmMonitor
@@ -121,6 +123,15 @@ def test_a_user_s_own_takes_its_place(metrics: Any, logged: set[str]) -> None:
     run = run_swarm(Trained, loader(digits()), logger=lines, **options)
     assert monitors(run.trainer) == [own]
     assert {name for line in lines.lines for name in line if "swarm/" in name} == {f"swarm/{name}" for name in logged}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_only_a_user_s_own_adds_to_a_csv_file(tmp_path: Path, is_own: bool) -> None:
+    files, lines = CSVLogger(tmp_path), Lines()
+    options: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1, "callbacks": [SwarmMonitor()] if is_own else []}
+    run_swarm(Trained, loader(digits()), logger=[files, lines], **options)
+    assert numbers(lines)
+    assert ("swarm/peers" in (Path(files.log_dir) / "metrics.csv").read_text()) is is_own
 
 
 def test_without_a_swarm_it_logs_nothing() -> None:
