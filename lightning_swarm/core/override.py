@@ -11,6 +11,7 @@ class Override:
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.replaced: Callable[..., Any] = getattr(owner, name)
+        self.__wrapped__ = self.replaced  # Lightning asks whose method it is
         self._owner = owner
         self._name = name
         self._call = call

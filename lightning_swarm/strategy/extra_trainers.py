@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +17,16 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from typing_extensions import override
 
 from lightning_swarm.client.session import Session
+from lightning_swarm.core.override import Override
 from lightning_swarm.peer import process
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.data.loader import part_of
+from lightning_swarm.strategy.data.loader import divides_itself, is_reading, part_of, reading_data
 from lightning_swarm.strategy.framework import callbacks_named, framework_of
 from lightning_swarm.strategy.launcher import SwarmLauncher
 
@@ -51,6 +53,7 @@ class RankHooks(_Strategy):
         self.num_nodes = 1
         self.peer: Peer | None = None
         self.num_trainers = 1  # that are started together, on this machine
+        self.divides_data = True  # among them; else the user's code does
         self._session: Session | None = None
         self._is_shared = False  # others train in the run, or may come to
         self._joined: RunView | None = None  # the run under way in which this process is one more trainer
@@ -107,8 +110,18 @@ class RankHooks(_Strategy):
 
     @property
     def global_rank(self) -> int:
-        """The local rank; in a process that joined a run under way, behind all who trained before."""
-        return self.local_rank + (len(self._joined.seats.trainers) if self._joined is not None else 0)
+        """The local rank; in a process that joined a run under way, behind all who trained before.
+
+        Code that makes or reads data has rank 0 of 1, as in one process, where the swarm divides it among trainers.
+        """
+        if self._joined is not None:
+            return self.local_rank + len(self._joined.seats.trainers)
+        return 0 if self.divides_data and is_reading() else self.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """One, as in one process; to code that itself divides data among the trainers, their number."""
+        return self.num_trainers if not self.divides_data and is_reading() else 1
 
     @property
     @override
@@ -247,6 +260,29 @@ def settle_dtype(precision: Precision) -> Callable[[], None]:
     return lambda: torch.set_default_dtype(before)
 
 
+def watch_data_hooks(trainer: Trainer) -> Callable[[], None]:
+    """Have hooks that make data run as such. The returned function undoes this."""
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]  # set in its connector
+    hooks = [(data, "setup"), (data, "train_dataloader"), (module, "train_dataloader")]
+    is_overridden = framework_of(trainer).is_overridden
+    found = [
+        Override(owner, name, partial(_read_by, getattr(owner, name)))
+        for owner, name in hooks
+        if owner is not None and is_overridden(name, owner)
+    ]
+
+    def put_back() -> None:
+        for one in found:
+            one.remove()
+
+    return put_back
+
+
+def _read_by(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with reading_data():
+        return hook(*args, **kwargs)
+
+
 def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool = False) -> Any:
     """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`."""
     if num_trainers == 1 and not joins:
@@ -258,8 +294,12 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool =
     if iterable and isinstance(dataloader, DataLoader) and parts:
         return part_of(dataloader, trainer.global_rank, num_trainers)
     if iterable:
-        remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
-    elif isinstance(dataloader.sampler, DistributedSampler):
+        if isinstance(dataloader, DataLoader):
+            dataloader = part_of(dataloader, 0, 1)
+        remedy = "Let it divide itself by `trainer.global_rank` and `trainer.world_size`, or draw at random"
+        if joins:
+            remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
+    elif divides_itself(dataloader.sampler):
         return dataloader
     elif parts:
         framework = framework_of(trainer)

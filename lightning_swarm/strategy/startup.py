@@ -47,6 +47,7 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
     checks.check_trainer(trainer, module, config)
     together = config.role == "both" and trainer.state.fn == TrainerFn.FITTING
     strategy.num_trainers = num_devices if together else 1
+    strategy.divides_data = bool(trainer._accelerator_connector.use_distributed_sampler)
     if strategy.num_trainers > 1:
         checks.check_trainers(trainer, config)
     strategy._is_shared = strategy.num_trainers > 1 or checks.may_be_shared(trainer, config)
@@ -69,6 +70,8 @@ def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
             checks.check_trainers(trainer, strategy.config)
         if strategy.is_global_zero:
             add_default_monitor(strategy, trainer)
+        if beside_others:
+            strategy._undo.callback(extra_trainers.watch_data_hooks(trainer))
     strategy._is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
 
 

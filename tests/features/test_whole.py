@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -270,6 +272,51 @@ def test_a_stream() -> None:
         own = [seen.batches[place][1] for places in seen.steps for place in places if seen.batches[place][0] == trainer]
         read = [one for batch in own for one in batch]
         assert read == [(trainer + 2 * index) % len(digits()) for index in range(len(read))]
+
+
+class Divided(Stream):
+    """It divides itself among the processes, as `ddp` demands."""
+
+    trainer: L.Trainer
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        whole = super().__iter__()
+        yield from itertools.islice(whole, self.trainer.global_rank, None, self.trainer.world_size)
+
+
+class Knows(Branches):
+    """A module that gives its stream the Trainer."""
+
+    @override
+    def setup(self, stage: str) -> None:
+        source: Any = self.trainer.fit_loop._data_source.instance
+        source.dataset.trainer = self.trainer
+
+
+@feature(
+    "an `IterableDataset` that divides itself by `trainer.global_rank` and `trainer.world_size`",
+    WORKS,
+    "where data is made and read they are 0 and 1, for the swarm divides it; with `use_distributed_sampler=False` they "
+    "are the trainer's number and the number of trainers",
+)
+@pytest.mark.parametrize("by_swarm", [True, False])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_stream_that_divides_itself(by_swarm: bool, num_workers: int) -> None:
+    def data() -> DataLoader[Any]:
+        return DataLoader(Divided(), batch_size=4, num_workers=num_workers)
+
+    options: dict[str, Any] = {"use_distributed_sampler": by_swarm, "swarm": WHOLE, "max_steps": 6}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Every trainer of the run reads all")
+        warnings.filterwarnings("ignore", ".*num_workers")
+        seen = train(2, lambda seen: Knows(), data=data, **options)
+    assert_exact(seen, lambda: Branches(), digits(), num_trainers=2)
+    for rank, trainer in seen.trainers.items():
+        assert (trainer.global_rank, trainer.world_size) == (rank, 1)
+        own = [seen.batches[place][1] for places in seen.steps for place in places if seen.batches[place][0] == rank]
+        read = [one for batch in own for one in batch]
+        assert read == [(rank + 2 * index) % len(digits()) for index in range(len(read))]
 
 
 class Clipping(Branches):

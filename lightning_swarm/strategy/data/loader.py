@@ -5,19 +5,49 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.protocol.messages.run import BatchNumber, RandomNumbers
 from lightning_swarm.strategy.framework import OWN_PACKAGES
+
+_reading: ContextVar[bool] = ContextVar("reading", default=False)
+
+
+@contextmanager
+def reading_data() -> Iterator[None]:
+    """Inside, user code makes what trainers read, or reads it."""
+    token = _reading.set(True)
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def is_reading() -> bool:
+    """Tell whether user code that asks makes what trainers read, or reads it, here or in a worker of a loader."""
+    return _reading.get() or get_worker_info() is not None
+
+
+def _read(iterable: Iterable[Any]) -> Iterator[Any]:
+    with reading_data():
+        iterator = iter(iterable)
+    while True:
+        try:
+            with reading_data():
+                sample = next(iterator)
+        except StopIteration:
+            return
+        yield sample
 
 
 class StridedDataset(IterableDataset[Any]):
@@ -31,7 +61,7 @@ class StridedDataset(IterableDataset[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         # Each trainer iterates over all of it: if it has one order everywhere, no parts overlap.
-        return islice(iter(self.whole), self._rank, None, self._num_trainers)
+        return islice(_read(self.whole), self._rank, None, self._num_trainers)
 
     def __len__(self) -> int:
         return len(range(self._rank, len(self.whole), self._num_trainers))  # type: ignore[arg-type]  # if it has one
@@ -48,6 +78,11 @@ def part_of(loader: DataLoader[Any], rank: int, num_trainers: int) -> DataLoader
     made = copy.copy(loader)  # made anew it would need its class's own arguments
     vars(made).update(dataset=StridedDataset(loader.dataset, rank, num_trainers), _iterator=None)
     return made
+
+
+def divides_itself(sampler: object) -> bool:
+    """Tell whether a sampler gives one of several trainers its part."""
+    return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 from msgspec.structs import replace as replaced
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from typing_extensions import TypeIs
 
 from lightning_swarm.client.session import Session
@@ -29,6 +29,7 @@ from lightning_swarm.protocol.run_state import next_in_lane
 from lightning_swarm.strategy.data.loader import (
     LaneSampler,
     SharedLoader,
+    divides_itself,
     drawing_from,
     own_generators,
     take_random_numbers,
@@ -415,7 +416,7 @@ def can_share(loader: object, trainer: Trainer) -> TypeIs[DataLoader[Any]]:
     return (
         loader.batch_sampler is not None
         and isinstance(loader.batch_sampler, Sized)
-        and not isinstance(loader.sampler, DistributedSampler)
+        and not divides_itself(loader.sampler)
         and bool(trainer._accelerator_connector.use_distributed_sampler)
         and "dataloader_iter" not in inspect.signature(trainer.lightning_module.training_step).parameters
     )
