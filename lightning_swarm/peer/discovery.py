@@ -203,24 +203,24 @@ class RunDirectory:
         await self._publish(key, value, timeout=timeout)
         self._own[key] = value
 
-    async def say_prepared(self, launch_id: str, *, timeout: float) -> None:
-        """At the starter: announce that `prepare_data` is done, so that the launch's other trainers may read data."""
-        await self._publish(self._prepared(launch_id), b"yes", timeout=timeout)
+    async def say(self, launch_id: str, what: str, value: bytes, *, timeout: float) -> None:
+        """At the starter: announce something to the launch's other trainers, such as that `prepare_data` is done."""
+        await self._publish(self._said(launch_id, what), value, timeout=timeout)
 
-    async def await_prepared(self, launch_id: str, *, timeout: float) -> None:
-        """At another trainer: wait for `say_prepared`, or raise `DeadlineExceeded`."""
+    async def await_said(self, launch_id: str, what: str, *, timeout: float) -> bytes:
+        """At another trainer: wait for what the starter says, or raise `DeadlineExceeded`."""
         deadline = now_s() + timeout
-        while not await self.directory.read(self._prepared(launch_id)):
+        while not (found := await self.directory.read(self._said(launch_id, what))):
             if now_s() > deadline:
                 raise DeadlineExceeded(
-                    f"the run's starter did not finish `prepare_data` within {timeout:g} s. "
-                    "Raise `Limits.lead_timeout`."
+                    f"the run's starter did not come to `{what}` within {timeout:g} s. Raise `Limits.lead_timeout`."
                 )
             await asyncio.sleep(_POLL_S)
+        return next(iter(found.values()))
 
-    def _prepared(self, launch_id: str) -> str:
+    def _said(self, launch_id: str, what: str) -> str:
         # Of this launch: the directory may have outlived another run of the same id.
-        return f"{self.run_id}.prepared.{launch_id}"
+        return f"{self.run_id}.{what}.{launch_id}"
 
     async def _announce(self, key: str, value: bytes) -> None:
         await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)

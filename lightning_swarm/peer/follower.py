@@ -185,10 +185,10 @@ class Follower:
 
     # ------------------------------------------------------------------ a run that begins
 
-    def await_prepared(self, launch_id: str) -> None:
-        """Wait until the starter of the same launch has prepared the data."""
+    def await_said(self, launch_id: str, what: str) -> bytes:
+        """Wait until the starter of the same launch says something, such as that the data is prepared."""
         timeout = self._config.limits.lead_timeout
-        self._runtime.run(self._directory.await_prepared(launch_id, timeout=timeout))
+        return self._runtime.run(self._directory.await_said(launch_id, what, timeout=timeout))
 
     def join_run(self, model: PeerModel, device: torch.device) -> Session:
         """Serve, and open a session in the run as soon as the starter has begun it."""

@@ -244,10 +244,10 @@ class Lead:
         """Before the run begins: continue with the peers that a checkpoint remembers."""
         self._arrivals.restore(known)
 
-    def say_prepared(self, launch_id: str) -> None:
-        """Tell the other trainers of this launch that the data is prepared."""
+    def say(self, launch_id: str, what: str, value: bytes = b"yes") -> None:
+        """Tell the other trainers of this launch something, such as that the data is prepared."""
         timeout = self._config.limits.start_timeout
-        self._runtime.run(self._directory.say_prepared(launch_id, timeout=timeout))
+        self._runtime.run(self._directory.say(launch_id, what, value, timeout=timeout))
 
     def find_servers(self, spec: RunSpec, check: Callable[[], None]) -> list[Member]:
         """Wait for enough servers to begin a run or, after a rollback, for those that are left of it."""

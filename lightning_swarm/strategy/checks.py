@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
@@ -410,6 +409,11 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
             "of one trainer; got None. Set the number of samples of a step, those of all trainers together."
         )
+    if trainer._accelerator_connector._layer_sync is not None:
+        raise ConfigError(
+            "trainers do not wait for each other in the middle of a batch, as `sync_batchnorm=True` would have them: "
+            "each batch is normalized by itself, as with one trainer. Leave `sync_batchnorm` out."
+        )
     if config.settings.delay_optimizer_step:
         raise ConfigError(
             "with `delay_optimizer_step` one trainer must bring all batches, for what a trainer that dies had of a "
@@ -451,11 +455,3 @@ def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def refuse_collective(name: str) -> NoReturn:
-    """Refuse what needs all trainers at the same point."""
-    raise ConfigError(
-        f"trainers of a swarm do not wait for each other within a step, so there is nothing that `{name}` could "
-        "collect. Use `self.log(..., sync_dist=True)`, which counts over the batches of all of them."
-    )

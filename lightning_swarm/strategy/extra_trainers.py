@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from lightning_swarm.core.override import Override
 from lightning_swarm.peer import process
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView
-from lightning_swarm.strategy import checks
+from lightning_swarm.strategy.collectives import asks_as_user, refuse_collective, said
 from lightning_swarm.strategy.data.loader import divides_itself, is_reading, part_of, reading_data
 from lightning_swarm.strategy.framework import callbacks_named, framework_of
 from lightning_swarm.strategy.launcher import SwarmLauncher
@@ -54,6 +55,7 @@ class RankHooks(_Strategy):
         self.peer: Peer | None = None
         self.num_trainers = 1  # that are started together, on this machine
         self.divides_data = True  # among them; else the user's code does
+        self._num_collectives = 0  # that user code has asked for in this call of the Trainer
         self._session: Session | None = None
         self._is_shared = False  # others train in the run, or may come to
         self._joined: RunView | None = None  # the run under way in which this process is one more trainer
@@ -139,30 +141,53 @@ class RankHooks(_Strategy):
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         # In a batch: the others are in batches of their own.
         if self._session is not None and self._session.is_shared and self._session.pipeline.batch is not None:
-            checks.refuse_collective("reduce")
+            refuse_collective("reduce")
         return tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         if self.is_distributed:
-            checks.refuse_collective("all_gather")
+            refuse_collective("all_gather")
         return tensor
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
+        """The lead's value, at all trainers that one program started, where user code asks; else the process's own."""
+        return self._of_lead(obj, "broadcast") if asks_as_user() else obj
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        """Where user code asks, a trainer waits until the lead, which waits for nobody, has come as far."""
+        if asks_as_user():
+            self._of_lead(None, "barrier")
+            return
         if name == "train_dataloader()":
             self._in_batches = False
         launcher = self._swarm_launcher
         starts_others = launcher is not None and launcher.starts_others
         if name == "pre_setup" and (self.num_trainers > 1 or starts_others):
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
-            peer, says = self._own_peer, starts_others or self.is_global_zero
-            announce_or_wait = peer.lead.say_prepared if says else peer.follower.await_prepared
-            announce_or_wait("" if launcher is None else launcher.launch_id)
+            if starts_others or self.is_global_zero:
+                self._own_peer.lead.say(self._launch_id, "prepare_data")
+            else:
+                self._own_peer.follower.await_said(self._launch_id, "prepare_data")
+
+    @property
+    def _launch_id(self) -> str:
+        return "" if self._swarm_launcher is None else self._swarm_launcher.launch_id
+
+    def _of_lead(self, value: Any, name: str) -> Any:
+        """The lead's value, of the call of this number: trainers that one program started make the same calls."""
+        if self._joined is not None or (self.peer is None and self.local_rank > 0) or self.is_distributed:
+            refuse_collective(name)
+        if self.num_trainers == 1:
+            return value
+        self._num_collectives += 1
+        what = f"{name} {self._num_collectives}"
+        if self.is_global_zero:
+            self._own_peer.lead.say(self._launch_id, what, said(value, name))
+            return value
+        return json.loads(self._own_peer.follower.await_said(self._launch_id, what))
 
 
 class RankOverride:

@@ -47,6 +47,7 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
     checks.check_trainer(trainer, module, config)
     together = config.role == "both" and trainer.state.fn == TrainerFn.FITTING
     strategy.num_trainers = num_devices if together else 1
+    strategy._num_collectives = 0
     strategy.divides_data = bool(trainer._accelerator_connector.use_distributed_sampler)
     if strategy.num_trainers > 1:
         checks.check_trainers(trainer, config)

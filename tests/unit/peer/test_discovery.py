@@ -310,10 +310,10 @@ def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
     """Not for that of an earlier run under the same id, of which the directory knows still."""
     directory = town.directory(town.seeker)
     run = town.loop.run_until_complete
-    run(directory.say_prepared("first", timeout=1.0))
-    run(directory.await_prepared("first", timeout=1.0))
+    run(directory.say("first", "prepare_data", b"yes", timeout=1.0))
+    assert run(directory.await_said("first", "prepare_data", timeout=1.0)) == b"yes"
     with pytest.raises(DeadlineExceeded, match=r"did not finish `prepare_data` within 60 s"):
-        run(directory.await_prepared("second", timeout=60.0))
+        run(directory.await_said("second", "prepare_data", timeout=60.0))
 
 
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:

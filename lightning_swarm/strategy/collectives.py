@@ -1,0 +1,44 @@
+"""What user code asks of all processes at once: `broadcast`, `barrier` and others of a strategy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Final, NoReturn
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.strategy.framework import OWN_PACKAGES
+
+MAX_SAID: Final = 32_768
+"""Characters of a value that `broadcast` brings: one record of the directory has it."""
+
+
+def asks_as_user() -> bool:
+    """Tell whether the caller of a strategy's method is user code: Lightning's own calls need the process's value."""
+    name = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return name.partition(".")[0] not in OWN_PACKAGES
+
+
+def refuse_collective(name: str) -> NoReturn:
+    """Refuse what needs all trainers at the same point."""
+    raise ConfigError(
+        f"trainers of a swarm do not wait for each other within a step, nor for those that join, so there is nothing "
+        f"that `{name}` could collect. For a value of all batches use `self.log(..., sync_dist=True)`; have what all "
+        "trainers need follow from the script's arguments, or `broadcast` it in `setup` or `on_fit_start` of trainers "
+        "that one program starts (`devices`)."
+    )
+
+
+def said(value: object, name: str) -> bytes:
+    """The form in which trainers are told a value of the lead's. Refuses what would arrive as something else."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+        is_same = json.loads(text) == value
+    except (TypeError, ValueError):
+        is_same = False
+    if not is_same or len(text) > MAX_SAID:
+        raise ConfigError(
+            f"`{name}` brings other trainers text, numbers, truth values and None, in lists and dicts with text as "
+            f"keys, up to {MAX_SAID} characters, got a {type(value).__name__}. Send text, and make of it what you need."
+        )
+    return text.encode()
