@@ -24,6 +24,7 @@ from lightning_swarm.protocol.messages.run import (
     EpochPlan,
     Manifest,
     RestartRequest,
+    Selection,
     StepChange,
     first_trained,
 )
@@ -63,10 +64,9 @@ class Session:
             pipeline.number_evaluations(steps.peer_id)
         self._steps = steps
         self._stages = manifest.stages
-        self.selection = manifest.selection
+        self._select(manifest.selection)
         self.is_lead = is_lead
         pipeline.enter_generation(manifest.generation, steps.version)
-        pipeline.first_trained = first_trained(self.selection, self._stages)
 
     @property
     def version(self) -> int:
@@ -123,8 +123,14 @@ class Session:
         """Tell the swarm what the open step begins with. Nothing may be granted in it yet."""
         self._runtime.run(self._steps.change(change))
         if change.selection is not None:
-            self.selection = change.selection
-            self.pipeline.first_trained = first_trained(change.selection, self._stages)
+            self._select(change.selection)
+
+    def _select(self, selection: Selection | None) -> None:
+        """Know what the optimizer has by now."""
+        self.selection = selection
+        self.pipeline.first_trained = first_trained(selection, self._stages)
+        if self.local_layers is not None:
+            self.local_layers.selection = selection
 
     def begin_batch(
         self,

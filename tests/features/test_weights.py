@@ -58,6 +58,32 @@ def test_momentum_targets() -> None:
     fit_both(Momentum, swarm={"pipeline": "net"}, max_steps=STEPS)
 
 
+class Target(DigitsMLP):
+    """A target network that could train, is in no optimizer, and is copied in `training_step`, as of a DQN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            wanted = self.target(batch[0])
+        if batch_idx % 3 == 1:
+            self.target.load_state_dict(self.net.state_dict())
+        return super().training_step(batch, batch_idx) + F.mse_loss(self.net(batch[0]), wanted)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
+        return torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+
+@feature("a target network that is in no optimizer, and is copied in `training_step`", WORKS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_target_in_no_optimizer(accumulate: int) -> None:
+    fit_both(Target, swarm={"pipeline": "net"}, max_steps=STEPS, accumulate_grad_batches=accumulate)
+
+
 class Distilled(Trained):
     """Learns from what it was when the epoch began."""
 

@@ -18,6 +18,7 @@ from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.model.watched import same
 from lightning_swarm.protocol.messages.calls import CallKey
+from lightning_swarm.protocol.messages.run import Selection
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 5
@@ -50,6 +51,7 @@ class LocalLayers:
     runtime: Runtime
     is_held: Callable[[], bool]  # the copies are the run's: as far as is known here, this trainer is in their roster
     until_held: Callable[[], None] | None = None  # waits until they are again; None: they never will be
+    selection: Selection | None = None  # what the optimizer has; None: nothing trains
     _version: int | None = None  # of the module's own parameters
     _checked_gradients: bool = False
     _has_added: bool = False  # the gradients of a batch
@@ -95,7 +97,7 @@ class LocalLayers:
         self._has_added = True
         if not self._checked_gradients:
             self._checked_gradients = True
-            missing = [name for name, tensor in own.items() if tensor.requires_grad and gradients[name] is None]
+            missing = [name for name in own if self.trains(name) and gradients[name] is None]
             if missing:
                 _log.warning(
                     "%d parameters outside of the pipeline got no gradient from the first batch: %s. If they belong to "
@@ -163,10 +165,13 @@ class LocalLayers:
         own = self.parameters
         return {name: own[name].detach().clone() for name, known in self._known.items() if not same(own[name], known)}
 
+    def trains(self, name: str) -> bool:
+        """Return whether a parameter around the pipeline trains: a target network may be in no optimizer."""
+        return self.parameters[name].requires_grad and self.selection is not None and name in self.selection.groups
+
     def is_frozen(self, name: str) -> bool:
         """Return whether a parameter stands around the pipeline, and does not train."""
-        parameter = self.parameters.get(name)
-        return parameter is not None and not parameter.requires_grad
+        return name in self.parameters and not self.trains(name)
 
     def check_buffers(self) -> None:
         """Refuse buffers that user code changed: each trainer would have its own."""
@@ -204,7 +209,7 @@ class LocalLayers:
             return
         self.runtime.run(self.stage.wait_for_version(version))  # the record may have come to its server late
         own, written = self.parameters, self.written()
-        if lost := [name for name in written if own[name].requires_grad]:
+        if lost := [name for name in written if self.trains(name)]:
             raise ConfigError(written_in_mid_step(lost))
         copied = self.stage.copied_weights(self.module.spec.index, version if exactly else None)
         self._version, weights = self.runtime.run(copied)
