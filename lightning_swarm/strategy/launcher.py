@@ -367,11 +367,14 @@ class SwarmLauncher(_Launcher):
             # A run that only evaluates lets no peer in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
                 self._invite()
-            if not computes_alone(self._strategy, trainer):
+            if self._num_peers > 1 and not self._evaluates_alone(trainer):
                 self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._handle_notice)
         return joins
+
+    def _evaluates_alone(self, trainer: Trainer) -> bool:
+        return not self._strategy.config.only_serves and computes_alone(self._strategy, trainer)
 
     def _invite(self) -> None:
         """Print how others join the run."""

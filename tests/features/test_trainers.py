@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, StepError
+from lightning_swarm.strategy.collectives import said
 from lightning_swarm.strategy.metrics import SharedLogs
 from tests.features.both import approx
 from tests.features.mark import REFUSED, WORKS, feature
@@ -65,6 +68,66 @@ def test_data() -> None:
     parts = [{n for by, ids in seen.batches.values() if by == rank for n in ids} for rank in (0, 1)]
     assert len(parts[0]) + len(parts[1]) == 52
     assert not parts[0] & parts[1]
+
+
+class Broadcasts(DigitsMLP):
+    """Has the lead's values at all trainers before the first batch."""
+
+    def __init__(self, told: dict[int, list[Any]]) -> None:
+        super().__init__()
+        self.told = told
+
+    @override
+    def setup(self, stage: str) -> None:
+        strategy = self.trainer.strategy
+        own = self.told.setdefault(self.trainer.global_rank, [])
+        strategy.barrier("begin")
+        own.append(strategy.broadcast({"name": secrets.token_hex(4), "seeds": [1, 2.5, None, True]}))
+
+    @override
+    def on_fit_start(self) -> None:
+        self.told[self.trainer.global_rank].append(self.trainer.strategy.broadcast(secrets.token_hex(4)))
+
+
+@feature(
+    "`trainer.strategy.broadcast` and `barrier` before the first batch, in trainers that one program starts",
+    WORKS,
+    "the lead's value, of text and numbers; at a barrier the others wait until the lead has come as far",
+)
+def test_broadcast() -> None:
+    told: dict[int, list[Any]] = {}
+    train(3, lambda seen: Broadcasts(told), max_steps=2)
+    assert len(told[0]) == 2
+    assert told == dict.fromkeys(range(3), told[0])
+
+
+@feature("`broadcast` of what is no text or number, collectives in a step, and in trainers that join", REFUSED)
+@pytest.mark.parametrize(
+    "value",
+    [(1, 2), torch.ones(()), {1: 2}, float("nan"), "x" * 40_000],
+    ids=["tuple", "tensor", "keys", "nan", "long"],
+)
+def test_broadcast_of_objects(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`broadcast` brings other trainers text, numbers"):
+        said(value, "broadcast")
+
+
+class BroadcastsInStep(DigitsMLP):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trainer.strategy.broadcast("name")
+        return super().training_step(batch, batch_idx)
+
+
+def test_broadcast_in_a_step() -> None:
+    with pytest.raises(ConfigError, match=r"nothing that `broadcast` could collect"):
+        train(2, lambda seen: BroadcastsInStep(), max_steps=2)
+
+
+@feature("`Trainer(sync_batchnorm=True)` with several trainers", REFUSED)
+def test_sync_batchnorm() -> None:
+    with pytest.raises(ConfigError, match=r"`sync_batchnorm=True`"):
+        train(2, sync_batchnorm=True, max_steps=2)
 
 
 class Lines(Logger):

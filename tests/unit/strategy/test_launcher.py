@@ -47,7 +47,8 @@ def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pyte
     monkeypatch.setattr(SwarmLauncher, "_start_peers", lambda self, _: started.append(self._num_peers))
 
     def launch(module: L.LightningModule, num_peers: int) -> None:
-        strategy: Any = SimpleNamespace(config=SwarmStrategy().config, peer=None, is_plain=False, check=lambda *_: None)
+        answers = {"check": lambda *_: None, "waits_for_fit": lambda _: False}
+        strategy: Any = SimpleNamespace(config=SwarmStrategy().config, peer=None, is_plain=False, **answers)
         trainer: Any = SimpleNamespace(lightning_module=module)
         SwarmLauncher(strategy, num_peers).launch(lambda: None, trainer=trainer)
 
