@@ -101,7 +101,7 @@ def test_broadcast() -> None:
     assert told == dict.fromkeys(range(3), told[0])
 
 
-@feature("`broadcast` of what is no text or number, collectives in a step, and in trainers that join", REFUSED)
+@feature("`trainer.strategy.broadcast` of what is no text or number", REFUSED)
 @pytest.mark.parametrize(
     "value",
     [(1, 2), torch.ones(()), {1: 2}, float("nan"), "x" * 40_000],
@@ -119,6 +119,7 @@ class BroadcastsInStep(DigitsMLP):
         return super().training_step(batch, batch_idx)
 
 
+@feature("`trainer.strategy.broadcast` in a step of several trainers", REFUSED)
 def test_broadcast_in_a_step() -> None:
     with pytest.raises(ConfigError, match=r"nothing that `broadcast` could collect"):
         train(2, lambda seen: BroadcastsInStep(), max_steps=2)

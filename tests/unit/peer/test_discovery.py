@@ -312,7 +312,7 @@ def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
     run = town.loop.run_until_complete
     run(directory.say("first", "prepare_data", b"yes", timeout=1.0))
     assert run(directory.await_said("first", "prepare_data", timeout=1.0)) == b"yes"
-    with pytest.raises(DeadlineExceeded, match=r"did not finish `prepare_data` within 60 s"):
+    with pytest.raises(DeadlineExceeded, match=r"did not come to `prepare_data` within 60 s"):
         run(directory.await_said("second", "prepare_data", timeout=60.0))
 
 
