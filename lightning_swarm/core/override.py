@@ -11,6 +11,7 @@ class Override:
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.replaced: Callable[..., Any] = getattr(owner, name)
+        self._is_own = name in vars(owner)  # it was set on the object, and is no method of its class
         self.__wrapped__ = self.replaced  # Lightning asks whose method it is
         self._owner = owner
         self._name = name
@@ -26,4 +27,7 @@ class Override:
 
     def remove(self) -> None:
         """Give the object its own method back."""
-        vars(self._owner).pop(self._name, None)
+        if self._is_own:
+            vars(self._owner)[self._name] = self.replaced
+        else:
+            vars(self._owner).pop(self._name, None)

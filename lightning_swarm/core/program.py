@@ -56,7 +56,7 @@ def started_in() -> Path:
             own = [part for part in given if part != "."]
             if list(found[-len(own) :]) == own:
                 return Path(*found[: -len(own)])
-    return _imported_in if _imported_in is not None else Path.cwd()
+    return _imported_in if _imported_in is not None else Path()
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -65,7 +65,8 @@ def _with_tuples(own: Any, value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or not isinstance(own, (list, tuple)):
         return value
     places = [own[min(place, len(own) - 1)] if own else None for place in range(len(value))]
-    return type(own)([_with_tuples(one, new) for one, new in zip(places, value, strict=True)])
+    found = [_with_tuples(one, new) for one, new in zip(places, value, strict=True)]
+    return tuple(found) if isinstance(own, tuple) else found
 
 
 GROUP: Final = "__group__"

@@ -25,6 +25,7 @@ from lightning_swarm.protocol.messages.wire import MAX_TEXT
 
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _TRIED_STEPS: Final = 6
+_ROUNDINGS: Final = 32
 _REFERABLE: Final = (
     *(bool, int, float, str, type(None), tuple, type, Tensor, Optimizer),
     *(FunctionType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
@@ -92,7 +93,7 @@ class OptimizerTemplate:
         for name, *others in self._companies():
             try:
                 alone = self._tried([name])
-                apart = not (separable and others) or torch.equal(self._tried([name, *others]).weight, alone.weight)
+                apart = not (separable and others) or _is_near(self._tried([name, *others]).weight, alone.weight)
             except ConfigError:
                 raise
             except Exception as error:
@@ -157,7 +158,7 @@ class OptimizerTemplate:
             vars(optimizer).get(register, {}).clear()
         groups = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
         place_overrides(optimizer)
-        own, drawn = _own_numbers(optimizer), _Drawn()
+        drawn, own = _Drawn(), dict[str, Any]()
         with torch.random.fork_rng(devices=()):
             for step in range(1, _TRIED_STEPS + 1):
                 torch.default_generator.manual_seed(step)  # those of devices are not used, and take longer
@@ -167,13 +168,15 @@ class OptimizerTemplate:
                 with portable_groups(optimizer) if portable else drawn:
                     optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
                 closure.check()
+                if step == 1:  # what is made in the first step may go on changing
+                    own = {key: copy.deepcopy(value) for key, value in _own_numbers(optimizer).items()}
         pairs = zip(optimizer.param_groups, groups, strict=True)
         return _Tried(
             weight=made[names[0]].detach(),
             written={key: new for group, old in pairs for key, new in group.items() if _is_other(key, new, old)},
             state=optimizer.state,
             draws=drawn.any,
-            changed=[name for name, value in _own_numbers(optimizer).items() if own.get(name, value) != value],
+            changed=[name for name, value in _own_numbers(optimizer).items() if not _is_same(own.get(name), value)],
         )
 
 
@@ -218,6 +221,12 @@ class _Tried:
                 ) from error
 
 
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    """Tell whether weights differ by rounding at most: matrices of one shape may be multiplied all at once."""
+    rounding = _ROUNDINGS * torch.finfo(one.dtype).eps * float(other.abs().max()) if other.numel() else 0.0
+    return bool(((one - other).abs() <= rounding).all() or torch.equal(one.nan_to_num(), other.nan_to_num()))
+
+
 class _Drawn(TorchDispatchMode):
     """Notes whether anything inside draws random numbers: in this thread, where others may draw from the same state."""
 
@@ -229,8 +238,10 @@ class _Drawn(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        self.any = self.any or draws
+        return func(*args, **kwargs)
 
 
 def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:
@@ -238,8 +249,14 @@ def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and not name.startswith("_")
+        if (isinstance(value, (int, float)) and not isinstance(value, bool)) or isinstance(value, Tensor)
     }
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return old.shape == new.shape and torch.equal(old, new)
+    return type(old) is type(new) and (bool(old == new) or (old != old and new != new))
 
 
 def _is_other(key: str, new: Any, old: Mapping[str, Any]) -> bool:

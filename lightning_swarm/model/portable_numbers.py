@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final
 
+from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 # These can step all of their tensors at once by portable operations, and do so where tensors are small. Large ones take
@@ -83,7 +84,11 @@ def _one_algorithm(optimizer: Optimizer) -> dict[str, bool]:
     groups = optimizer.param_groups
     sizes = [one.numel() for group in groups for one in group["params"]]
     is_small = sum(sizes) <= min(_MAX_AT_ONCE, _MAX_MEAN * len(sizes))
-    at_once = type(optimizer) in _AT_ONCE and is_small and not any(group.get("differentiable") for group in groups)
+    at_once = (
+        type(optimizer) in _AT_ONCE
+        and is_small
+        and not any(group.get("differentiable") or isinstance(group.get("lr"), Tensor) for group in groups)
+    )
     return {"foreach": at_once, "fused": False, "capturable": False}
 
 

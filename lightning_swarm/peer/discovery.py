@@ -207,16 +207,19 @@ class RunDirectory:
         """At the starter: announce something to the launch's other trainers, such as that `prepare_data` is done."""
         await self._publish(self._said(launch_id, what), value, timeout=timeout)
 
-    async def await_said(self, launch_id: str, what: str, *, timeout: float) -> bytes:
-        """At another trainer: wait for what the starter says, or raise `DeadlineExceeded`."""
+    async def await_said(self, launch_id: str, what: str, *, timeout: float, starter: PeerId | None = None) -> bytes:
+        """At another trainer: wait for what the starter, if it is known, says, or raise `DeadlineExceeded`."""
         deadline = now_s() + timeout
-        while not (found := await self.directory.read(self._said(launch_id, what))):
+        while True:
+            found = await self.directory.read(self._said(launch_id, what))
+            said = found.get(starter) if starter is not None else next(iter(found.values()), None)
+            if said is not None:
+                return said
             if now_s() > deadline:
                 raise DeadlineExceeded(
                     f"the run's starter did not come to `{what}` within {timeout:g} s. Raise `Limits.lead_timeout`."
                 )
             await asyncio.sleep(_POLL_S)
-        return next(iter(found.values()))
 
     def _said(self, launch_id: str, what: str) -> str:
         # Of this launch: the directory may have outlived another run of the same id.

@@ -187,8 +187,10 @@ class Follower:
 
     def await_said(self, launch_id: str, what: str) -> bytes:
         """Wait until the starter of the same launch says something, such as that the data is prepared."""
-        timeout = self._config.limits.lead_timeout
-        return self._runtime.run(self._directory.await_said(launch_id, what, timeout=timeout))
+        # Other peers that the starter joined may announce anything; its own children have its address alone.
+        peers, timeout = self._config.initial_peers, self._config.limits.lead_timeout
+        starter = peers[0].peer_id if peers else None
+        return self._runtime.run(self._directory.await_said(launch_id, what, timeout=timeout, starter=starter))
 
     def join_run(self, model: PeerModel, device: torch.device) -> Session:
         """Serve, and open a session in the run as soon as the starter has begun it."""

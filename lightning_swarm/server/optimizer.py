@@ -119,9 +119,10 @@ class StageOptimizer:
 
     def _make_contiguous(self) -> None:
         """Lay state out as a joiner has it, which gets it as bytes: matrix products round by the layout, too."""
-        for tensor in serialization.leaves([dict(state) for state in self.torch_optimizer.state.values()]):
-            if isinstance(tensor, Tensor) and not tensor.is_contiguous():
-                tensor.data = tensor.data.contiguous()
+        for parameter, state in self.torch_optimizer.state.items():
+            for tensor in serialization.leaves(dict(state)):
+                if isinstance(tensor, Tensor) and not _is_laid_out(tensor, parameter):
+                    tensor.data = tensor.data.contiguous()
 
     @torch.no_grad()
     def _fetch(self, names: Iterable[str]) -> None:
@@ -197,9 +198,21 @@ def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any
         structure, tensors = serialization.flatten(value)
         device = parameter.device if key != "step" or counts_there else torch.device("cpu")
         placed[key] = serialization.unflatten(
-            structure, [tensor.to(device, copy=True).contiguous() for tensor in tensors]
+            structure, [_copied_like(tensor.to(device), parameter) for tensor in tensors]
         )
     return placed
+
+
+def _is_laid_out(tensor: Tensor, parameter: Tensor) -> bool:
+    """Tell whether a tensor of a parameter's state is laid out as all servers have it."""
+    return tensor.is_contiguous() or (tensor.shape == parameter.shape and tensor.stride() == parameter.stride())
+
+
+def _copied_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Copy a tensor of a parameter's state; one of its shape is laid out as it is, in channels last say."""
+    if tensor.shape != parameter.shape:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
 
 
 def _fits(own: object, new: object) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 MAX_SAID: Final = 32_768
@@ -42,3 +42,11 @@ def said(value: object, name: str) -> bytes:
             f"keys, up to {MAX_SAID} characters, got a {type(value).__name__}. Send text, and make of it what you need."
         )
     return text.encode()
+
+
+def heard(text: bytes, name: str) -> Any:
+    """Read what trainers are told."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ProtocolError(f"what came in place of the lead's `{name}` cannot be read: {error}") from error

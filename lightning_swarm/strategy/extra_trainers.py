@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, SequentialSampler
 from typing_extensions import override
 
 from lightning_swarm.client.session import Session
@@ -26,7 +25,7 @@ from lightning_swarm.core.override import Override
 from lightning_swarm.peer import process
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView
-from lightning_swarm.strategy.collectives import asks_as_user, refuse_collective, said
+from lightning_swarm.strategy.collectives import asks_as_user, heard, refuse_collective, said
 from lightning_swarm.strategy.data.loader import divides_itself, is_reading, part_of, reading_data
 from lightning_swarm.strategy.framework import callbacks_named, framework_of
 from lightning_swarm.strategy.launcher import SwarmLauncher
@@ -56,6 +55,7 @@ class RankHooks(_Strategy):
         self.num_trainers = 1  # that are started together, on this machine
         self.divides_data = True  # among them; else the user's code does
         self._num_collectives = 0  # that user code has asked for in this call of the Trainer
+        self._has_begun = False  # its first batch
         self._session: Session | None = None
         self._is_shared = False  # others train in the run, or may come to
         self._joined: RunView | None = None  # the run under way in which this process is one more trainer
@@ -178,16 +178,20 @@ class RankHooks(_Strategy):
 
     def _of_lead(self, value: Any, name: str) -> Any:
         """The lead's value, of the call of this number: trainers that one program started make the same calls."""
-        if self._joined is not None or (self.peer is None and self.local_rank > 0) or self.is_distributed:
-            refuse_collective(name)
-        if self.num_trainers == 1:
+        trainer = self._own_module.trainer
+        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)  # nobody else is there
+        if is_leads or (self.num_trainers == 1 and self._joined is None):
+            return value
+        if self._has_begun or self._joined is not None:
+            if name == "broadcast":
+                refuse_collective(name)
             return value
         self._num_collectives += 1
         what = f"{name} {self._num_collectives}"
         if self.is_global_zero:
             self._own_peer.lead.say(self._launch_id, what, said(value, name))
             return value
-        return json.loads(self._own_peer.follower.await_said(self._launch_id, what))
+        return heard(self._own_peer.follower.await_said(self._launch_id, what), name)
 
 
 class RankOverride:
@@ -314,16 +318,17 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool =
         return dataloader
     # What has no parts, and any data of a trainer that joins a run under way, is read whole by every trainer. Then they
     # must draw at random, and a warning says so if they do not seem to.
+    rank = cast("RankHooks", trainer.strategy).local_rank  # which is no other one where data is read
     parts = not joins and trainer._accelerator_connector.use_distributed_sampler
     iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
     if iterable and isinstance(dataloader, DataLoader) and parts:
-        return part_of(dataloader, trainer.global_rank, num_trainers)
+        return part_of(dataloader, rank, num_trainers)
     if iterable:
-        if isinstance(dataloader, DataLoader):
+        remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
+        if isinstance(dataloader, DataLoader) and not isinstance(dataloader.dataset, IterDataPipe):
             dataloader = part_of(dataloader, 0, 1)
-        remedy = "Let it divide itself by `trainer.global_rank` and `trainer.world_size`, or draw at random"
-        if joins:
-            remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
+            if not joins:
+                remedy = "Let it divide itself by `trainer.global_rank` and `trainer.world_size`, or draw at random"
     elif divides_itself(dataloader.sampler):
         return dataloader
     elif parts:
@@ -333,7 +338,7 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool =
             framework.is_shuffled(dataloader),
             trainer.overfit_batches,  # type: ignore[attr-defined]  # Lightning sets it in its connector
             num_replicas=num_trainers,
-            rank=trainer.global_rank,
+            rank=rank,
         )
         return framework.with_sampler(dataloader, sampler)
     elif isinstance(dataloader.sampler, SequentialSampler):

@@ -173,6 +173,7 @@ class SwarmLauncher(_Launcher):
             return function(*args, **kwargs)
         self._check_module(trainer.lightning_module)
         if self._strategy.waits_for_fit(trainer):
+            self._num_threads = _share_cores(self._num_peers)  # with the others, which do the same
             with self._strategy.evaluating_beside(trainer):
                 return function(*args, **kwargs)
         self._strategy.check(trainer, call.arguments)
@@ -351,8 +352,9 @@ class SwarmLauncher(_Launcher):
     def _start_peers(self, trainer: Trainer) -> bool:
         """Start this process's peer and, if it is the machine's first, the others. True: it trains beside a lead."""
         first, joins = self.local_rank == 0, False
-        command = process.child_command() if first and self._num_peers > 1 else []
-        if self._num_peers > 1:
+        starts_others = first and self._num_peers > 1 and not self._evaluates_alone(trainer)
+        command = process.child_command() if starts_others else []
+        if self._num_peers > 1 and (starts_others or not first):
             self._num_threads = _share_cores(self._num_peers)
         self._entry = self._enter()
         if self._strategy.config.initial_peers:
@@ -367,7 +369,7 @@ class SwarmLauncher(_Launcher):
             # A run that only evaluates lets no peer in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
                 self._invite()
-            if self._num_peers > 1 and not self._evaluates_alone(trainer):
+            if starts_others:
                 self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._handle_notice)
@@ -406,6 +408,7 @@ class SwarmLauncher(_Launcher):
     def _spawn_children(
         self, command: Sequence[str], addresses: Sequence[str], variables: Mapping[str, str], passed: Sequence[int]
     ) -> None:
+        folder = program.started_in()  # there the script finds what is beside it by the same relative paths
         for rank in range(1, self._num_peers):
             environment = process.child_environment(
                 rank,
@@ -420,7 +423,7 @@ class SwarmLauncher(_Launcher):
                 subprocess.Popen(
                     command,
                     env={**environment, **variables},
-                    cwd=program.started_in(),  # the script finds what is beside it by the same relative paths
+                    cwd=folder if folder.is_dir() else None,
                     stdin=subprocess.PIPE,
                     start_new_session=True,
                     pass_fds=passed,

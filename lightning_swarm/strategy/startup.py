@@ -61,6 +61,7 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
 
 def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
     """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's; add the default."""
+    strategy._has_begun = False  # also where a run goes back
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
     if not strategy.is_global_zero:
         extra_trainers.leave_decisions(trainer)

@@ -389,7 +389,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._in_batches = True
+        self._in_batches = self._has_begun = True
         if self._weights is not None:
             self._weights.stale = True
 
