@@ -11,7 +11,8 @@ class Override:
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.replaced: Callable[..., Any] = getattr(owner, name)
-        self._is_own = name in vars(owner)  # it was set on the object, and is no method of its class
+        # It was set on the object by a user, and is no method of its class.
+        self._is_own = name in vars(owner) and not isinstance(self.replaced, Override)
         self.__wrapped__ = self.replaced  # Lightning asks whose method it is
         self._owner = owner
         self._name = name
