@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from lightning_swarm.model.portable import PortableArithmetic, Unportable
 from lightning_swarm.model.portable_numbers import portable_groups
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.wire import MAX_TEXT
+
+_Kind = TypeVar("_Kind", bound=Hashable)
 
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _TRIED_STEPS: Final = 6
@@ -116,11 +118,9 @@ class OptimizerTemplate:
 
     def unportable(self) -> str:
         """Say why machines of different kinds could not step to the same bits; empty if they can."""
-        largest_first = sorted(self._parameters.items(), key=lambda item: -item[1].numel())
-        alike = {(own.dim(), own.dtype): name for name, own in largest_first}  # of each kind the smallest
         kind = type(self._optimizer).__name__
         try:
-            for name in alike.values():
+            for name in self._smallest(lambda own: (own.dim(), own.dtype)).values():
                 with PortableArithmetic():
                     self._tried([name], portable=True)
         except Unportable as error:
@@ -131,15 +131,17 @@ class OptimizerTemplate:
 
     def _companies(self) -> list[list[str]]:
         """Of each number of dimensions the smallest parameter, and then others: of its shape, and of each number."""
-        by_size = sorted(self._parameters, key=lambda name: self._parameters[name].numel())
         found = []
-        for name in {self._parameters[name].dim(): name for name in reversed(by_size)}.values():
-            own = self._parameters[name].shape
-            others = [one for one in reversed(by_size) if one != name]
-            alike = {self._parameters[one].shape == own: one for one in others}.get(True)
-            kinds = {self._parameters[one].dim(): one for one in others}
-            found.append(list(dict.fromkeys([name, *([alike] if alike else []), *kinds.values()])))
+        for name in self._smallest(Tensor.dim).values():
+            shapes = self._smallest(lambda own: own.shape, but=name)
+            alike = [one for shape, one in shapes.items() if shape == self._parameters[name].shape]
+            found.append(list(dict.fromkeys([name, *alike, *self._smallest(Tensor.dim, but=name).values()])))
         return found
+
+    def _smallest(self, kind: Callable[[Tensor], _Kind], *, but: str = "") -> dict[_Kind, str]:
+        """The name of the smallest parameter of each kind, `but` one apart."""
+        by_size = sorted(self._parameters, key=lambda name: self._parameters[name].numel())
+        return {kind(self._parameters[name]): name for name in reversed(by_size) if name != but}
 
     def _tried(self, names: Sequence[str], *, portable: bool = False) -> _Tried:
         """Step these parameters a few times."""
@@ -211,13 +213,14 @@ class _Tried:
                 f"from peer to peer: {kind} changes {', '.join(elsewhere)}. Keep it in `self.state[parameter]`, or "
                 "take another optimizer."
             )
-        for values in self.state.values():
+        for key, value in (item for values in self.state.values() for item in values.items()):
             try:
-                serialization.flatten(dict(values))
+                serialization.flatten(value)
             except (SwarmError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    "an optimizer's state must be tensors and numbers in lists and dicts, to go from peer to peer: of "
-                    f"{kind}, {error}"
+                    "an optimizer's state must be tensors, numbers and text in lists and in dicts with text as keys, "
+                    f"to go from peer to peer: {kind} keeps {key!r}, a {type(value).__name__}. Take another optimizer, "
+                    "or an argument of it with which it keeps no such value."
                 ) from error
 
 

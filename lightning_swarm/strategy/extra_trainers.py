@@ -44,7 +44,7 @@ class RankHooks(_Strategy):
     """The part of `SwarmStrategy` that knows this process among others, none of which waits for another."""
 
     # What one process would answer is answered at once. That is what Lightning's own callers need, for the lead decides
-    # and saves alone. What would need the others' values is refused.
+    # and saves alone. User code gets the lead's values before the first batch; what would need the others' is refused.
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_swarm.core.errors import ConfigError
 from tests.parity.harness import WEIGHT_TOLERANCE, Run, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 from tests.parity.test_joining import Joining
+from tests.parity.trainers import default_dtype
 
 STEPS = 7
 JOINS_AT = 2
@@ -107,16 +108,6 @@ class Digits(DigitsMLP):
 
 def distance(one: Run, other: Run) -> float:
     return max(float((tensor - other.weights[name]).abs().max()) for name, tensor in one.weights.items())
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def verdict(name: str, swarm: dict[str, Any]) -> str:

@@ -50,12 +50,11 @@ class PeerData:
         """Prepare the data, once on each machine, and set the data module up."""
         self._is_read = True
         strategy, call = self._strategy, framework_of(trainer).call
-        launch_id = "" if strategy._swarm_launcher is None else strategy._swarm_launcher.launch_id
         if strategy.local_rank:
-            strategy._own_peer.follower.await_said(launch_id, "prepare_data")
+            strategy._own_peer.follower.await_said(strategy._launch_id, "prepare_data")
         else:
             trainer._data_connector.prepare_data()
-            strategy._own_peer.lead.say(launch_id, "prepare_data")
+            strategy._own_peer.lead.say(strategy._launch_id, "prepare_data")
         if trainer.datamodule is not None:  # type: ignore[attr-defined]  # Lightning sets it in its connector
             call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
 
