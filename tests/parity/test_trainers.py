@@ -500,7 +500,7 @@ def test_what_would_wait_for_the_others_is_refused(name: str) -> None:
             return loss
 
     seen = train(2, Gathers, raises=False)
-    assert_refused(seen, rf"nothing that `{name}` could collect.*Use `self.log\(..., sync_dist=True")
+    assert_refused(seen, rf"nothing that `{name}` could collect.*use `self.log\(..., sync_dist=True")
 
 
 def test_freezing_in_mid_run_is_refused() -> None:
