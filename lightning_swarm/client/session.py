@@ -360,6 +360,24 @@ class Session:
         """At the lead: count the events that the swarm's peers noted since the last call."""
         return dict(self.pipeline.context.events.drain())
 
+    def ask_to_stop(self) -> None:
+        """Not at the lead: tell it that user code of this trainer, which began the run with it, wants it to end."""
+        step = self._steps.open
+        self.pipeline.context.events.note(
+            "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
+        )
+        self._runtime.run(self._steps.tell_events())
+
+    @property
+    def began_with_lead(self) -> bool:
+        """True if this trainer is one of those with which the run began."""
+        return self.peer_id in self.run.manifest.trainers
+
+    @property
+    def stopped_by(self) -> Sequence[PeerId]:
+        """At the lead: the trainers that began the run with it and asked it to stop."""
+        return self.pipeline.context.events.noted_by("stopped", self.run.manifest.trainers)
+
     @property
     def run(self) -> RunState:
         """The run as this trainer knows it."""

@@ -254,6 +254,10 @@ class StepClient:
         """Ask to close the open step with what it has; as `done`."""
         return await self._finish(replaced(self._report(), close=True, total_weight=total_weight))
 
+    async def tell_events(self) -> None:
+        """Tell the coordinator, and so the lead, what was noted here since the last report on a batch."""
+        await self._finish(self._report())
+
     def _report(
         self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
     ) -> BatchDone:

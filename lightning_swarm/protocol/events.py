@@ -148,6 +148,11 @@ class EventLog:
         with self._lock:
             return {**self._others, own: report}
 
+    def noted_by(self, kind: EventKind, peers: Collection[PeerId]) -> list[PeerId]:
+        """Return which of these peers have told that they noted an event of this kind."""
+        with self._lock:
+            return [peer for peer in peers if peer in self._others and self._others[peer].counts.get(kind)]
+
     def keep_only(self, members: Collection[PeerId]) -> None:
         """Forget the counts of all other peers than these."""
         with self._lock:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -225,6 +226,21 @@ class LoopCounters:
             cut_off = self._epoch_loop._num_ready_batches_reached()
             return cut_off or self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
         return self.is_last_batch and num_samples > 0
+
+    @contextmanager
+    def of_run(self, number: BatchNumber | None) -> Iterator[None]:
+        """Inside, the Trainer's counters say where the batch stands among those of all trainers, as in one process."""
+        if number is None:
+            yield
+            return
+        fit_loop, progress = self._trainer.fit_loop, self._epoch_loop.batch_progress
+        own = fit_loop.max_batches, progress.is_last_batch
+        num_batches = self._data.num_batches()
+        fit_loop.max_batches, progress.is_last_batch = num_batches, number[1] + 1 == num_batches
+        try:
+            yield
+        finally:
+            fit_loop.max_batches, progress.is_last_batch = own
 
     @property
     def ends_epoch(self) -> bool:

@@ -250,10 +250,18 @@ class SharedMetrics:
 class SharedLogs:
     """Shares all that is logged with `sync_dist`: it stands before the training loop's results and sees it."""
 
-    def __init__(self, module: nn.Module, results: Any, metrics: SharedMetrics) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        results: Any,
+        metrics: SharedMetrics,
+        is_one_of_several: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._module = module
         self._results = results
         self._metrics = metrics
+        self._is_one_of_several = is_one_of_several
+        self._own_names: set[str] = set()  # that a warning has named
         self._put_back: Callable[[], None] = lambda: None  # what was there before the newest batch
         self._lease = 0  # of the batch in hand
         self._num_samples: int | None = None  # of the batch in hand
@@ -357,6 +365,7 @@ class SharedLogs:
         """Takes the place of `_ResultCollection.log`. Lightning must not reduce: that is done here."""
         self._log_own(fx, name, value, options)
         if not sync_dist:
+            self._warn_of_own(name, on_epoch=options.get("on_epoch", True))
             return
         if self._num_samples is None or fx != _HOOK:
             raise ConfigError(
@@ -377,6 +386,18 @@ class SharedLogs:
                 batch_size=self._num_samples if batch_size is None else int(batch_size),
                 **{name: getattr(meta, name) for name in LOG_OPTIONS},
             )
+        )
+
+    def _warn_of_own(self, name: str, *, on_epoch: bool) -> None:
+        """Warn once, as Lightning does in `ddp`, that an epoch's value is of a part of its batches."""
+        if not on_epoch or name in self._own_names or len(self._own_names) >= MAX_LOGS or not self._is_one_of_several():
+            return
+        self._own_names.add(name)
+        _log.warning(
+            "%r is logged without `sync_dist=True`: each trainer logs batches of its own, so the epoch's value is that "
+            "of the lead's batches. Use `self.log(%r, ..., sync_dist=True)` for all batches.",
+            name,
+            name,
         )
 
     def _log_own(self, fx: str, name: str, value: Any, options: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from lightning_swarm.model.optimizer_state import set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.run import StepChange
-from lightning_swarm.strategy import checks
+from lightning_swarm.strategy import checks, stopping
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
 from lightning_swarm.strategy.loop_counters import (
@@ -35,7 +35,8 @@ from lightning_swarm.strategy.loop_counters import (
 )
 from lightning_swarm.strategy.metrics import Pending, SharedLogs, SharedMetrics
 from lightning_swarm.strategy.module_access import ModuleAccess
-from lightning_swarm.strategy.own_attributes import OwnAttributes
+from lightning_swarm.strategy.own_values import OwnValues
+from lightning_swarm.strategy.rate_hooks import RateHooks
 from lightning_swarm.strategy.run_log import RunLog
 
 _log = logging.getLogger(__name__)
@@ -81,10 +82,18 @@ class SwarmOptimization:
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else config.limits.max_metric_bytes
         module = trainer.lightning_module
-        self.logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
-        self._own_attributes = OwnAttributes(module)
+        self.logs = SharedLogs(
+            module,
+            results,
+            SharedMetrics(module, results, max_bytes=max_bytes),
+            lambda: session.is_lead and session.num_trainers > 1,
+        )
+        self._own_values = OwnValues(
+            trainer, lambda: session.num_trainers, lambda: data.shares, is_lead=session.is_lead
+        )
+        self._rate_hooks = RateHooks(trainer, session, self._hyperparameters)
         if session.is_lead:
-            session.step_with(lambda: checks.hyperparameters(self._optimizer), lambda: trainer.current_epoch)
+            session.step_with(self._hyperparameters, lambda: trainer.current_epoch)
 
     def take_over(self) -> None:
         """Take the place of the optimizer's steps."""
@@ -99,6 +108,8 @@ class SwarmOptimization:
     def release(self) -> None:
         """Leave the loop as it was."""
         self._schedulers.release()
+        self._own_values.release()
+        self._rate_hooks.release()
         self.logs.release()
         for override in self._overrides:
             override.remove()
@@ -120,8 +131,8 @@ class SwarmOptimization:
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self._begun, self.stepped = True, False
-        if self._session.num_trainers > 1:
-            self._own_attributes.look()
+        self._own_values.look()
+        self._rate_hooks.called(kwargs.get("batch"), batch_idx)
         begins_window = self._counters.by_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
         if self.pending_samples and begins_window:
             _log.warning(
@@ -139,6 +150,7 @@ class SwarmOptimization:
             self._train_lost()
             self._end_epoch(batch_idx)
             self._take_back_ready()
+            stopping.follow(self.trainer, self._session)
             self._access.refresh_aliases()
             return _untrained() if result is None else result
         except RunOver:
@@ -147,7 +159,7 @@ class SwarmOptimization:
             self._take_back_ready()
             if self._session.is_lead:
                 return _untrained()
-            self.trainer.should_stop = True
+            self._data.run_is_over = self.trainer.should_stop = True
             raise StopIteration from None  # how Lightning leaves an epoch
         finally:
             self._num_trained = self._num_ready()
@@ -162,6 +174,8 @@ class SwarmOptimization:
     def _loop_batch(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> LoopBatch:
         number = self._data.number
         if number is not None:
+            if "batch_idx" in kwargs:  # as in one process, which reads all of the epoch
+                kwargs["batch_idx"] = number[1]
             return LoopBatch(batch_idx, kwargs, self._data.size(number), number)
         return LoopBatch(batch_idx, kwargs, self._counters.num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
@@ -196,7 +210,7 @@ class SwarmOptimization:
         """Train on a batch that no other trainer brings. If it is struck, any trainer may get it again."""
         assert grant.batch is not None
         batch = self._data.read_batch(grant.batch)
-        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, grant.batch[1])
         self.logs.begin_batch(grant.samples, grant.lease)
         try:
             self._train_here(LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
@@ -223,7 +237,7 @@ class SwarmOptimization:
             closure._zero_grad_fn = partial(self._zero_grad, zero_grad)
         self._session.pipeline.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
         try:
-            with self._session.counting():
+            with self._session.counting(), self._counters.of_run(batch.number):
                 closure()
             self._session.pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
@@ -306,6 +320,9 @@ class SwarmOptimization:
     def _optimizer(self) -> Optimizer:
         return self.trainer.optimizers[0]
 
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return checks.hyperparameters(self._optimizer)
+
     @property
     def pending_samples(self) -> int:
         """Samples of this trainer's complete batches in the step that takes the next one."""
@@ -350,8 +367,11 @@ class SwarmOptimization:
                 self._take_lost()
                 self.on_grant(replace(self._session.news, lost=dict(self._completed.lost)))
                 self._count_others()  # the steps that other trainers filled before it came
-            if grant is None or grant.batch == batch.number:
-                return None if grant is None else grant.lease
+            if grant is None:
+                return None
+            self._rate_hooks.call()
+            if grant.batch == batch.number:
+                return grant.lease
             self._train_extra(batch.idx, grant)
         return None
 
@@ -480,6 +500,7 @@ class SwarmOptimization:
     def _prepare(self) -> None:
         """Move schedulers to the next record's step: the records that came are not all counted."""
         self._schedulers.move(self.stepped + self._session.open_step - self._version)
+        self._rate_hooks.call()
 
     def tell_selection(self) -> None:
         """Have the servers train what the module and its optimizer select by now, from the next step on."""

@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_swarm.core.errors import PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.boundary_layers import add_hooks
 from lightning_swarm.model.deferred_init import staying_on_meta
+from lightning_swarm.strategy import stopping
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -27,6 +28,8 @@ def end_loop(strategy: SwarmStrategy) -> None:
     """The training loop has come to its end."""
     strategy._trains = False
     if not strategy.is_global_zero:
+        if strategy._session is not None and strategy._data is not None:
+            stopping.tell(strategy._own_module.trainer, strategy._session, run_is_over=strategy._data.run_is_over)
         _serve_on(strategy)
         return
     if strategy._loop is not None:

@@ -293,7 +293,12 @@ def member_changes(block: Block) -> None:
     rosters = [others, others]
     rosters[stage] = [*mates, *([] if joins else [member])]
     run: Any = SimpleNamespace(
-        manifest=SimpleNamespace(is_whole=False), bans=(), invitations=(), rosters=rosters, trainers=["mate 0"]
+        manifest=SimpleNamespace(is_whole=False),
+        bans=(),
+        invitations=(),
+        rosters=rosters,
+        trainers=["mate 0"],
+        ties=SimpleNamespace(groups=list),  # no stages share parameters
     )
     address = f"/ip4/{host}/tcp/{port}/p2p/{peer}"
     place = SimpleNamespace(member=member, stage_index=stage, addresses=[address], reason=UNSET)

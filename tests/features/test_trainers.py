@@ -183,7 +183,7 @@ class Logs(DigitsMLP):
             self.log(how, loss, on_step=True, on_epoch=True, reduce_fx=how, sync_dist=True)
         if self.trainer.global_rank == 1:
             self.log("of another", loss, on_step=False, on_epoch=True, sync_dist=True)
-        if self.choosy and self.trainer.global_rank == 1 and batch_idx % 2:
+        if self.choosy and self.trainer.global_rank == 1 and self.trainer.fit_loop.batch_idx % 2:
             self.seen.withdrawn.add(place_of(self))
             return None
         return loss
@@ -246,9 +246,11 @@ def assert_logged(seen: Seen, lines: Lines) -> None:
 )
 @pytest.mark.parametrize("choosy", [False, True])
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     seen, lines = train_logged(lambda seen: Logs(seen, choosy=choosy))
     assert_logged(seen, lines)
+    said = [text for text in caplog.messages if "without `sync_dist=True`" in text]
+    assert [text.split()[0] for text in said] == ["'own'"]
     assert bool(seen.withdrawn) == choosy
 
     monkeypatch.setattr(SharedLogs, "decide", lambda self, others, metrics: None)

@@ -7,7 +7,7 @@ import math
 import re
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -72,6 +72,45 @@ def test_each_record_has_the_hyperparameters_of_its_step_where_trainers_take_tur
         optimizer.step()
         schedule.step()
     assert_exact_curve(seen, lambda: DigitsMLP(recipe), digits(), num_trainers=3, target_batch_size=4)
+
+
+class Decays(Watching):
+    """Sets the rate of each step where a batch begins, by itself or in a callback."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.set_rate()
+
+    def set_rate(self) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + self.global_step)
+
+
+class DecayCallback(L.Callback):
+    rates: ClassVar = {5: 2e-3, 9: 1e-3}
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        group = trainer.optimizers[0].param_groups[0]
+        group["lr"] = self.rates.get(trainer.global_step, group["lr"])
+
+
+@pytest.mark.parametrize(("num_trainers", "size"), [(2, 4), (2, 8), (4, 4)])
+def test_a_rate_that_a_hook_sets_is_that_of_its_step(num_trainers: int, size: int) -> None:
+    """Also of steps in which the lead has no batch, and of those before it hears that its batch is in a later one."""
+    seen = train(num_trainers, Decays, swarm={"target_batch_size": size}, max_steps=12)
+    assert [record.hyperparameters[0]["lr"] for record in seen.records] == [0.01 / (1 + step) for step in range(12)]
+    of_the_lead = [any(seen.batches[place][0] == 0 for place in places) for places in seen.steps]
+    assert size > 4 or not all(of_the_lead), "there was no step of others"
+
+
+def test_a_callback_changes_the_rate_at_the_steps_that_it_names() -> None:
+    swarm = {"target_batch_size": 4}
+    seen = train(3, Watching, swarm=swarm, max_steps=12, callbacks=lambda rank: [DecayCallback()])
+    rates = [record.hyperparameters[0]["lr"] for record in seen.records]
+    assert rates == [3e-3] * 5 + [2e-3] * 4 + [1e-3] * 3
 
 
 def test_what_stands_around_a_list_of_blocks_is_averaged_among_the_trainers() -> None:
@@ -209,7 +248,7 @@ class WithdrawsLast(Watching):
         loss = super().training_step(batch, batch_idx)
         strategy: Any = self.trainer.strategy
         if strategy.is_global_zero:
-            if batch_idx == 1:
+            if self.trainer.fit_loop.batch_idx == 1:
                 self.seen.wait_for(lambda: bool(self.seen.withdrawn))
             return loss
         lead: Any = self.seen.trainers[0].strategy
@@ -258,7 +297,7 @@ def test_an_error_ends_its_own_fit_and_at_the_lead_all(rank: int, when: str) -> 
         @override
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
-            if (self.trainer.global_rank, batch_idx, when) == (rank, 2, "before"):
+            if (self.trainer.global_rank, self.trainer.fit_loop.batch_idx, when) == (rank, 2, "before"):
                 raise RuntimeError("the user's own mistake")
             return loss
 

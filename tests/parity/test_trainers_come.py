@@ -160,7 +160,8 @@ def test_an_epoch_is_validated_however_few_of_its_batches_the_lead_is_left_with(
             self.seen.validated.append(self.trainer.current_epoch)
 
     seen, _ = come(Validated, validation=lambda: DataLoader(digits(), 52), val_check_interval=10)
-    assert {number[1] for number in seen.numbers.values() if number[0] == 1} < set(range(8))
+    leads = [place for place, (epoch, _) in seen.numbers.items() if epoch == 1 and seen.batches[place][0] == 0]
+    assert 0 < len(leads) < 8
     assert seen.validated == [0, 1]
 
 

@@ -160,7 +160,8 @@ class Faulty(DigitsMLP):
         if self.past_its_own and self.trainer.global_rank == RANK:
             self.past_its_own = False
             self.seen.runtime.run(self.lead_past_its_own())
-        self.is_in_it = (self.trainer.global_rank, self.trainer.current_epoch, batch_idx) == (RANK, 0, BATCH)
+        own_idx = self.trainer.fit_loop.batch_idx
+        self.is_in_it = (self.trainer.global_rank, self.trainer.current_epoch, own_idx) == (RANK, 0, BATCH)
         if self.is_in_it:
             self.places.append(place_of(self))
         self.at("before forward")
@@ -393,7 +394,10 @@ def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> N
 
         @override
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            if (self.trainer.global_rank, batch_idx) == (RANK, BATCH) and not self.seen.network.is_frozen(VICTIM):
+            if (self.trainer.global_rank, self.trainer.fit_loop.batch_idx) == (
+                RANK,
+                BATCH,
+            ) and not self.seen.network.is_frozen(VICTIM):
 
                 async def act() -> None:
                     freeze(self.seen)

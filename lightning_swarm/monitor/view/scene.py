@@ -40,6 +40,7 @@ WORDS: Final[Mapping[EventKind, str]] = {  # for people
     "pause": "waiting",
     "resume": "going on",
     "went_back": "rolled back",
+    "stopped": "ends the run: its code set `should_stop`",
 }
 _COLUMNS: Final = 100
 _RATE_WINDOW_S: Final = 10.0

@@ -32,6 +32,7 @@ EventKind: TypeAlias = Literal[
     "pause",  # the run waits for a stage without servers
     "resume",  # the run goes on after a pause
     "went_back",  # the run rolled back to an earlier step
+    "stopped",  # user code of a trainer that began the run with the lead set `trainer.should_stop`
 ]
 EVENT_KINDS: Final[tuple[EventKind, ...]] = get_args(EventKind)
 

@@ -61,6 +61,7 @@ def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) 
 
 
 MAX_RUNS = 1 << 16  # most changes of the batch size within an epoch
+MAX_PLAN_METRICS = 1024
 MAX_PLANS = 64  # most epochs that one step may reach over: all of their plans fit into one message
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -92,6 +93,10 @@ class EpochPlan(WireMessage, frozen=True):
     digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # of all indices
     random: RandomNumbers  # with which the samplers begin
     last: bool  # no epoch follows
+    # What the lead's callbacks have of validations before the epoch, by name.
+    metrics: Annotated[dict[ShortText, float], msgspec.Meta(max_length=MAX_PLAN_METRICS)] = msgspec.field(
+        default_factory=dict
+    )
 
     @property
     def num_batches(self) -> int:

@@ -23,8 +23,8 @@ from typing_extensions import TypeIs
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError, RunOver
 from lightning_swarm.core.override import Override
-from lightning_swarm.protocol.messages.run import MAX_RUNS, BatchNumber, EpochPlan
-from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.messages.run import MAX_PLAN_METRICS, MAX_RUNS, BatchNumber, EpochPlan
+from lightning_swarm.protocol.messages.wire import MAX_TEXT, decode, encode
 from lightning_swarm.protocol.run_state import next_in_lane
 from lightning_swarm.strategy.data.loader import (
     LaneSampler,
@@ -108,9 +108,11 @@ class SharedData:
         self._plans: dict[int, EpochPlan] = {}
         self._listings: dict[int, EpochListing] = {}
         self._start: BatchNumber | None = None  # of this generation of the run
+        self._taken: dict[int, EpochPlan | None] = {}  # not at the lead: the lead's plans, which are not listed yet
         self._restored: dict[int, EpochPlan] = {}
         self._restored_position: BatchNumber | None = None
         self.number: BatchNumber | None = None  # of the batch in hand
+        self.run_is_over = False  # as this trainer, which is not the lead, has heard
         self._num_left = 0  # batches of the lane after it
 
     # ------------------------------------------------------------------ a run begins and ends
@@ -135,8 +137,11 @@ class SharedData:
             Override(fit_loop, "on_load_checkpoint", self._load_with_plans),
             Override(fit_loop.epoch_loop, "on_run_start", self._epoch_begins),
             Override(fit_loop.epoch_loop, "reset", self._quietly_reset),
+            Override(fit_loop, "on_advance_start", self._hear_metrics),
         )
-        self._save, self._load, self._begin, self._reset = (override.replaced for override in self._overrides)
+        self._save, self._load, self._begin, self._reset, self._advance = (
+            override.replaced for override in self._overrides
+        )
 
     def close(self) -> None:
         """Leave the loop as it was."""
@@ -253,15 +258,28 @@ class SharedData:
             if self._session.is_lead:
                 self._plan_epoch(epoch)
             else:
-                try:
-                    plan = self._session.take_plan(epoch)
-                except RunOver:
-                    self._trainer.should_stop = True
-                    return None
+                plan = self._taken.pop(epoch, None) or self._take_plan(epoch)
                 if plan is None:
                     return None
                 self._list_plan(plan)
         return self._plans[epoch]
+
+    def _take_plan(self, epoch: int) -> EpochPlan | None:
+        """Wait, at another trainer than the lead, for the lead's plan. None: all of the epoch is complete."""
+        assert self._session is not None
+        try:
+            return self._session.take_plan(epoch)
+        except RunOver:
+            self.run_is_over = self._trainer.should_stop = True
+            return None
+
+    def _hear_metrics(self) -> None:
+        """Where an epoch begins: have the callbacks' metrics of the lead's validations before the user's hooks run."""
+        epoch = self._trainer.current_epoch
+        if self.shares and self._session is not None and not self._session.is_lead and epoch not in self._plans:
+            plan = self._taken[epoch] = self._take_plan(epoch)
+            set_callback_metrics(self._trainer, {} if plan is None else plan.metrics)
+        self._advance()
 
     def _plan_epoch(self, epoch: int) -> None:
         """List, at the lead, an epoch that begins or goes on, and tell the others."""
@@ -307,13 +325,15 @@ class SharedData:
             digest=listing.digest,
             random=random,
             last=self.is_last_epoch(epoch),
+            metrics=callback_metrics(self._trainer),
         )
 
     def _list_again(self, epoch: int) -> EpochPlan:
         """The plan of an epoch as it was drawn before the checkpoint."""
         plan = self._restored[epoch]
         self._list_plan(plan, "those that were listed before the checkpoint was written")
-        return replaced(plan, begin=self._first_batch(epoch, plan.num_batches), last=self.is_last_epoch(epoch))
+        begin, last = self._first_batch(epoch, plan.num_batches), self.is_last_epoch(epoch)
+        return replaced(plan, begin=begin, last=last, metrics=callback_metrics(self._trainer))
 
     def is_last_epoch(self, epoch: int) -> bool:
         """True if the lead's loop ends with this epoch."""
@@ -392,6 +412,18 @@ class SharedData:
             self._restored = {plan.epoch: plan for plan in plans}
             self._restored_position = (epoch, index) if epoch in self._restored else None
         self._load(state_dict)
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, float]:
+    """The numbers among what the Trainer's callbacks may read."""
+    found = islice(trainer.callback_metrics.items(), MAX_PLAN_METRICS)
+    return {name: float(value) for name, value in found if value.numel() == 1 and len(name) <= MAX_TEXT}
+
+
+def set_callback_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Have callbacks, and all who ask the Trainer, read these."""
+    values = {name: torch.tensor(value, dtype=torch.get_default_dtype()) for name, value in metrics.items()}
+    trainer._logger_connector._callback_metrics.update(values)
 
 
 @contextmanager

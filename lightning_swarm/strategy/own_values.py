@@ -1,0 +1,202 @@
+"""Values that change while several trainers train: each trainer has its own, and nothing brings them together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_swarm.core.override import Override
+from lightning_swarm.strategy.framework import OWN_PACKAGES, framework_of
+from lightning_swarm.strategy.reachable_values import (
+    attributes_of,
+    functions_of,
+    held_by,
+    names_in,
+    values_around,
+    values_of,
+)
+
+_log = logging.getLogger(__name__)
+
+_FIRST: Final = 8  # batches that are all looked at; then each eighth is
+_MAX_NAMED: Final = 5
+
+
+class OwnValues:
+    """Warns once of values of user code that change from batch to batch, and once of those that validation changes.
+
+    A counter of batches, a queue or a moving mean has another value on each trainer. What validation sets only the lead
+    has. Such a value may be harmless: nobody can tell whether a loss depends on it.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        num_trainers: Callable[[], int],
+        brings_metrics: Callable[[], bool],  # where an epoch begins: the lead's, to all trainers
+        *,
+        is_lead: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._num_trainers = num_trainers
+        self._brings_metrics = brings_metrics
+        self._first: Mapping[str, Any] | None = None
+        self._num_looks = 0
+        self._warned, self._warned_of_validation = False, False
+        framework = framework_of(trainer)
+        self._bare_module = frozenset(vars(framework.module()))
+        self._bare_data = frozenset(vars(framework.data_module()))
+        self._used = frozenset[str]().union(*map(_names, functions_of(type(self._module))))
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        self._validation = Override(val_loop, "run", self._validate) if is_lead else None
+
+    def release(self) -> None:
+        """Leave Lightning's loop as it was."""
+        if self._validation is not None:
+            self._validation.remove()
+
+    def look(self) -> None:
+        """Look at the values where a batch begins."""
+        if self._num_trainers() < 2:
+            return
+        self._num_looks += 1
+        if self._warned or (self._num_looks > _FIRST and self._num_looks % _FIRST):
+            return
+        found = dict(self._in_batches())
+        if self._first is None:
+            self._first = found
+            if self._validation is not None:
+                self._check_metrics()
+        if changed := _changed(self._first, found):
+            self._warned = True
+            _log.warning(
+                "Attributes change while several trainers train: %s. Each trainer has its own values. Where the loss "
+                "depends on one, compute it from %s.",
+                _named(changed),
+                self._remedy,
+            )
+
+    def _validate(self) -> Any:
+        """Takes the place of the validation loop's `run` in training."""
+        assert self._validation is not None
+        if self._warned_of_validation or self._num_trainers() < 2 or self._trainer.sanity_checking:
+            return self._validation.replaced()
+        before = dict(self._around_validation())
+        result = self._validation.replaced()
+        after = dict(self._around_validation())
+        if changed := _changed(before, after) + [name for name in after if name not in before]:
+            self._warned_of_validation = True
+            _log.warning(
+                "Validation, which the lead alone runs, has changed values: %s. Each trainer has its own, and the "
+                "others keep theirs. Compute what the loss or the data depend on from %s.",
+                _named(changed),
+                self._remedy,
+            )
+        return result
+
+    @property
+    def _remedy(self) -> str:
+        of_run = "`self.trainer.global_step`, which is the run's"
+        if not self._brings_metrics():
+            return of_run
+        return (
+            f"{of_run}, or where an epoch begins from `trainer.callback_metrics`, in which all trainers have what the "
+            "lead's validation logged"
+        )
+
+    def _check_metrics(self) -> None:
+        """Warn where code of the module reads metrics that come to the others late, or never."""
+        trainer: Any = self._trainer
+        in_mid_epoch = trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0
+        brings = self._brings_metrics()
+        if not trainer.enable_validation or (brings and not in_mid_epoch):
+            return
+        if "callback_metrics" in self._used:
+            _log.warning(
+                "%s reads `callback_metrics`, and the lead alone validates: the others %s. "
+                "Each trainer has at once what it logs itself. Validate at the end of each epoch, with data that "
+                "trainers share, for all to have the same.",
+                type(self._module).__name__,
+                "get its values where their next epoch begins" if brings else "do not get its values",
+            )
+
+    # ------------------------------------------------------------------ what is looked at
+
+    def _around_validation(self) -> Iterator[tuple[str, Any]]:
+        yield from self._of_module()
+        yield from self._of_callbacks()
+        yield from self._of_data()
+
+    def _in_batches(self) -> Iterator[tuple[str, Any]]:
+        yield from self._of_module()
+        yield from ((path, value) for path, value in self._of_callbacks() if path.rpartition(".")[2] in self._used)
+
+    @property
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._trainer.lightning_module
+        return module
+
+    def _of_module(self) -> Iterator[tuple[str, Any]]:
+        """Attributes of the module, of those in it and of their objects; globals and variables around its functions."""
+        for name, module in self._module.named_modules():
+            if isinstance(module, Metric):
+                continue  # what trainers add to metrics is brought together
+            for key, value in attributes_of(module).items():
+                if key not in self._bare_module and not _is_known(value):
+                    yield from values_of(f"{name}.{key}" if name else key, value)
+        for function in functions_of(type(self._module)):
+            yield from values_around(function)
+
+    def _of_callbacks(self) -> Iterator[tuple[str, Any]]:
+        """Attributes of callbacks that user code defines from the ground up."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]  # set in its connector
+        for callback in callbacks:
+            bases = [base for base in type(callback).__mro__ if _is_librarys(base)]
+            if not _is_librarys(type(callback)) and {base.__name__ for base in bases} <= {"Callback", "object"}:
+                for key, value in attributes_of(callback).items():
+                    if not isinstance(value, list | dict):  # these are records to look at
+                        yield from values_of(f"{type(callback).__name__}.{key}", value)
+
+    def _of_data(self) -> Iterator[tuple[str, Any]]:
+        """Attributes of the data module, of datasets, and what a collate function holds."""
+        trainer: Any = self._trainer
+        if trainer.datamodule is not None:
+            for key, value in attributes_of(trainer.datamodule).items():
+                if key not in self._bare_data and not isinstance(value, DataLoader):
+                    yield from values_of(f"{type(trainer.datamodule).__name__}.{key}", value)
+        combined = trainer.fit_loop._combined_loader
+        for loader in combined.flattened if combined is not None else ():
+            if (dataset := getattr(loader, "dataset", None)) is not None:
+                yield from values_of(type(dataset).__name__, dataset)
+            if (collate := getattr(loader, "collate_fn", None)) is not None:
+                yield from held_by("collate_fn", collate)
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names of values of before that are others now."""
+    return [name for name, value in after.items() if name in before and not value == before[name]]  # noqa: SIM201
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:_MAX_NAMED]))
+
+
+def _is_librarys(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in {*OWN_PACKAGES, "torch", "builtins"}
+
+
+def _is_known(value: object) -> bool:
+    """True for what the run takes care of itself."""
+    return isinstance(value, nn.Module | nn.Parameter | torch.optim.Optimizer)
+
+
+def _names(function: FunctionType) -> set[str]:
+    return names_in(function.__code__)

@@ -1,0 +1,152 @@
+"""Stamps of the values that user code reaches: two are equal if nothing was set or written between them."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import sys
+import types
+import weakref
+import zlib
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lightning_swarm.model.attribute_values import SCALARS
+from lightning_swarm.strategy.framework import OWN_PACKAGES
+
+_OPAQUE: Final = frozenset({*OWN_PACKAGES, "torch", "numpy", "torchmetrics", *sys.stdlib_module_names})
+_CONTAINERS: Final = (list, tuple, set, frozenset, deque, Mapping, array.array)
+_MAX_DEPTH: Final = 4
+_MAX_ITEMS: Final = 4096  # within a container; of what is beyond them only lengths are looked at
+_MAX_BYTES: Final = 1 << 16  # of an array; of a larger one a regular sample
+
+
+class _SameObject:
+    """Equal to another stamp of the same object, unwritten. The object itself may go."""
+
+    def __init__(self, value: object, content: object) -> None:
+        self._of, self._content = weakref.ref(value), content
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _SameObject):
+            return NotImplemented
+        own = self._of()
+        return own is not None and own is other._of() and self._content == other._content
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def stamp(value: Any) -> Any:
+    """Stamp a value. Of functions, files and other libraries' objects nothing is looked at: their stamp is None."""
+    return _stamp(value, _MAX_DEPTH, itertools.count())
+
+
+def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
+    if type(value) in SCALARS:
+        return "nan" if value != value else (type(value), value)  # else no stamp would equal it
+    if isinstance(value, torch.Tensor):
+        return _SameObject(value, None if value.is_inference() else value._version)
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    if isinstance(value, np.ndarray):
+        return _SameObject(value, (value.shape, value.dtype.str, _content(value)))
+    if isinstance(value, _CONTAINERS):
+        try:
+            items = [] if not depth else value.items() if isinstance(value, Mapping) else value
+            few = itertools.takewhile(lambda _: next(num_items) < _MAX_ITEMS, items)
+            seen = [_stamp(item, depth - 1, num_items) for item in few]
+        except RuntimeError:  # another thread writes it
+            return None
+        return type(value), len(value), seen
+    if depth and is_users(value):
+        return [(key, _stamp(item, depth - 1, num_items)) for key, item in attributes_of(value).items()]
+    return None
+
+
+def _content(value: np.ndarray) -> int | None:
+    if value.dtype.hasobject:
+        return None
+    sample = value.reshape(-1)[:: max(1, value.nbytes // _MAX_BYTES)] if value.flags.c_contiguous else value.flat[:4096]
+    return zlib.crc32(np.ascontiguousarray(sample).view(np.uint8).data)
+
+
+def is_users(value: object) -> bool:
+    """Tell whether a value is an object of user code with attributes; modules are looked at one by one."""
+    kind = type(value)
+    if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType) or not hasattr(value, "__dict__"):
+        return False
+    if kind is Namespace or kind is types.SimpleNamespace or isinstance(value, Dataset):
+        return True
+    return kind.__module__.partition(".")[0] not in _OPAQUE
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """The attributes of an object, and those of its user's classes that hold data."""
+    found: dict[str, Any] = {}
+    for base in reversed(type(value).__mro__):
+        if base.__module__.partition(".")[0] not in _OPAQUE:
+            own = {key: item for key, item in list(vars(base).items()) if key[:2] != "__"}
+            found |= {key: item for key, item in own.items() if _stamp(item, 1, itertools.count()) is not None}
+    return found | vars(value)
+
+
+def values_of(name: str, value: object, *, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Stamp a value; of an object of user code each attribute, by its path."""
+    if depth and is_users(value):
+        for key, item in attributes_of(value).items():
+            yield from values_of(f"{name}.{key}", item, depth=depth - 1)
+    else:
+        yield name, stamp(value)
+
+
+def held_by(name: str, function: Any) -> Iterator[tuple[str, Any]]:
+    """Stamp what a callable holds: its object's attributes, bound arguments, and variables around it."""
+    if isinstance(function, partial):
+        yield from values_of(name, [function.args, function.keywords])
+        yield from held_by(name, function.func)
+    elif isinstance(function, types.MethodType):
+        yield from held_by(name, function.__func__)
+        yield from values_of(name, function.__self__)
+    elif isinstance(function, types.FunctionType):
+        yield from values_around(function)
+    else:
+        yield from values_of(name, function)
+
+
+def values_around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Stamp the globals that a function's code names, and the variables of functions around it."""
+    for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if not callable(value) or is_users(value):
+            yield from values_of(name, value)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if not callable(value) or is_users(value):
+            yield from values_of(name, value)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The globals and attributes that a function's code names, and code within it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= names_in(constant)
+    return found
+
+
+def functions_of(kind: type) -> Iterator[types.FunctionType]:
+    """The functions that a class and its bases define in user code."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in _OPAQUE:
+            yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))

@@ -1,0 +1,36 @@
+"""`trainer.should_stop` where several trainers train: each has batches of its own, and the lead's loop ends the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from lightning.pytorch import Trainer
+
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.errors import RunOver
+from lightning_swarm.core.readable import short_name
+
+_log = logging.getLogger(__name__)
+
+
+def tell(trainer: Trainer, session: Session, *, run_is_over: bool) -> None:
+    """Where training of another trainer than the lead ends: have the run end, too, if user code stopped it."""
+    if session.is_lead or run_is_over or trainer.received_sigterm or not trainer.should_stop:
+        return
+    if session.began_with_lead:
+        with contextlib.suppress(RunOver):
+            session.ask_to_stop()
+    else:
+        _log.warning("`trainer.should_stop` was set in a trainer that came to the run: it leaves, and the run goes on.")
+
+
+def follow(trainer: Trainer, session: Session) -> None:
+    """At the lead: stop where code of a trainer that began with it has."""
+    if session.is_lead and not trainer.should_stop and (others := session.stopped_by):
+        trainer.should_stop = True
+        _log.warning(
+            "Training ends, for `trainer.should_stop` was set in %s. Each trainer has batches of its own, and goes on "
+            "until it hears of this: the plain Trainer may end some steps earlier.",
+            ", ".join(map(short_name, others)),
+        )
