@@ -210,6 +210,30 @@ def stepping(remote: Any, cache: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        ("llama", "output_hidden_states"),
+        ("llama", "output_attentions"),
+        ("gpt2", "output_hidden_states"),
+        ("mixtral", "output_router_logits"),
+    ],
+)
+def test_a_refused_call_breaks_nothing(serve: Callable[..., ServedSwarm], family: str, what: str) -> None:
+    """Hugging Face leaves the hooks by which it collects such outputs on the model."""
+    swarm = serve(make_model(family), num_stages=2)
+    swarm.serve("a")
+    remote = swarm.connect()
+    before = write(remote, "greedy")
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(ConfigError, match="leave them out"):
+            remote(PROMPTS, **{what: True})
+        assert torch.equal(write(remote, "greedy"), before)
+    assert any(
+        "output_capturing" in hook.__module__ for layer in remote.modules() for hook in layer._forward_hooks.values()
+    )
+
+
 def test_a_lost_message_costs_a_moment(serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch) -> None:
     """The last server's output does not come, and all servers live."""
     model = make_model("llama")

@@ -10,6 +10,7 @@ import itertools
 import logging
 import operator
 import queue
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -37,14 +38,18 @@ _OF_CONTAINERS: Final = {
     *("log", "debug", "info", "warning", "error", "exception", "critical"),
 }
 """Methods of those that return None. Tensors have some of the same names, so the object counts, too."""
+_CAPTURING: Final = "transformers.utils.output_capturing"
 _REMEDY: Final = "Return what it is for from the block."
 
 
 def is_users(hook: Any) -> bool:
-    """Return whether a hook is none of torch's, Lightning's or this package's own."""
+    """Return whether a hook is none of torch's, Lightning's or this package's own, and does anything in this call."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     module_name = getattr(hook, "__module__", None) or type(hook).__module__
+    if module_name == _CAPTURING:
+        # The first call that asks for hidden states or the like leaves such hooks on the model for good.
+        return bool(sys.modules[module_name]._active_collector.get())
     return not is_of(_OWN, module_name)
 
 
