@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,8 @@ from lightning_swarm.protocol.messages.serving import (
     ServedStage,
     WeightsDigest,
 )
+
+_log = logging.getLogger(__name__)
 
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
@@ -187,6 +191,17 @@ def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
     return value.to(like.dtype)
 
 
+def _finite(name: str, like: Tensor, value: Tensor) -> Tensor:
+    """Return a tensor in the model's dtype; refuse weights that are infinite there, or no numbers."""
+    value = in_dtype_of(like, name, value)
+    if isinstance(like, nn.Parameter) and (num_others := int((~torch.isfinite(value)).sum())):
+        raise ConfigError(
+            f"a model's weights must be finite numbers, and {num_others} of {value.numel()} in {name!r} are not, in "
+            f"{value.dtype}. Save the model again from a sound checkpoint, or serve it in another `--dtype`."
+        )
+    return value
+
+
 def _plain(settings: Any) -> dict[str, Any]:
     """Return what describes a model in a config, which may come from another peer.
 
@@ -200,7 +215,7 @@ def _plain(settings: Any) -> dict[str, Any]:
             "serve it with `--dtype bfloat16`, say."
         )
     return {
-        name: value
+        name: _floats(value)
         for name, value in settings.items()
         if not (name.startswith("_") or name.endswith("_implementation") or name == "auto_map")
     }
@@ -349,15 +364,17 @@ class PretrainedFolder:
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
         """Describe a model of this folder, cut into stages; reads all weights once, one at a time."""
-        read = self.reader(model)
+        read = _FolderReader(self, model)
 
         def described(tensors: Mapping[str, Tensor]) -> WeightsDigest:
-            return _digest_of(model.saved(tensors), lambda name: in_dtype_of(tensors[name], name, read(name)))
+            return _digest_of(model.saved(tensors), lambda name: _finite(name, tensors[name], read(name)))
 
         stages = [
             ServedStage(num_blocks=len(blocks), weights=described(stage.named_stage_tensors()))
             for stage, blocks in zip(model.stages(ranges), ranges, strict=True)
         ]
+        around = described(model.around)
+        read.warn_of_unread()
         return ModelCard(
             config=self.config,
             generation_config=self.generation_config,
@@ -365,7 +382,7 @@ class PretrainedFolder:
             blocks=model.blocks.root_name,
             dtype=str(model.module.dtype).removeprefix("torch."),
             stages=stages,
-            around=described(model.around),
+            around=around,
             files=[
                 CardFile(name=name, num_bytes=len(content), sha256=hashlib.sha256(content).digest())
                 for name, content in self.files.items()
@@ -383,14 +400,18 @@ class _FolderReader:
         for name, tensor in model.module.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(tensor), []).append(name)
         self._same = {name: names for names in self._aliases.values() for name in names}
+        self._named = _loaded_names(model.module)
+        self._read: set[str] = set()  # the files' names of what was read
         self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})  # the part that was converted last
 
     def __call__(self, name: str) -> Tensor:
         # A base model's file has no prefix.
         aliases = [one for alias in self._same.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))]
-        found = [self._folder.tensor(one) for one in dict.fromkeys(aliases) if self._folder.has(one)]
-        if not found:
+        names = [one for one in dict.fromkeys(aliases) if self._folder.has(one)]
+        if not names:
             return self._converted(name)
+        self._read.update(names)
+        found = [self._folder.tensor(one) for one in names]
         if not all(torch.equal(found[0], other) for other in found[1:]):
             raise ConfigError(
                 f"tied weights must be equal, and {str(self._folder.path)!r} has others under the names of {name!r}. "
@@ -415,25 +436,51 @@ class _FolderReader:
             )
         return found
 
+    def warn_of_unread(self) -> None:
+        """After all of the model was read: name what the files have besides, as Hugging Face's own loader does."""
+        ignored = self._model.module._keys_to_ignore_on_load_unexpected or ()
+        unread = [
+            name
+            for name in self._folder.names
+            if name not in self._read and not any(re.search(pattern, name) for pattern in ignored)
+        ]
+        if unread:
+            _log.warning(
+                "%d tensors of %s are no part of a %s, as its config.json describes it, and are not served: %s.",
+                len(unread),
+                self._folder.path,
+                type(self._model.module).__name__,
+                ", ".join(sorted(unread)[:5]),
+            )
+
+    def _names_of(self, index: int) -> dict[str, str]:
+        """Return the files' names of a block's tensors, and those that they have where it is the only block."""
+        root = f"{self._model.blocks.root_name}."
+        if index < 0:
+            return {name: name for name in self._folder.names if not self._named(name).startswith(root)}
+        own, place = self._model.blocks.names[index], f"{root}{self._model.blocks.names[index]}."
+        found = {}
+        for name in self._folder.names:
+            if not self._named(name).startswith(place):
+                continue
+            parts = name.split(".")
+            moved = (".".join([*parts[:at], "0", *parts[at + 1 :]]) for at, part in enumerate(parts) if part == own)
+            found[name] = next(one for one in moved if self._named(one).startswith(f"{root}0."))
+        return found
+
     def _load(self, index: int) -> dict[str, Tensor]:
         """Load what is in no block (-1), or one block, as the only one of a model that has no other."""
         import transformers
 
-        model, root = self._model, f"{self._model.blocks.root_name}."
-        roots = (root, root.removeprefix(self._prefix))
-        own = [(one, f"{one}{model.blocks.names[index]}.") for one in roots] if index >= 0 else []
-        names = [name for name in self._folder.names if index < 0 and not name.startswith(roots)]
-        state = {name: self._folder.tensor(name) for name in names}
-        for one, prefix in own:
-            inside = [name for name in self._folder.names if name.startswith(prefix)]
-            state.update({f"{one}0.{name.removeprefix(prefix)}": self._folder.tensor(name) for name in inside})
+        model, names = self._model, self._names_of(index)
+        state = {new: self._folder.tensor(name) for name, new in names.items()}
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         try:
-            small, report = type(model.module).from_pretrained(
+            small, report = _small_class(model, index).from_pretrained(  # type: ignore[attr-defined]
                 None,
-                config=_config_of_block(model.config, index),
+                config=_small_config(model.config, index),
                 state_dict=state,
                 dtype=model.module.dtype,
                 output_loading_info=True,
@@ -441,22 +488,67 @@ class _FolderReader:
         finally:
             transformers.logging.set_verbosity(verbosity)
             transformers.logging.enable_progress_bar()
-        missing = set(report["missing_keys"])  # they have random values
+        missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
+        self._read |= {
+            name for name, new in names.items() if new not in unexpected and self._named(new) not in unexpected
+        }
+        # Those that are missing have random values.
         return {name: tensor for name, tensor in small.state_dict().items() if name not in missing}
 
 
-def _config_of_block(config: Any, index: int) -> Any:
-    """Return the config of a model that has but one block, that of `index`, or what is in none (-1)."""
-    settings, first = config.to_dict(), max(index, 0)
-    number = settings["num_hidden_layers"]
-    for name, value in settings.items():
+def _loaded_names(module: Any) -> Callable[[str], str]:
+    """Return what tells the name in a model that transformers gives a tensor of a file."""
+    from transformers import conversion_mapping, core_model_loading
+
+    rules = conversion_mapping.get_model_conversion_mapping(module)
+    renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+    prefix, known = module.base_model_prefix, module.state_dict()
+    return cache(lambda name: core_model_loading.rename_source_key(name, renamings, converters, prefix, known)[0])
+
+
+def _small_class(model: PretrainedModel, index: int) -> type:
+    """Return the model's class, but with one block: a copy of that of `index`, whatever kind it is of (-1: any)."""
+    kind, root = type(model.module), model.blocks.root_name
+
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        if index >= 0:
+            self.get_submodule(root)[0] = _copy_on_meta(model.blocks.modules[index])
+
+    # The class's name and module, by which transformers finds what it has for it.
+    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
+
+
+def _copy_on_meta(module: nn.Module) -> nn.Module:
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        on_meta = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(on_meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else on_meta
+    return copy.deepcopy(module, memo)
+
+
+def _small_config(config: Any, index: int) -> Any:
+    """Return the config of a model that has one block; `index`: of which block, -1 for what is in none."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    number, first = text.num_hidden_layers, max(index, 0)
+    text.num_hidden_layers = 1
+    for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == number:
-            settings[name] = value[first : first + 1]
-    if isinstance(dense := settings.get("first_k_dense_replace"), int):
-        settings["first_k_dense_replace"] = max(0, dense - first)
-    if isinstance(dense_only := settings.get("mlp_only_layers"), list):
-        settings["mlp_only_layers"] = [0] if first in dense_only else []
-    settings["num_hidden_layers"] = 1
+            setattr(text, name, value[first : first + 1])
     if index >= 0:  # embeddings are not looked at
-        settings |= {"vocab_size": 8, "pad_token_id": None}
-    return type(config)(**settings)
+        text.vocab_size, text.pad_token_id = 8, None
+    return small
+
+
+def _floats(value: Any) -> Any:
+    """Read the numbers that JSON has not, as transformers writes them: infinity is `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _floats(item) for name, item in value.items()}
+    return value

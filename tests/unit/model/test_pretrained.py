@@ -35,7 +35,9 @@ def read(path: Path, dtype: str) -> tuple[Any, Any]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_tensor_is_that_of_hugging_face(tmp_path: Path, family: str, dtype: str) -> None:
+def test_each_tensor_is_that_of_hugging_face(
+    tmp_path: Path, family: str, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
     make_model(family, dtype=torch.float32).save_pretrained(tmp_path)
     found, card = read(tmp_path, dtype)
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype_of(dtype))
@@ -45,6 +47,7 @@ def test_each_tensor_is_that_of_hugging_face(tmp_path: Path, family: str, dtype:
         assert tensor.dtype == both[1][name].dtype, name
         assert torch.equal(tensor, both[1][name]), name
     assert card.dtype == dtype
+    assert "are not served" not in caplog.text
 
 
 def changed(path: Path, **tensors: torch.Tensor) -> None:
@@ -58,6 +61,28 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     changed(tmp_path, **{"lm_head.weight": torch.randn(29, 16)})
     with pytest.raises(ConfigError, match=r"tied weights must be equal.*tie_word_embeddings"):
         read(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "70000"])
+def test_weights_that_are_no_finite_numbers_are_refused(tmp_path: Path, value: str) -> None:
+    """In float16 a number may be infinite that is none in the file."""
+    make_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    weight = torch.ones(16)
+    weight[3] = float(value)
+    changed(tmp_path, **{"model.norm.weight": weight})
+    with pytest.raises(ConfigError, match=r"1 of 16 in 'model\.norm\.weight' are not, in torch\.float16"):
+        read(tmp_path, "float16")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_tensors_that_are_no_part_of_the_model_are_named(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model(family, dtype=torch.float32).save_pretrained(tmp_path)
+    changed(tmp_path, **{"model.layers.9.mlp.up_proj.weight": torch.ones(2), "model.layers.1.extra": torch.ones(2)})
+    read(tmp_path, "float32")
+    assert "2 tensors of " in caplog.text
+    assert "not served: model.layers.1.extra, model.layers.9.mlp.up_proj.weight" in caplog.text
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
