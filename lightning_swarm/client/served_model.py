@@ -68,6 +68,13 @@ _ONLY_HIDDEN: Final = (
 _WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # they do not change
 
 
+def _check_not_empty(hidden: Tensor) -> None:
+    if not hidden.numel():
+        raise ConfigError(
+            f"a served model takes at least one text of at least one token, got a hidden state of {list(hidden.shape)}."
+        )
+
+
 def offers_key(model: str) -> str:
     """Return the directory's key of the servers of a model of this id."""
     return f"{model}.offers"
@@ -341,6 +348,7 @@ class ServedBlocks:
 
     def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         """Compute the next tokens of a text, with a cache."""
+        _check_not_empty(hidden)
         found = self._adapters(hidden, extras)
         if self._adapted is None or found is None:
             return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
@@ -358,6 +366,7 @@ class ServedBlocks:
 
     def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
         """Compute a forward without a cache."""
+        _check_not_empty(hidden)
         if carried and self._adapted is not None:
             raise ConfigError(_ONLY_HIDDEN)
         if carried:

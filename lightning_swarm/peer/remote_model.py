@@ -29,6 +29,7 @@ from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, 
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.entry import visitor_entry
+from lightning_swarm.peer.model_guards import refuse_changes
 from lightning_swarm.peer.network import visit_network
 from lightning_swarm.protocol.messages.serving import ModelCard
 
@@ -51,13 +52,6 @@ def prefill_in_chunks(model: Any, num_tokens: int) -> dict[str, int]:
     if not getattr(model.generation_config, "use_cache", True):
         return {}
     return {"prefill_chunk_size": _PREFILL_CHUNK}
-
-
-def _refuse_saving(*_: Any, **__: Any) -> None:
-    raise ConfigError(
-        "a served model's weights are on servers and cannot be saved here, got `save_pretrained` of the model itself. "
-        "Save the adapter, by that of peft's model, and load it over the model's own folder."
-    )
 
 
 def _writing(served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,13 +100,13 @@ class ServedModelClient:
         self._fill(pretrained, weights, device)
         self.model: Any = pretrained.module
         self.blocks = pretrained.blocks.modules
+        refuse_changes(pretrained.module, self.model.dtype, device, moves=adapts)
         self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
         adapted = None
         self.places: list[torch.Tensor] = []  # of what is on servers
         if adapts:
             blocks = pretrained.blocks
             self.places = pretrained.hold_places(device)
-            vars(pretrained.module)["save_pretrained"] = _refuse_saving
             adapted = AdaptedBlocks(
                 runtime,
                 self._models,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +234,35 @@ def test_a_refused_call_breaks_nothing(serve: Callable[..., ServedSwarm], family
     assert any(
         "output_capturing" in hook.__module__ for layer in remote.modules() for hook in layer._forward_hooks.values()
     )
+
+
+REFUSED_USES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "deepcopy": (copy.deepcopy, r"got copying it.*Connect again"),
+    "pickle": (pickle.dumps, r"got pickling it.*in the other process"),
+    "save": (lambda model: model.save_pretrained("nowhere"), r"Copy the folder"),
+    "load": (lambda model: model.load_state_dict(model.state_dict()), r"got `load_state_dict`"),
+    "resize": (lambda model: model.resize_token_embeddings(40), r"Resize the model on one machine"),
+    "bfloat16": (lambda model: model.to(torch.bfloat16), r"got a move to torch\.bfloat16 on cpu.*`--dtype`"),
+    "half": (lambda model: model.half(), r"got a move to torch\.float16"),
+    "meta": (lambda model: model.to("meta"), r"on meta.*device=\.\.\."),
+    "no rows": (lambda model: model(torch.zeros(0, 3, dtype=torch.long)), r"at least one text.*\[0, 3, 16\]"),
+    "no tokens": (lambda model: model(torch.zeros(1, 0, dtype=torch.long)), r"at least one token.*\[1, 0, 16\]"),
+}
+
+
+def test_what_a_served_model_cannot_do_is_refused_and_changes_nothing(
+    serve: Callable[..., ServedSwarm], tmp_path: Path
+) -> None:
+    swarm = serve(make_model("llama"), num_stages=2)
+    swarm.serve("a")
+    remote = swarm.connect()
+    before = write(remote, "greedy")
+    for use, words in REFUSED_USES.values():
+        with torch.no_grad(), pytest.raises(ConfigError, match=words):
+            use(remote)
+        assert torch.equal(write(remote, "greedy"), before)
+    assert remote.to("cpu") is remote.double() is remote
+    assert torch.equal(write(remote, "greedy"), before)
 
 
 def test_a_lost_message_costs_a_moment(serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch) -> None:

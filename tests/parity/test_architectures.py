@@ -1,0 +1,39 @@
+"""Small models of all architectures that write text are served: the same tokens, or refused, as the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_swarm.core.errors import ConfigError, StageError
+from tests.architectures import REASONS, make, plain, served
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+ROWS: list[tuple[str, str]] = re.findall(r"^\| `([\w-]+)` \| ([\w ]+) \|$", PAGE.read_text(), re.MULTILINE)
+
+
+def test_the_table_is_complete() -> None:
+    assert len(ROWS) > 140
+    assert sum(result == "exact" for _, result in ROWS) > 130
+    assert {result for _, result in ROWS} == {"exact", *REASONS}
+    assert all(f"| {reason} |" in PAGE.read_text() for reason in REASONS)
+
+
+FIRST = ["afmoe", "gemma3", "jamba", "mamba2", "zaya", "nemotron_h"]
+"""Their blocks are of several kinds or have other names in files; or they are refused."""
+
+
+@pytest.mark.first_cells(len(FIRST))
+@pytest.mark.parametrize(("kind", "result"), sorted(ROWS, key=lambda row: row[0] not in FIRST))
+def test_served_architectures(kind: str, result: str, tmp_path: Path) -> None:
+    make(kind).save_pretrained(tmp_path)
+    wanted = plain(tmp_path)
+    if result == "exact":
+        assert torch.equal(served(tmp_path), wanted)
+        assert len({int(token) for token in wanted[:, 6:].flatten()}) > 1, "it cannot fail"
+    else:
+        with pytest.raises((ConfigError, StageError), match=REASONS[result]):
+            served(tmp_path)
