@@ -48,8 +48,12 @@ def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]])
     manager = override_manager(optimizer)
     if manager is not None:
         optimizer.check_overrides()  # type: ignore[attr-defined]  # only now are those that a module named found
-        configs = manager.pid2config
-        configs.update({id(made): configs[id(own)] for own, made in pairs if id(own) in configs})
+        configs = manager.pid2config  # by ids, and a parameter that is gone may have had that of a copy
+        for own, made in pairs:
+            if id(own) in configs:
+                configs[id(made)] = configs[id(own)]
+            else:
+                configs.pop(id(made), None)
 
 
 def place_overrides(optimizer: Optimizer) -> None:

@@ -24,6 +24,7 @@ import torch
 
 import lightning_swarm.network.hivemind  # noqa: F401 - it takes a second to import
 from lightning_swarm import SwarmStrategy, cli
+from lightning_swarm.core import program
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.peer import _bootstrap, preemption
 from lightning_swarm.peer.preemption import Endpoint
@@ -165,6 +166,7 @@ def serve(
 def type_in(*, command: list[str], folder: str, environment: dict[str, str]) -> None:
     """Run a command of a page, ``python`` or ``lightning-swarm``, as typed in a folder; `environment` adds to this."""
     os.chdir(folder)
+    program._imported_in = Path(folder)  # else that of the zygote, which has imported the package for all
     os.environ.update(environment)
     if command[0] == "python":
         _bootstrap.run(command[1:])

@@ -8,12 +8,14 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from lightning_swarm.core.errors import ConfigError, StageLost, Unreachable
 from lightning_swarm.model.attention_cache import CacheHandle
@@ -234,6 +236,29 @@ def test_a_refused_call_breaks_nothing(serve: Callable[..., ServedSwarm], family
     assert any(
         "output_capturing" in hook.__module__ for layer in remote.modules() for hook in layer._forward_hooks.values()
     )
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of 26 letters."""
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: index + 3 for index, letter in enumerate(ascii_lowercase)}}
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    found.decoder = tokenizers.decoders.ByteLevel()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def test_a_text_ends_with_a_string(serve: Callable[..., ServedSwarm], tmp_path: Path) -> None:
+    """`generate` takes the tokenizer for this, and hands it down to the blocks."""
+    model, tokenizer = make_model("llama"), letters()
+    tokenizer.save_pretrained(tmp_path)
+    swarm = serve(model, num_stages=2)
+    swarm.serve("a")
+    remote = swarm.connect()
+    stop = tokenizer.convert_ids_to_tokens(int(write(model, "greedy")[0, 10]))
+    for own in (tokenizer, swarm.clients[-1].tokenizer()):
+        ended = write(remote, "greedy", stop_strings=[stop], tokenizer=own)
+        assert torch.equal(ended, write(model, "greedy", stop_strings=[stop], tokenizer=tokenizer))
+        assert ended.shape[1] < PROMPTS.shape[1] + NUM_NEW or stop in tokenizer.decode(ended[0, 6:])
 
 
 REFUSED_USES: dict[str, tuple[Callable[[Any], Any], str]] = {

@@ -46,6 +46,10 @@ class _ChainProgress:
         return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
 
 
+def _is_tokenizer(value: object) -> bool:
+    return any(base.__name__ == "PreTrainedTokenizerBase" for base in type(value).__mro__)
+
+
 class BlockChain:
     """Turns the calls of a list's blocks into one call of the pipeline, which the last block's call runs."""
 
@@ -129,7 +133,8 @@ class BlockChain:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             kind = signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
-                given.update(value)
+                # `generate` hands its tokenizer down to blocks, which name none.
+                given.update({key: one for key, one in value.items() if not _is_tokenizer(one)})
             elif kind is inspect.Parameter.VAR_POSITIONAL:
                 unnamed += value
             elif name == next(iter(signature.parameters)) or kind is inspect.Parameter.POSITIONAL_ONLY:

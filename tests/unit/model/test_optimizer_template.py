@@ -126,3 +126,19 @@ def test_an_optimizer_follows_parameters_that_are_replaced() -> None:
     replace_parameters(optimizer, {id(module[0].bias): new})
     assert optimizer.param_groups[0]["params"][1] is new
     assert len(optimizer.state) == 3
+
+
+def test_an_override_of_a_parameter_that_is_gone_is_no_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes keeps overrides by the parameters' ids, which come again."""
+    optim = pytest.importorskip("bitsandbytes.optim")
+    monkeypatch.setattr(optim.GlobalOptimManager, "_instance", None)
+    manager = optim.GlobalOptimManager.get_instance()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    manager.register_module_override(net[0], "weight", {"optim_bits": 32})
+    names = {id(own): name for name, own in net.named_parameters()}
+    template = OptimizerTemplate(optim.AdamW8bit(net.parameters()), names)
+    made = {name: nn.Parameter(torch.zeros(4, 4)) for name in ("0.weight", "1.weight")}
+    manager.pid2config[id(made["1.weight"])] = {"optim_bits": 32}
+    template.cut(made)
+    assert manager.pid2config[id(made["0.weight"])] == {"optim_bits": 32}
+    assert id(made["1.weight"]) not in manager.pid2config

@@ -122,6 +122,7 @@ def test_what_is_honest_passes(dtype: DType, number: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_honest_in_fixed_point_passes(dtype: DType) -> None:
     rng = random.Random(dtype)
+    torch.manual_seed(3)
     for _ in range(200):
         count, length = rng.choice([1, 2, 3, 4, 16]), rng.choice([1, 2, 30, 300, 3000])
         sums = [deterministic.nothing(length, torch.device("cpu")) for _ in range(count)]
@@ -134,7 +135,7 @@ def test_what_is_honest_in_fixed_point_passes(dtype: DType) -> None:
         answers = project(sums, mean, rng.getrandbits(62))
         scale = StageScale(length, dtype, WEIGHT)
         assert is_sound(answers, scale)
-        if mean.any():
+        if float(mean.abs().max()) > 2**16 * deterministic.FINE:  # else it is within rounding
             place = int(mean.abs().argmax())
             mean[place] *= 1.001
             assert not is_sound(project(sums, mean, rng.getrandbits(62)), scale)
