@@ -129,7 +129,7 @@ def test_an_optimizer_follows_parameters_that_are_replaced() -> None:
 
 
 def test_an_override_of_a_parameter_that_is_gone_is_no_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes keeps overrides by the parameters' ids, which come again."""
+    """Bitsandbytes keeps overrides by the parameters' ids, which come again."""
     optim = pytest.importorskip("bitsandbytes.optim")
     monkeypatch.setattr(optim.GlobalOptimManager, "_instance", None)
     manager = optim.GlobalOptimManager.get_instance()
