@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "plain Trainer": lambda: "auto",
         "SwarmStrategy()": SwarmStrategy,
         "a swarm without a cut": lambda: SwarmStrategy(num_stages=1, run_id="alone"),
-        **{f"{number} stages": partial(stages, number) for number in NUM_STAGES},
+        **{f"{number} stage{'s' * (number > 1)}": partial(stages, number) for number in NUM_STAGES},
     }
     starts, steps = defaultdict(list), defaultdict(list)
     for make in ways.values():

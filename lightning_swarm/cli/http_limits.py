@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
-from lightning_swarm.cli.texts import RequestError
+from lightning_swarm.cli.http_fields import RequestError
 
 MAX_BODY_BYTES: Final = 4 << 20
 _BODY_S: Final = 30.0  # a body that takes longer is given up
 _SMALL_BODY_BYTES: Final = 64 << 10
 _SMALL_TEXT_TOKENS: Final = 512
+_MAX_TEXTS: Final = 64
 
 _T = TypeVar("_T")
 
@@ -60,7 +61,8 @@ class RequestLimits:
 
     def __init__(self) -> None:
         self._bodies = Budget(64 << 20, "bytes of requests")
-        self._texts = Budget(64, "texts")
+        self._texts = Budget(_MAX_TEXTS, "texts")
+        self._of_clients: dict[str, int] = {}  # texts, by the client's address
         # Tokenizing a long prompt takes seconds. On the common threads it would hold up all short ones.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
 
@@ -96,11 +98,20 @@ class RequestLimits:
         return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
 
     @contextmanager
-    def text(self, num_tokens: int) -> Iterator[None]:
-        """Hold a place for a text of at most so many new tokens while it is written."""
+    def text(self, num_tokens: int, client: str) -> Iterator[None]:
+        """Hold a place for a text of at most so many new tokens while it is written for a client of this address."""
+        own = self._of_clients.get(client, 0)
+        if client and own >= _MAX_TEXTS // 2:
+            raise RequestError(429, f"one client has at most {_MAX_TEXTS // 2} texts at once. Try again later")
         with self._texts.share() as grow:
             grow(1, is_small=num_tokens <= _SMALL_TEXT_TOKENS)
-            yield
+            self._of_clients[client] = own + 1
+            try:
+                yield
+            finally:
+                self._of_clients[client] -= 1
+                if not self._of_clients[client]:
+                    del self._of_clients[client]
 
 
 def names_of(host: str, also: Sequence[str]) -> list[str]:
@@ -109,10 +120,10 @@ def names_of(host: str, also: Sequence[str]) -> list[str]:
     A page in a user's browser can have its own name point to 127.0.0.1, and so read from an endpoint of this machine.
     Its requests name the page's host.
     """
-    return ["localhost", "127.0.0.1", "[::1]", host, *also] if _is_local(host) else ["*"]
+    return ["localhost", "127.0.0.1", "[::1]", host, *also] if is_local(host) else ["*"]
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Return whether a host's name or address means this machine alone."""
     try:
         found = socket.getaddrinfo(host, None)

@@ -3,62 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Final
+from typing import Any, Final
+from urllib.parse import urlsplit
 
-import msgspec
-
+from lightning_swarm.cli.http_answers import AnswerForm, Choice, error_answer, status_of
+from lightning_swarm.cli.http_fields import Chat, Completion, RequestError, TextFields, read
 from lightning_swarm.cli.http_limits import RequestLimits, names_of
-from lightning_swarm.cli.texts import RequestError, ServedText, TextSettings, TextWriter
-from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.cli.texts import ServedText, TextPiece, TextWriter
+from lightning_swarm.core.errors import ConfigError
 
 _HEALTH_S: Final = 10.0  # for so long a token proves that texts can be written
+_MAX_CONNECTIONS: Final = 512
 
 
-class _Completion(TextSettings, kw_only=True):
-    prompt: str | list[str]
+@dataclass(frozen=True)
+class Access:
+    """Who may use the endpoint.
 
+    Args:
+        key: What requests of `/v1` must bring as a bearer token. None: nothing.
+        hosts: The names by which clients may address it; `("*",)`: any.
+        origins: Of other sites whose pages may use it from a browser.
+    """
 
-class _ContentPart(msgspec.Struct):
-    type: str
-    text: str = ""
-
-
-class _ChatMessage(msgspec.Struct):
-    role: str
-    content: str | list[_ContentPart] | None = None
-
-
-class _Chat(TextSettings, kw_only=True):
-    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
-
-
-def _tokens_of_chat(served: ServedText, messages: Sequence[_ChatMessage]) -> Any:
-    """Turn a chat into tokens, by the template of the model."""
-    if getattr(served.tokenizer, "chat_template", None) is None:
-        raise RequestError(
-            400,
-            f"model {served.name!r} has no chat template, so it takes no chats. Use /v1/completions, with a prompt.",
-        )
-    parts = [part for one in messages if isinstance(one.content, list) for part in one.content]
-    if others := {part.type for part in parts} - {"text"}:
-        raise RequestError(400, f"messages are of text, got parts of the type {min(others)!r}")
-    said = [
-        {
-            "role": one.role,
-            "content": one.content
-            if isinstance(one.content, str)
-            else "".join(part.text for part in one.content or ()),
-        }
-        for one in messages
-    ]
-    return served.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    key: str | None = None
+    hosts: Sequence[str] = ("*",)
+    origins: Sequence[str] = ()
 
 
 class TextEndpoint:
@@ -71,34 +49,49 @@ class TextEndpoint:
         self._probe: TextWriter | None = None  # of the health
         self._limits = RequestLimits()
 
-    def app(self, hosts: Sequence[str] = ("*",)) -> Any:
-        """Return the ASGI application; `hosts` are the names by which clients may address it."""
+    def app(self, access: Access = Access()) -> Any:
+        """Return the ASGI application."""
         from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
         from starlette.middleware import Middleware
+        from starlette.middleware.cors import CORSMiddleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.requests import ClientDisconnect
         from starlette.routing import Route
 
+        origins = [
+            Middleware(CORSMiddleware, allow_origins=list(access.origins), allow_methods=["*"], allow_headers=["*"])
+        ]
         return Starlette(
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+            middleware=[
+                Middleware(_Numbered),
+                Middleware(TrustedHostMiddleware, allowed_hosts=list(access.hosts), www_redirect=False),
+                *(origins if access.origins else []),
+                Middleware(_Guarded, access=access),
+            ],
             routes=[
                 Route("/health", self._answer_health),
                 Route("/v1/models", self._answer_models),
+                Route("/v1/models/{name:path}", self._answer_model),
                 Route("/v1/completions", self._answer_completion, methods=["POST"]),
                 Route("/v1/chat/completions", self._answer_chat, methods=["POST"]),
             ],
             exception_handlers={
                 RequestError: self._answer_error,
+                HTTPException: self._answer_other,
                 ClientDisconnect: self._answer_nobody,
                 Exception: self._answer_failure,
             },
         )
 
     async def _answer_error(self, _: Any, error: Exception) -> Any:
-        from starlette.responses import JSONResponse
-
         assert isinstance(error, RequestError)
-        return JSONResponse(_error(str(error), error.status, error.code), status_code=error.status)
+        return _json(error_answer(str(error), error.status, error.code, error.param), error.status)
+
+    async def _answer_other(self, request: Any, error: Any) -> Any:
+        """Answer what there is no route or method for."""
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return _json(error_answer(message, error.status_code), error.status_code, error.headers)
 
     async def _answer_nobody(self, _: Any, error: Exception) -> Any:
         """Answer a client that left: the response goes nowhere, and the server logs no failure of its own."""
@@ -107,20 +100,15 @@ class TextEndpoint:
         return Response(status_code=400)
 
     async def _answer_failure(self, _: Any, error: Exception) -> Any:
-        from starlette.responses import JSONResponse
-
-        status = _status_of(error)
-        return JSONResponse(_error(str(error), status), status_code=status)
+        return _json(error_answer(str(error), status_of(error)), status_of(error))
 
     async def _answer_health(self, _: Any) -> Any:
         """Say that texts can be written if a token has just been written, by each model."""
-        from starlette.responses import JSONResponse
-
         async with self._looking:  # many who ask cost one token
             if time.monotonic() >= self._health[0] + _HEALTH_S:
                 self._health = time.monotonic(), await self._problem()
         problem = self._health[1]
-        return JSONResponse({"status": problem or "ok"}, status_code=503 if problem else 200)
+        return _json({"status": problem or "ok"}, 503 if problem else 200)
 
     async def _problem(self) -> str:
         import torch
@@ -132,7 +120,7 @@ class TextEndpoint:
                 "input_ids": torch.zeros(1, 1, dtype=torch.long),
                 "attention_mask": torch.ones(1, 1, dtype=torch.long),
             }
-            writer = self._probe = TextWriter(served, given, TextSettings(max_tokens=1, temperature=0.0))
+            writer = self._probe = TextWriter(served, given, TextFields(max_tokens=1, temperature=0.0))
             try:
                 async with asyncio.timeout(_HEALTH_S):
                     async for _ in writer.pieces():
@@ -145,56 +133,159 @@ class TextEndpoint:
         return ""
 
     async def _answer_models(self, _: Any) -> Any:
-        from starlette.responses import JSONResponse
+        return _json({"object": "list", "data": [_described(one) for one in self._served.values()]})
 
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "swarm"} for name in self._served]
-        return JSONResponse({"object": "list", "data": models})
+    async def _answer_model(self, request: Any) -> Any:
+        return _json(_described(self._model(request.path_params["name"])))
 
     def _model(self, name: str) -> ServedText:
         if name in self._served:
             return self._served[name]
-        raise RequestError(404, f"there is no model {name!r} here; there is {sorted(self._served)}")
+        raise RequestError(
+            404,
+            f"there is no model {name!r} here; there is {sorted(self._served)}",
+            code="model_not_found",
+            param="model",
+        )
 
     async def _answer_completion(self, request: Any) -> Any:
         async with self._limits.body(request) as body:
-            asked = _decoded(body, _Completion)
+            asked = read(body, Completion)
             served = self._model(asked.model)
-            prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-            if len(prompts) != 1 or not prompts[0]:
-                raise RequestError(400, f"a completion is of one prompt that is not empty, got {len(prompts)}")
-            tokenize = partial(served.tokenizer, prompts[0], return_tensors="pt")
-            given = await self._limits.tokenized(tokenize, len(body))
+            given = [
+                await self._limits.tokenized(partial(_tokens_of_prompt, served, asked, prompt), len(body))
+                for prompt in asked.prompts
+            ]
         return await self._answer(request, asked, served, given, chat=False)
 
     async def _answer_chat(self, request: Any) -> Any:
         async with self._limits.body(request) as body:
-            asked = _decoded(body, _Chat)
+            asked = read(body, Chat)
             served = self._model(asked.model)
-            given = await self._limits.tokenized(partial(_tokens_of_chat, served, asked.messages), len(body))
-        return await self._answer(request, asked, served, given, chat=True)
+            given = await self._limits.tokenized(partial(_tokens_of_chat, served, asked), len(body))
+        return await self._answer(request, asked, served, [given], chat=True)
 
-    async def _answer(self, request: Any, asked: TextSettings, served: ServedText, given: Any, *, chat: bool) -> Any:
-        from starlette.responses import JSONResponse
+    async def _answer(
+        self, request: Any, asked: TextFields, served: ServedText, given: Sequence[_Prompt], *, chat: bool
+    ) -> Any:
+        from lightning_swarm.cli.sampling import check_tokens
 
-        served.check_length(given["input_ids"].shape[1], asked.num_tokens)
+        check_tokens(asked, served.model.config.get_text_config().vocab_size)
         held = ExitStack()
-        held.enter_context(self._limits.text(asked.num_tokens))
-        writer = TextWriter(served, {name: given[name] for name in ("input_ids", "attention_mask")}, asked)
-        form = _Form("chat.completion" if chat else "text_completion", served.name, chat)
-        if asked.stream:
-            with_usage = bool((asked.stream_options or {}).get("include_usage"))
-            held.callback(writer.abort)
-            return _stream(_events(writer, form, with_usage=with_usage), held)
-        text, reason = "", "stop"
-        watching = asyncio.ensure_future(_until_gone(request))
-        watching.add_done_callback(lambda _: writer.abort())
         try:
-            async for piece in writer.pieces():
-                text, reason = text + piece.text, piece.finish_reason or reason
+            for one in given:
+                num_new = served.num_new(one.tokens["input_ids"].shape[1], asked.num_tokens)
+                for _ in range(asked.n):
+                    held.enter_context(self._limits.text(num_new, _client_of(request)))
+            texts = [
+                TextWriter(served, one.tokens, asked, prompt=one.text, choice=choice)
+                for one in given
+                for choice in range(asked.n)
+            ]
+        except BaseException:
+            held.close()
+            raise
+        for text in texts:
+            held.callback(text.abort)
+        form = AnswerForm(served.name, chat, has_scores=asked.num_logprobs is not None)
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            return _stream(_events(texts, form, asked.n, with_usage=with_usage), held)
+        choices = [Choice(index) for index in range(len(texts))]
+        watching = asyncio.ensure_future(_until_gone(request))
+        watching.add_done_callback(lambda _: held.close())
+        try:
+            async for index, piece in _merged(texts):
+                choices[index].add(piece)
         finally:
             watching.cancel()
             held.close()
-        return JSONResponse({**form.whole(text, reason), "usage": writer.usage})
+        return _json(form.whole(choices, _usage(texts, asked.n)))
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    tokens: dict[str, Any]
+    text: str
+
+
+def _tokens_of_prompt(served: ServedText, asked: Completion, prompt: str | list[int]) -> _Prompt:
+    """Turn a prompt into tokens."""
+    import torch
+
+    if isinstance(prompt, list):
+        number = served.model.config.get_text_config().vocab_size
+        if not all(0 <= token < number for token in prompt):
+            raise RequestError(400, f"a prompt's tokens are below {number}, the model's number of them", param="prompt")
+        ids = torch.tensor([prompt])
+        text = served.tokenizer.decode(prompt) if asked.echo else ""
+        return _Prompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, text)
+    served.check_text(len(prompt.encode()))
+    special = True if asked.add_special_tokens is None else asked.add_special_tokens
+    return _Prompt(_both(served.tokenizer(prompt, return_tensors="pt", add_special_tokens=special)), prompt)
+
+
+def _tokens_of_chat(served: ServedText, asked: Chat) -> _Prompt:
+    """Turn a chat into tokens, by the template of the model."""
+    if getattr(served.tokenizer, "chat_template", None) is None:
+        raise RequestError(
+            400,
+            f"model {served.name!r} has no chat template, so it takes no chats. Use /v1/completions, with a prompt.",
+        )
+    said = asked.conversation
+    served.check_text(sum(len(one["content"].encode()) for one in said))
+    try:
+        text = served.tokenizer.apply_chat_template(
+            said,
+            tokenize=False,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            **asked.chat_template_kwargs,
+        )
+    except Exception as error:
+        raise RequestError(400, f"the model's chat template refuses this chat: {error}", param="messages") from error
+    special = bool(asked.add_special_tokens)  # a template has them already
+    return _Prompt(_both(served.tokenizer(text, return_tensors="pt", add_special_tokens=special)), "")
+
+
+def _both(found: Any) -> dict[str, Any]:
+    return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+
+def _usage(texts: Sequence[TextWriter], num_choices: int) -> dict[str, int]:
+    """The tokens of the prompts, each counted once, and of all texts so far."""
+    prompts = sum(text.num_prompt for text in texts[::num_choices])
+    written = sum(text.num_tokens for text in texts)
+    return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+
+
+async def _merged(texts: Sequence[TextWriter]) -> AsyncIterator[tuple[int, TextPiece]]:
+    """Yield the pieces of several texts as they come, with the texts' numbers."""
+    pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
+
+    async def read_one(index: int) -> None:
+        try:
+            async for piece in texts[index].pieces():
+                pieces.put_nowait((index, piece))
+        except Exception as error:  # noqa: BLE001 - whoever reads raises it
+            pieces.put_nowait((index, error))
+        else:
+            pieces.put_nowait((index, None))
+
+    readers = [asyncio.ensure_future(read_one(index)) for index in range(len(texts))]
+    try:
+        left = len(texts)
+        while left:
+            index, piece = await pieces.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is None:
+                left -= 1
+            else:
+                yield index, piece
+    finally:
+        for reader in readers:
+            reader.cancel()
 
 
 async def _until_gone(request: Any) -> None:
@@ -214,67 +305,95 @@ def _stream(events: AsyncIterator[str], held: ExitStack) -> Any:
     return EventStream(events, media_type="text/event-stream")
 
 
-async def _events(writer: TextWriter, form: _Form, *, with_usage: bool) -> AsyncIterator[str]:
-    """Yield a text as server-sent events."""
+async def _events(
+    texts: Sequence[TextWriter], form: AnswerForm, num_choices: int, *, with_usage: bool
+) -> AsyncIterator[str]:
+    """Yield texts as server-sent events."""
+    choices = [Choice(index) for index in range(len(texts))]
     try:
-        async for piece in writer.pieces():
-            yield f"data: {json.dumps(form.chunk(piece.text, piece.finish_reason))}\n\n"
+        async for index, piece in _merged(texts):
+            yield _event(form.chunk(choices[index], piece))
+            choices[index].add(piece)
         if with_usage:
-            yield f"data: {json.dumps({**form.chunk('', None), 'choices': [], 'usage': writer.usage})}\n\n"
+            yield _event(form.usage_chunk(_usage(texts, num_choices)))
         yield "data: [DONE]\n\n"
     except Exception as error:  # noqa: BLE001 - the status was sent already
-        yield f"data: {json.dumps(_error(str(error), _status_of(error)))}\n\n"
+        yield _event(error_answer(str(error), status_of(error)))
 
 
-@dataclass
-class _Form:
-    """The form of an answer."""
-
-    kind: str
-    model: str
-    chat: bool
-
-    def __post_init__(self) -> None:
-        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._has_begun = False
-
-    def whole(self, text: str, reason: str) -> dict[str, Any]:
-        """A whole text."""
-        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        return self._answer(self.kind, {**content, "finish_reason": reason})
-
-    def chunk(self, text: str, reason: str | None) -> dict[str, Any]:
-        """A piece of a text."""
-        role = {} if self._has_begun else {"role": "assistant"}
-        self._has_begun = True
-        content: dict[str, Any] = {"delta": {**role, "content": text}} if self.chat else {"text": text}
-        return self._answer(f"{self.kind}.chunk" if self.chat else self.kind, {**content, "finish_reason": reason})
-
-    def _answer(self, kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
-        choices = [{"index": 0, "logprobs": None, **choice}]
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": choices}
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
 
 
-def _decoded(body: bytes, kind: type[Any]) -> Any:
-    try:
-        asked = msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(400, f"the request cannot be read: {error}") from error
-    asked.check()
-    return asked
+def _json(content: dict[str, Any], status: int = 200, headers: Any = None) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(content, status_code=status, headers=headers)
 
 
-def _status_of(error: Exception) -> int:
-    return 503 if isinstance(error, SwarmError) else 500
+def _described(served: ServedText) -> dict[str, Any]:
+    length = {} if served.context is None else {"max_model_len": served.context}
+    return {"id": served.name, "object": "model", "created": 0, "owned_by": "swarm", **length}
 
 
-def _error(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def _client_of(request: Any) -> str:
+    return request.client.host if request.client is not None else ""
 
 
-def run(served: Sequence[ServedText], *, host: str, port: int, allowed_hosts: Sequence[str] = ()) -> None:
+class _Numbered:
+    """Gives each answer an id, by which a client's report can be found in a proxy's log, say."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        number = f"req-{uuid.uuid4().hex}".encode()
+
+        async def send_with_number(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", number)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_number if scope["type"] == "http" else send)
+
+
+class _Guarded:
+    """Lets in requests that bring the key, and those of pages of other sites only if they are named."""
+
+    def __init__(self, app: Any, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
+            await _json(error_answer(str(problem), problem.status, problem.code), problem.status)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _problem(self, scope: Any) -> RequestError | None:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        origin = headers.get("origin")
+        is_own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        if not is_own and not {"*", origin} & {*self._access.origins}:
+            return RequestError(403, f"pages of {origin} may not use this endpoint: allow it by `--allow-origin`")
+        if self._access.key is None or not scope["path"].startswith("/v1/"):
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._access.key.encode()):
+            return None
+        return RequestError(
+            401, "this endpoint takes requests with its API key as a bearer token", code="invalid_api_key"
+        )
+
+
+def run(
+    served: Sequence[ServedText],
+    *,
+    host: str,
+    port: int,
+    key: str | None = None,
+    allowed_hosts: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+) -> None:
     """Answer requests until the process is told to end.
 
     If only this machine reaches the endpoint, requests must address it by a name of this machine, or an allowed one.
@@ -285,5 +404,6 @@ def run(served: Sequence[ServedText], *, host: str, port: int, allowed_hosts: Se
         raise ConfigError(
             'the HTTP endpoint needs uvicorn and starlette. Run: pip install "lightning-swarm[http]"'
         ) from error
-    app = TextEndpoint(served).app(names_of(host, allowed_hosts))
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    access = Access(key, names_of(host, allowed_hosts), allowed_origins)
+    app = TextEndpoint(served).app(access)
+    uvicorn.run(app, host=host, port=port, log_level="warning", limit_concurrency=_MAX_CONNECTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -215,8 +216,11 @@ Answer OpenAI's HTTP protocol for served models: completions and chats, whole or
     lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...
 
 Clients name a model as the command line does; without a name it has that of its config. /health answers 200 if each
-model has just written a token. Who reaches the port may write: listen on this machine only, or put a proxy before it.
+model has just written a token. Where other machines reach the port, requests must bring an API key as a bearer token.
 """
+
+API_KEY_FILE: Final = "SWARM_API_KEY_FILE"
+_LEAST_KEY: Final = 16  # characters
 
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,14 +239,52 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a further host name by which clients address an endpoint of this machine, as of a proxy (repeatable)",
     )
+    parser.add_argument(
+        "--api-key",
+        metavar="FILE",
+        help=f"with a key that requests must bring; needed unless only this machine is to reach the endpoint (default: "
+        f"the file that {API_KEY_FILE} names)",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="of another site whose pages may use the endpoint, as https://chat.example.org (repeatable)",
+    )
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of a single model, if it is on this machine")
     parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
+
+
+def _api_key(arguments: argparse.Namespace) -> str | None:
+    """Read the key; refuses an endpoint without one that other machines could reach."""
+    from lightning_swarm.cli.http_limits import is_local
+
+    file = arguments.api_key or os.environ.get(API_KEY_FILE)
+    if not file:
+        if is_local(arguments.host):
+            return None
+        raise ConfigError(
+            f"an endpoint that other machines reach must have an API key, and `--host {arguments.host}` came without. "
+            "Write one into a file, by `openssl rand -hex 32 > FILE`, and name it by `--api-key FILE`."
+        )
+    try:
+        key = Path(file).read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"`--api-key` must name a file with a key, got {file!r}: {error}.") from error
+    if len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"an API key has at least {_LEAST_KEY} ASCII characters without spaces, and that in {file!r} has not. "
+            "Make one by `openssl rand -hex 32`."
+        )
+    return key
 
 
 def run_http(arguments: argparse.Namespace) -> int:
     """Run `http`; returns the exit status."""
     if arguments.weights is not None and len(arguments.models) > 1:
         raise ConfigError(f"`--weights` is the folder of one model, got {len(arguments.models)} models. Leave it out.")
+    key = _api_key(arguments)
     say("Importing torch and transformers.")
     with collecting_rarely():
         from lightning_swarm.cli import http_server
@@ -261,7 +303,14 @@ def run_http(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
         names = ", ".join(one.name for one in served)
         _say(f"Answering at http://{arguments.host}:{arguments.port}/v1 for {names}.")
-        http_server.run(served, host=arguments.host, port=arguments.port, allowed_hosts=arguments.allow_host)
+        http_server.run(
+            served,
+            host=arguments.host,
+            port=arguments.port,
+            key=key,
+            allowed_hosts=arguments.allow_host,
+            allowed_origins=arguments.allow_origin,
+        )
     finally:
         for one in served:
             one.model.swarm.close()

@@ -3,78 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import msgspec
+from lightning_swarm.cli.http_fields import RequestError, TextFields
 
-_MAX_TOKENS: Final = 1 << 20
-_DEFAULT_TOKENS: Final = 256
 _CONTEXT: Final = 4  # tokens of the prompt that the first ones are decoded with
-_MAX_STOPS, _MAX_STOP = 16, 256
-_MISSING: Final = (
-    *("best_of", "echo", "frequency_penalty", "functions", "logit_bias", "logprobs", "presence_penalty"),
-    *("response_format", "suffix", "tools"),
-)
-
-
-class RequestError(Exception):
-    """A request that cannot be answered, with its HTTP status."""
-
-    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-class TextSettings(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common. Fields that are not listed are ignored, as OpenAI's clients expect."""
-
-    model: str = ""
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MAX_TOKENS)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
-    n: int | None = None
-    # What is not there: refused, unless it asks for nothing.
-    best_of: int | None = None
-    echo: bool | None = None
-    frequency_penalty: float | None = None
-    functions: list[Any] | None = None
-    logit_bias: dict[str, Any] | None = None
-    logprobs: bool | int | None = None
-    presence_penalty: float | None = None
-    response_format: dict[str, Any] | None = None
-    suffix: str | None = None
-    tools: list[Any] | None = None
-
-    def check(self) -> None:
-        """Refuse what this endpoint does not do, for an answer without it would be another one."""
-        for name in _MISSING:
-            value = getattr(self, name)
-            if value and value != {"type": "text"} and not (name == "best_of" and value == 1):
-                raise RequestError(400, f"`{name}` is not there, got {value!r}: leave it out")
-        if self.n not in (None, 1):
-            raise RequestError(400, f"`n` must be 1, got {self.n}: ask several times")
-        if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
-            raise RequestError(400, f"`stop` has at most {_MAX_STOPS} texts of {_MAX_STOP} characters")
-
-    @property
-    def num_tokens(self) -> int:
-        """The most tokens of the text."""
-        return self.max_completion_tokens or self.max_tokens or _DEFAULT_TOKENS
-
-    @property
-    def stops(self) -> list[str]:
-        """The strings that end the text, without being part of it."""
-        return [one for one in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if one]
+_UNLIMITED: Final = 1 << 24  # positions: a tokenizer that says more knows no limit
 
 
 @dataclass(frozen=True)
@@ -92,33 +32,64 @@ class ServedText:
 
         return threading.Lock() if positions_depend_on_length(self.model) else nullcontext()
 
-    def check_length(self, num_prompt: int, num_new: int) -> None:
-        """Refuse a text that is longer than the model's positions."""
+    @cached_property
+    def context(self) -> int | None:
+        """The most tokens of a prompt and its text together. None: nothing limits them."""
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if isinstance(longest, int) and num_prompt + num_new > longest:
-            raise RequestError(
-                400,
-                f"this model's texts have at most {longest} tokens, got {num_prompt} of the prompt and `max_tokens` "
-                f"{num_new}. Ask for fewer",
-                code="context_length_exceeded",
-            )
+        if not isinstance(longest, int):
+            longest = getattr(self.tokenizer, "model_max_length", None)
+        return longest if isinstance(longest, int) and longest < _UNLIMITED else None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most bytes that one token stands for, for a bound of a prompt's tokens from below."""
+        return max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
+
+    def check_text(self, num_bytes: int) -> None:
+        """Refuse a prompt that is too long for the context whatever its tokens are, before it is tokenized."""
+        if self.context is not None and num_bytes > self.context * max(16, self.longest_token):
+            self._refuse(f"a prompt of {num_bytes} bytes")
+
+    def num_new(self, num_prompt: int, asked: int | None) -> int:
+        """How many tokens a text may have: what was asked for, or what the context has left."""
+        if asked is None:
+            asked = getattr(self.model.generation_config, "max_new_tokens", None)
+        if self.context is None:
+            if asked is None:
+                raise RequestError(
+                    400, f"nothing limits the texts of {self.name!r}: say `max_tokens`", param="max_tokens"
+                )
+            return int(asked)
+        left = self.context - num_prompt
+        if left < (1 if asked is None else asked):
+            self._refuse(f"{num_prompt} of the prompt and `max_tokens` {'none' if asked is None else asked}")
+        return left if asked is None else int(asked)
+
+    def _refuse(self, what: str) -> None:
+        raise RequestError(
+            400,
+            f"this model's texts have at most {self.context} tokens, got {what}. Ask for fewer",
+            code="context_length_exceeded",
+        )
 
 
 class StopFinder:
     """Passes text on as it comes, but for what may be the beginning of a string that ends it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
         self._stops = stops
+        self._keeps = keeps  # the string is part of the text
         self._held = ""
         self.found = False
 
     def take(self, text: str) -> str:
         """Take more text, and return what is certainly before any of the strings."""
         self._held += text
-        places = [place for place in (self._held.find(stop) for stop in self._stops) if place >= 0]
+        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
             self.found = True
-            passed, self._held = self._held[: min(places)], ""
+            place, stop = min(places)
+            passed, self._held = self._held[: place + len(stop) * self._keeps], ""
             return passed
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         passed = self._held[: len(self._held) - keep]
@@ -136,6 +107,25 @@ class StopFinder:
         return held
 
 
+@dataclass(frozen=True)
+class TokenScore:
+    """A token of a text, and the logarithms of probabilities that the model gave it and the most probable others."""
+
+    text: str
+    logprob: float | None  # None: the first one of a prompt has none
+    top: Sequence[tuple[str, float]] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Any, token: int, logits: Any, num_top: int) -> TokenScore:
+        """Score a token by the logits of its place; None: there are none."""
+        if logits is None:
+            return cls(tokenizer.decode([token]), None)
+        logprobs = logits.double().log_softmax(dim=-1)
+        values, tokens = logprobs.topk(num_top)
+        top = [(tokenizer.decode([one]), value) for one, value in zip(tokens.tolist(), values.tolist(), strict=True)]
+        return cls(tokenizer.decode([token]), float(logprobs[token]), top)
+
+
 @dataclass
 class TextPiece:
     """A piece of a text that is written, or its end."""
@@ -143,19 +133,32 @@ class TextPiece:
     text: str = ""
     finish_reason: str | None = None
     error: BaseException | None = None
+    scores: Sequence[TokenScore] = ()  # of its tokens, if they were asked for
 
 
 class TextWriter:
     """Writes one text on a thread of its own, which ends soon after `abort`."""
 
-    def __init__(self, served: ServedText, given: Mapping[str, Any], settings: TextSettings) -> None:
-        self.served, self._given, self._settings = served, given, settings
+    def __init__(
+        self,
+        served: ServedText,
+        given: Mapping[str, Any],
+        asked: TextFields,
+        *,
+        prompt: str = "",  # as it was sent
+        choice: int = 0,  # of those for the same prompt
+    ) -> None:
+        self.served, self._given, self.asked = served, given, asked
+        self.prompt, self._choice = prompt, choice
         self._aborted = threading.Event()
         self._pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.num_prompt = int(given["input_ids"].shape[1])
+        self.num_new = served.num_new(self.num_prompt, asked.num_tokens)
         self.prompt_end: list[int] = given["input_ids"][0, -_CONTEXT:].tolist()
         self.num_tokens = 0
+        self._logits: Any = None  # of the token that comes next
+        self._scores: list[TokenScore] = []  # of tokens whose text was not given yet
         self._thread = threading.Thread(target=self._run, name="text", daemon=True)
         self._thread.start()
 
@@ -164,95 +167,121 @@ class TextWriter:
         self._aborted.set()
 
     @property
-    def usage(self) -> dict[str, int]:
-        """The tokens of the prompt and of the text so far."""
-        total = self.num_prompt + self.num_tokens
-        return {"prompt_tokens": self.num_prompt, "completion_tokens": self.num_tokens, "total_tokens": total}
-
-    @property
     def is_done(self) -> bool:
         """Return whether its thread has ended."""
         return not self._thread.is_alive()
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
         """Give the text as it comes; the last piece has the reason of its end."""
-        finder = StopFinder(self._settings.stops)
+        finder = StopFinder(self.asked.stops, keeps=self.asked.include_stop_str_in_output)
+        scores: list[TokenScore] = []
+        if self.asked.echo:
+            yield TextPiece(self.prompt, scores=(await self._next()).scores if self._scores_prompt else ())
         while True:
-            piece = await self._pieces.get()
-            if piece.error is not None:
-                raise piece.error
+            piece = await self._next()
+            scores += piece.scores
             if piece.finish_reason is not None:
-                yield TextPiece(finder.rest(), piece.finish_reason)
+                yield TextPiece(finder.rest(), piece.finish_reason, scores=scores)
                 return
             text = finder.take(piece.text)
             if finder.found:
                 self.abort()
-                yield TextPiece(text, "stop")
+                yield TextPiece(text, "stop", scores=scores)
                 return
             if text:
-                yield TextPiece(text)
+                yield TextPiece(text, scores=scores)
+                scores = []
 
-    def put(self, piece: TextPiece) -> None:
-        """On its thread: pass a piece on to whoever reads."""
-        self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+    async def _next(self) -> TextPiece:
+        piece = await self._pieces.get()
+        if piece.error is not None:
+            raise piece.error
+        return piece
+
+    @property
+    def _scores_prompt(self) -> bool:
+        return self.asked.echo and self.asked.num_logprobs is not None
+
+    def see(self, logits: Any) -> None:
+        """On its thread: note the logits of the next token."""
+        if self.asked.num_logprobs is not None:
+            self._logits = logits.detach().clone()
+
+    def score(self, token: int) -> None:
+        """On its thread: a token was drawn."""
+        if self.asked.num_logprobs is not None:
+            self._scores.append(TokenScore.of(self.served.tokenizer, token, self._logits, self.asked.num_logprobs))
+
+    def give(self, text: str) -> None:
+        """On its thread: pass text on to whoever reads, and what is known of its tokens."""
+        scores, self._scores = self._scores, []
+        self._put(TextPiece(text, scores=scores))
+
+    def _put(self, piece: TextPiece) -> None:
+        with contextlib.suppress(RuntimeError):  # the endpoint has ended
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     def _run(self) -> None:
         try:
-            reason = self._generate()
+            with self.served.turn:
+                if self._scores_prompt:
+                    self._score_prompt()
+                reason = self._generate()
         except BaseException as error:  # noqa: BLE001 - the request's task raises it
-            self.put(TextPiece(error=error))
+            self._put(TextPiece(error=error))
         else:
-            self.put(TextPiece(finish_reason=reason))
+            scores, self._scores = self._scores, []
+            self._put(TextPiece(finish_reason=reason, scores=scores))
 
     def _generate(self) -> str:
-        settings = self._settings
-        with self.served.turn:
-            found = self._write()
-        return "length" if int(found.shape[1]) - self.num_prompt >= settings.num_tokens else "stop"
+        if self.num_new == 0:
+            return "length"
+        found = self._write()
+        return "length" if int(found.shape[1]) - self.num_prompt >= self.num_new else "stop"
+
+    def _score_prompt(self) -> None:
+        import torch
+
+        ids, number = self._given["input_ids"], self.asked.num_logprobs
+        with torch.no_grad():
+            logits = self.served.model(**self._given, use_cache=False).logits[0]
+        before = [None, *logits[:-1]]
+        scores = [
+            TokenScore.of(self.served.tokenizer, token, of_place, number or 0)
+            for token, of_place in zip(ids[0].tolist(), before, strict=True)
+        ]
+        self._put(TextPiece(scores=scores))
 
     def _write(self) -> Any:
         import transformers
 
+        from lightning_swarm.cli.sampling import Sampling, end_tokens, processors
         from lightning_swarm.peer.remote_model import prefill_in_chunks
 
-        settings = self._settings
-        return self.served.model.generate(
+        model, asked = self.served.model, self.asked
+        config = model.generation_config
+        ends = end_tokens(config, asked)
+        drawing = processors(
+            asked,
+            Sampling.of(asked, config),
+            prompt=self.num_prompt,
+            ends=ends,
+            seed=None if asked.seed is None else asked.seed + self._choice,
+            see=self.see,
+        )
+        return model.generate(
             **self._given,
-            **prefill_in_chunks(self.served.model, self.num_prompt),
+            **prefill_in_chunks(model, self.num_prompt),
+            **({"eos_token_id": ends} if asked.stop_token_ids else {}),
             num_beams=1,
             num_return_sequences=1,
-            max_new_tokens=settings.num_tokens,
+            max_new_tokens=self.num_new,
             do_sample=False,
-            logits_processor=transformers.LogitsProcessorList(_processors(settings)),
+            repetition_penalty=1.0,  # in its place among the others
+            logits_processor=transformers.LogitsProcessorList(drawing),
             stopping_criteria=transformers.StoppingCriteriaList([_Until(self._aborted)]),
             streamer=_Streamer(self),
         )
-
-
-def _processors(settings: TextSettings) -> list[Any]:
-    """Have tokens drawn by a generator of the request's own: texts are written at the same time, on several threads."""
-    import torch
-    import transformers
-
-    temperature = 1.0 if settings.temperature is None else settings.temperature
-    if temperature == 0.0:
-        return []
-    generator = torch.Generator()
-    if settings.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(settings.seed & ((1 << 63) - 1))
-
-    class Drawn(transformers.LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: Any) -> Any:
-            # The largest of the logits with Gumbel noise is a token drawn by their softmax.
-            noise = torch.empty(scores.shape, dtype=torch.float64).exponential_(generator=generator).log().neg()
-            return scores + noise.to(scores.device, scores.dtype)
-
-    chosen: list[Any] = [transformers.TemperatureLogitsWarper(temperature)] if temperature != 1.0 else []
-    if settings.top_p is not None and settings.top_p < 1.0:
-        chosen.append(transformers.TopPLogitsWarper(settings.top_p))
-    return [*chosen, Drawn()]
 
 
 class _Until:
@@ -281,7 +310,9 @@ class _Streamer:
         if self._is_prompt:
             self._is_prompt = False
             return
-        self._tokens += value.flatten().tolist()
+        for token in value.flatten().tolist():
+            self._tokens.append(token)
+            self._writer.score(token)
         self._writer.num_tokens += value.numel()
         text = self._new_text()
         if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete
@@ -297,10 +328,12 @@ class _Streamer:
 
     def _decoded(self, end: int) -> str:
         text: str = self._writer.served.tokenizer.decode(
-            self._tokens[self._begin : end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._tokens[self._begin : end],
+            skip_special_tokens=self._writer.asked.skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         return text
 
     def _give(self, text: str) -> None:
-        self._writer.put(TextPiece(text))
+        self._writer.give(text)
         self._begin, self._given = self._given, len(self._tokens)

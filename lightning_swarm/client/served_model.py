@@ -22,7 +22,15 @@ from lightning_swarm.client.pipeline.context import send
 from lightning_swarm.client.session_forwards import SessionForwards
 from lightning_swarm.client.session_policy import ServerView, best_route
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ConfigError, Damaged, PeerError, ProtocolError, StageLost, SwarmError
+from lightning_swarm.core.errors import (
+    ConfigError,
+    Damaged,
+    PeerError,
+    ProtocolError,
+    StageLost,
+    SwarmError,
+    Unreachable,
+)
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather
@@ -53,9 +61,10 @@ REFRESH_S: Final = 5.0
 
 _CARD_TIMEOUT_S: Final = 30.0
 _CONNECT_TIMEOUT_S: Final = 5.0
-_CONNECT_AGAIN_S: Final = 60.0
+_CONNECT_AGAIN_S: Final = 15.0
 _FIRST_BAN_S: Final = 5.0
 _LONGEST_BAN_S: Final = 60.0
+_LOOK_S: Final = 2.0
 _NO_CACHE: Final = (
     "a cache of a served model holds no keys and values of a forward that may train, got a text that goes on from one. "
     "Write texts by `generate`, under `torch.no_grad()` and in eval mode; or freeze the adapter, by "
@@ -215,6 +224,7 @@ class ServedRoutes:
         self._model, self._rng = model, rng
         self.transport, self.timeout = model.transport, timeout
         self._banned: dict[PeerId, tuple[float, float]] = {}  # until when, and for how long
+        self._unreachable: set[PeerId] = set()  # of them: they did not answer
         self._own: Counter[PeerId] = Counter()  # sessions of this client, which servers may not have announced yet
 
     def begin(self, rows: int) -> list[PeerId]:
@@ -294,7 +304,20 @@ class ServedRoutes:
         _, before_s = self._banned.get(peer, (0.0, 0.0))
         for_s = min(_LONGEST_BAN_S, 2 * before_s) or _FIRST_BAN_S
         self._banned[peer] = now_s() + for_s, for_s
+        if isinstance(error, Unreachable):
+            self._unreachable.add(peer)
         _log.info("Server %s gets no session for %g s: %s", peer, for_s, shorten(str(error)))
+
+    async def keep_looking(self) -> None:
+        """Give sessions again to servers that did not answer, as soon as they do."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for peer in sorted(self._unreachable):
+                with contextlib.suppress(PeerError):
+                    await self.transport.ping(peer)
+                    self._unreachable.discard(peer)
+                    self._banned.pop(peer, None)
+                    _log.info("Server %s answers again.", peer)
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """See `SessionRoutes`."""

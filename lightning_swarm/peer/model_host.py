@@ -36,6 +36,7 @@ _OFFER_TTL_S: Final = 4 * REFRESH_S
 _MAX_STAGES: Final = 16  # of a model that nobody says how to cut
 _MAX_NEIGHBOURS: Final = 32
 _DRAIN_LOOK_S: Final = 0.2
+_QUIET_S: Final = 10.0  # a text without a step for so long goes on elsewhere, if at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +270,7 @@ class ModelHost:
         await self._leaving.wait()
         if self.server is None:
             return
-        if self.server.sessions.num_open:
+        if self.server.sessions.num_under_way(_QUIET_S):
             say(
                 f"Leaving when the texts that are under way here are done, in {self._limits.drain_timeout:g} s at most."
             )
@@ -282,7 +283,7 @@ class ModelHost:
         with contextlib.suppress(PeerError):
             await self._announce()
         sessions, end_s = self.server.sessions, now_s() + self._limits.drain_timeout
-        while sessions.num_open and now_s() < end_s:  # noqa: ASYNC110 - it ends by many ways
+        while sessions.num_under_way(_QUIET_S) and now_s() < end_s:  # noqa: ASYNC110 - it ends by many ways
             await asyncio.sleep(_DRAIN_LOOK_S)
 
     async def stay(self) -> None:

@@ -127,6 +127,7 @@ class ServedModelClient:
     async def _begin(self) -> None:
         await self._tasks.start()
         self._tasks.spawn(self._models.keep_fresh())
+        self._tasks.spawn(self.routes.keep_looking())
 
     def _fill(self, model: PretrainedModel, weights: str | Path | None, device: torch.device) -> None:
         tensors = model.around

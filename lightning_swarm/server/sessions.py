@@ -103,6 +103,10 @@ class SessionHandlers:
         """The number of sessions, counted at each stage here."""
         return len(self._held)
 
+    def num_under_way(self, quiet_s: float) -> int:
+        """The number of those that had a step in the last seconds: others may be chats that wait for their user."""
+        return sum(held.goes_on or now_s() < held.used_s + quiet_s for held in self._held.values())
+
     @property
     def num_joint(self) -> int:
         """The number of steps that were computed together with those of other sessions."""

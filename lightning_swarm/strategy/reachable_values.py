@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from lightning_swarm.model.attribute_values import SCALARS
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 _OPAQUE: Final = frozenset({*OWN_PACKAGES, "torch", "numpy", "torchmetrics", *sys.stdlib_module_names})
+_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _CONTAINERS: Final = (list, tuple, set, frozenset, deque, Mapping, array.array)
 _MAX_DEPTH: Final = 4
 _MAX_ITEMS: Final = 4096  # within a container; of what is beyond them only lengths are looked at
@@ -83,16 +85,22 @@ def is_users(value: object) -> bool:
     kind = type(value)
     if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType) or not hasattr(value, "__dict__"):
         return False
-    if kind is Namespace or kind is types.SimpleNamespace or isinstance(value, Dataset):
-        return True
-    return kind.__module__.partition(".")[0] not in _OPAQUE
+    return kind in (Namespace, types.SimpleNamespace) or isinstance(value, Dataset) or _is_users_class(kind)
+
+
+def _is_users_class(kind: type) -> bool:
+    """False for a class of an installed package: what such an object keeps, a tokenizer's notes say, is its own."""
+    if kind.__module__.partition(".")[0] in _OPAQUE:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not _INSTALLED & {*Path(file).parts}
 
 
 def attributes_of(value: object) -> dict[str, Any]:
     """The attributes of an object, and those of its user's classes that hold data."""
     found: dict[str, Any] = {}
     for base in reversed(type(value).__mro__):
-        if base.__module__.partition(".")[0] not in _OPAQUE:
+        if _is_users_class(base):
             own = {key: item for key, item in list(vars(base).items()) if key[:2] != "__"}
             found |= {key: item for key, item in own.items() if _stamp(item, 1, itertools.count()) is not None}
     return found | vars(value)
@@ -148,5 +156,5 @@ def names_in(code: types.CodeType) -> set[str]:
 def functions_of(kind: type) -> Iterator[types.FunctionType]:
     """The functions that a class and its bases define in user code."""
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0] not in _OPAQUE:
+        if _is_users_class(base):
             yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))

@@ -162,6 +162,54 @@ def test_a_server_that_leaves_takes_no_new_text_and_ends_the_one_under_way(serve
     assert left.sessions.num_steps == steps[busy]
 
 
+def test_a_server_that_leaves_waits_for_no_chat_that_nobody_continues(serve: Callable[..., ServedSwarm]) -> None:
+    """Its text goes on elsewhere when somebody does."""
+    model = make_model("llama")
+    swarm = serve(model, num_stages=2)
+    a = swarm.serve("a")
+    remote = swarm.connect()
+    cache = DynamicCache(config=remote.config)
+    first = write(remote, "greedy", past_key_values=cache)
+    assert a.server is not None
+    assert a.server.sessions.num_open
+    began_s = swarm.loop.time()
+    swarm.loop.run_until_complete(a.drain())
+    assert 5.0 < swarm.loop.time() - began_s < 15.0, "it waited for as long as a text may take"
+    swarm.serve("b", join="a")
+    swarm.network.kill(PeerId("a"))
+    mask = torch.cat([(PROMPTS > 0).long(), torch.ones(2, NUM_NEW, dtype=torch.long)], dim=1)
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(remote.generate(first, past_key_values=cache, **options), model.generate(first, **options))
+
+
+def test_a_server_that_answers_again_gets_texts_again(serve: Callable[..., ServedSwarm]) -> None:
+    """However long it was away: each attempt bans it for longer."""
+    model = make_model("llama")
+    swarm = serve(model, num_stages=2)
+    for name in "ab":
+        swarm.serve(name, join="" if name == "a" else "a")
+    remote = swarm.connect()
+    first = write(remote, "greedy")
+    routes = swarm.clients[-1].routes
+    swarm.network.freeze(PeerId("a"))
+
+    async def fail() -> None:
+        for _ in range(8):
+            routes.ban(0, PeerId("a"), version=0, error=Unreachable("it is silent"))
+
+    async def is_banned() -> bool:
+        return routes.is_banned(0, PeerId("a"))
+
+    swarm.loop.run_until_complete(fail())
+    swarm.sleep(20.0)
+    assert swarm.loop.run_until_complete(is_banned())
+    swarm.network.thaw(PeerId("a"))
+    swarm.sleep(10.0)
+    assert not swarm.loop.run_until_complete(is_banned())
+    swarm.network.kill(PeerId("b"))
+    assert torch.equal(write(remote, "greedy"), first)
+
+
 def test_a_stage_that_nobody_serves_is_named(serve: Callable[..., ServedSwarm]) -> None:
     swarm = serve(make_model("llama"), num_stages=4)
     swarm.serve("a")

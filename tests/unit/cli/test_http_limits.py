@@ -13,7 +13,7 @@ import pytest
 
 from lightning_swarm.cli import http_server
 from lightning_swarm.cli.http_limits import MAX_BODY_BYTES, names_of
-from lightning_swarm.cli.http_server import TextEndpoint
+from lightning_swarm.cli.http_server import Access, TextEndpoint
 from lightning_swarm.cli.texts import ServedText, TextPiece
 from lightning_swarm.core.clock import VirtualLoop
 
@@ -26,8 +26,10 @@ class Writer:
 
     made: list[Writer]
 
-    def __init__(self, *_: Any) -> None:
-        self.over, self.is_aborted, self.usage = asyncio.Event(), False, dict[str, int]()
+    num_prompt = num_tokens = 1
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.over, self.is_aborted = asyncio.Event(), False
         Writer.made.append(self)
 
     def abort(self) -> None:
@@ -60,17 +62,28 @@ class Tokenizer:
 class Model:
     """A model without a longest text."""
 
+    generation_config = None
+
     class config:  # noqa: N801 - as models name it
-        @staticmethod
-        def get_text_config() -> None:
-            return None
+        vocab_size = 9
+
+        @classmethod
+        def get_text_config(cls) -> Any:
+            return cls
 
 
 class Client:
     """Sends a request to the application, in the messages of ASGI."""
 
-    def __init__(self, app: Any, *, headers: Sequence[tuple[str, str]] = (JSON,), host: str = "127.0.0.1:8000") -> None:
-        self._app = app
+    def __init__(
+        self,
+        app: Any,
+        *,
+        headers: Sequence[tuple[str, str]] = (JSON,),
+        host: str = "127.0.0.1:8000",
+        address: str | None = None,
+    ) -> None:
+        self._app, self._client = app, None if address is None else (address, 1)
         self._headers = [(name.encode(), value.encode()) for name, value in [("host", host), *headers]]
         self.to_send: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.status, self.content = 0, b""
@@ -95,6 +108,7 @@ class Client:
             "query_string": b"",
             "root_path": "",
             "scheme": "http",
+            "client": self._client,
         }
         await self._app(scope, self.receive, self.take)
         return self.status
@@ -143,7 +157,7 @@ async def until(reached: Callable[[], object]) -> None:
 )
 def test_a_page_of_another_origin_is_refused(headers: Any, host: str, status: int, served: ServedText) -> None:
     async def ask() -> None:
-        app = TextEndpoint([served]).app(names_of("127.0.0.1", ["proxy.example"]))
+        app = TextEndpoint([served]).app(Access(hosts=names_of("127.0.0.1", ["proxy.example"])))
         client = Client(app, headers=headers, host=host).body(SMALL)
         asked = asyncio.ensure_future(client.run())
         await until(lambda: Writer.made or asked.done())
@@ -219,7 +233,7 @@ def test_bodies_that_never_end_leave_room_and_are_given_up(served: ServedText) -
 def test_long_prompts_do_not_hold_up_short_ones(served: ServedText) -> None:
     async def attack() -> None:
         app = TextEndpoint([served]).app()
-        long = json.dumps({"model": "m", "prompt": "a " * 1_000_000}).encode()
+        long = json.dumps({"model": "m", "prompt": "a " * 1_000_000, "max_tokens": 4}).encode()
         waiting = [asyncio.ensure_future(Client(app).body(long).run()) for _ in range(40)]
         answered = asyncio.ensure_future(Client(app).body(SMALL).run())
         await until(lambda: Writer.made)  # the short one's: no long prompt is tokenized yet
@@ -232,6 +246,27 @@ def test_long_prompts_do_not_hold_up_short_ones(served: ServedText) -> None:
             writer.over.set()
         statuses = await asyncio.gather(*waiting)
         assert sorted({*statuses}) == [200, 429]
+
+    run(attack())
+
+
+def test_one_client_leaves_places_for_others(served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        clients = [Client(app, address="192.0.2.1").body(SMALL) for _ in range(40)]
+        asked = [asyncio.ensure_future(client.run()) for client in clients]
+        await until(lambda: len(Writer.made) == 32 and sum(client.status == 429 for client in clients) == 8)
+        other = asyncio.ensure_future(Client(app, address="192.0.2.2").body(SMALL).run())
+        await until(lambda: len(Writer.made) == 33)
+        for writer in Writer.made:
+            writer.over.set()
+        assert await other == 200
+        await asyncio.gather(*asked)
+        assert b"one client has at most 32 texts" in clients[-1].content
+        again = asyncio.ensure_future(Client(app, address="192.0.2.1").body(SMALL).run())
+        await until(lambda: len(Writer.made) == 34)
+        Writer.made[-1].over.set()
+        assert await again == 200
 
     run(attack())
 

@@ -1,0 +1,270 @@
+"""Requests of OpenAI's HTTP protocol, with fields that vLLM adds: each field is honoured, or refused by its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+from typing_extensions import override
+
+MAX_TOKENS: Final = 1 << 20
+MAX_CHOICES: Final = 16
+MAX_PROMPTS: Final = 64
+MAX_LOGPROBS: Final = 20
+_MAX_STOPS, _MAX_STOP = 16, 256
+
+WITHOUT_EFFECT: Final = frozenset(
+    {
+        *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        "prompt_cache_options",
+        *("prediction", "priority", "request_id", "cache_salt", "parallel_tool_calls"),
+    }
+)
+"""Fields that say who asks, or how to schedule it, and ask for no other text."""
+
+MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "store": (False,),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+    "moderation": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "ignore_eos": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "bad_words": ([],),
+    "spaces_between_special_tokens": (True,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": (),
+    "media_io_kwargs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "thinking_token_budget": (),
+}
+"""Fields that are not there, and their values that ask for nothing. Another value is refused."""
+
+
+class RequestError(Exception):
+    """A request that cannot be answered, with its HTTP status."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of the lengths of pieces, by fields that hold noise: there are none
+
+
+_Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+_TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=4096)]
+
+
+class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of completions and of chats that are honoured. None: as the model's generation_config.json says."""
+
+    model: str = ""
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    min_tokens: _Count = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] = {}
+    allowed_token_ids: _TokenIds = []
+    seed: int | None = None
+    stop: str | list[str] = []
+    stop_token_ids: _TokenIds = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    best_of: int | None = None
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    echo: bool = False
+
+    def check(self) -> None:
+        """Refuse values that go together with no others."""
+        if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
+            raise RequestError(400, f"`stop` has at most {_MAX_STOPS} texts of {_MAX_STOP} characters", param="stop")
+        if self.best_of not in (None, self.n):
+            raise RequestError(400, f"`best_of` must be `n`, which is {self.n}, got {self.best_of}", param="best_of")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(400, "`stream_options` are for `stream`: true", param="stream_options")
+        if not all(one.isdecimal() for one in self.logit_bias):
+            raise RequestError(400, "`logit_bias` has numbers of tokens as names", param="logit_bias")
+        if self.num_tokens == 0 and not self.echo:
+            raise RequestError(400, "`max_tokens` must be at least 1, but for a prompt with `echo`", param="max_tokens")
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The most tokens of the text. None: as many as the model's context has left."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end the text."""
+        return [one for one in ([self.stop] if isinstance(self.stop, str) else self.stop) if one]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """So many of the most probable tokens are told in each place, with the one that was written. None: none is."""
+        return None
+
+
+class Completion(TextFields, kw_only=True):
+    """A request for completions of prompts: texts, or tokens."""
+
+    prompt: Any
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @override
+    def check(self) -> None:
+        super().check()
+        if not self.prompts or len(self.prompts) > MAX_PROMPTS or not all(self.prompts):
+            raise RequestError(400, f"a request has 1 to {MAX_PROMPTS} prompts that are not empty", param="prompt")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each is a text, or the numbers of tokens."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or _are(prompt, int):
+            return [prompt]
+        if isinstance(prompt, list) and all(isinstance(one, str) or _are(one, int) for one in prompt):
+            return prompt
+        raise RequestError(400, "`prompt` is a text, a list of tokens, or a list of one of these", param="prompt")
+
+    @property
+    @override
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class Chat(TextFields, kw_only=True):
+    """A request for the next message of a chat."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @override
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(400, "`top_logprobs` are for `logprobs`: true", param="top_logprobs")
+        if self.echo:
+            raise RequestError(400, "`echo` is of completions, and a chat has none", param="echo")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                400,
+                "`continue_final_message` needs `add_generation_prompt`: false",
+                param="continue_final_message",
+            )
+        own = {"tokenize", "return_tensors", "return_dict", "chat_template", "conversation", "tools", "documents"}
+        if taken := own & self.chat_template_kwargs.keys():
+            raise RequestError(400, f"`{min(taken)}` is no variable of a template", param="chat_template_kwargs")
+
+    @property
+    @override
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as a template takes them, each with its text."""
+        return [_message(one) for one in self.messages]
+
+
+_Request = TypeVar("_Request", bound=TextFields)
+
+
+def read(body: bytes, kind: type[_Request]) -> _Request:
+    """Read a request. Raises RequestError for what is not honoured, with the field's name."""
+    try:
+        sent = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(400, f"the request cannot be read: {error}") from error
+    if not isinstance(sent, dict):
+        raise RequestError(400, f"a request is a JSON object, got a {type(sent).__name__}")
+    given = {name: value for name, value in sent.items() if value is not None and name not in WITHOUT_EFFECT}
+    for name in MISSING.keys() & given.keys():
+        value = given.pop(name)
+        if not any(value == one and type(value) is type(one) for one in MISSING[name]):
+            raise RequestError(400, f"`{name}` is not supported here, got {_short(value)}: leave it out", param=name)
+    if unknown := sorted(given.keys() - set(kind.__struct_fields__)):
+        raise RequestError(400, f"there is no field `{_short(unknown[0])}` in this request", param=unknown[0][:100])
+    try:
+        asked = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        place = re.search(r"at `\$\.(\w+)", str(error))
+        raise RequestError(
+            400, f"the request cannot be read: {error}", param=None if place is None else place[1]
+        ) from error
+    asked.check()
+    return asked
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, str]:
+    given = {name: value for name, value in message.items() if value not in (None, [], {})}
+    role, content, name = given.pop("role", None), given.pop("content", ""), given.pop("name", None)
+    if given:
+        raise RequestError(
+            400, f"messages have a role, content and a name, got `{_short(min(given))}`", param="messages"
+        )
+    if not isinstance(role, str) or not isinstance(name, str | None):
+        raise RequestError(400, "a message's role and name are texts", param="messages")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(_is_text(part) for part in parts):
+        raise RequestError(
+            400, "a message's content is a text, or a list of parts of the type 'text'", param="messages"
+        )
+    return {"role": role, "content": "".join(part["text"] for part in parts)} | ({} if name is None else {"name": name})
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _are(values: object, kind: type) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

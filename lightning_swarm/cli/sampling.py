@@ -1,0 +1,174 @@
+"""How the tokens of a request are drawn: penalties, temperature and cuts in vLLM's order, by a generator of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from lightning_swarm.cli.http_fields import RequestError, TextFields
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """A request's values, with the model's own where it gave none."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0: all tokens
+    min_p: float
+    repetition_penalty: float
+
+    @classmethod
+    def of(cls, asked: TextFields, config: Any) -> Sampling:
+        """Complete a request by the model's generation config."""
+        own = config.to_diff_dict()
+
+        def value(name: str, neutral: float) -> Any:
+            given = getattr(asked, name)
+            return given if given is not None else neutral if own.get(name) is None else own[name]
+
+        return cls(
+            temperature=value("temperature", 1.0),
+            top_p=value("top_p", 1.0),
+            top_k=max(0, value("top_k", 0)),
+            min_p=value("min_p", 0.0),
+            repetition_penalty=value("repetition_penalty", 1.0),
+        )
+
+
+def end_tokens(config: Any, asked: TextFields) -> list[int]:
+    """The tokens with which a text ends."""
+    own = config.eos_token_id
+    own = [] if own is None else [own] if isinstance(own, int) else list(own)
+    return [*own, *asked.stop_token_ids]
+
+
+def check_tokens(asked: TextFields, num_tokens: int) -> None:
+    """Refuse numbers of tokens that the model does not have."""
+    for name, ids in [
+        ("logit_bias", map(int, asked.logit_bias)),
+        ("allowed_token_ids", asked.allowed_token_ids),
+        ("stop_token_ids", asked.stop_token_ids),
+    ]:
+        if (largest := max(ids, default=0)) >= num_tokens:
+            raise RequestError(400, f"the model has {num_tokens} tokens, got number {largest}", param=name)
+
+
+def processors(
+    asked: TextFields,
+    sampling: Sampling,
+    *,
+    prompt: int,
+    ends: Sequence[int],
+    seed: int | None,
+    see: Callable[[Tensor], None],
+) -> list[Any]:
+    """Return what turns a row of logits into one whose largest is the token that is drawn.
+
+    Args:
+        asked: The request.
+        sampling: Its values.
+        prompt: How many tokens the prompt has.
+        ends: The tokens with which the text ends.
+        seed: Of the draws; None: another one each time.
+        see: Takes the logits as the model gave them.
+    """
+    found: list[Any] = [_Seen(see)]
+    if asked.allowed_token_ids:
+        found.append(_Allowed(asked.allowed_token_ids))
+    if asked.logit_bias:
+        found.append(_Biased({int(token): bias for token, bias in asked.logit_bias.items()}))
+    if asked.min_tokens and ends:
+        found.append(_NoEnd(ends, prompt + asked.min_tokens))
+    if sampling.repetition_penalty != 1.0:
+        found.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if asked.presence_penalty or asked.frequency_penalty:
+        found.append(_Penalized(prompt, asked.presence_penalty, asked.frequency_penalty))
+    if sampling.temperature == 0.0:
+        return found
+    if sampling.temperature != 1.0:
+        found.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.min_p:
+        found.append(transformers.MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k:
+        found.append(transformers.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        found.append(transformers.TopPLogitsWarper(sampling.top_p))
+    return [*found, _Drawn(seed)]
+
+
+class _Seen(transformers.LogitsProcessor):
+    def __init__(self, see: Callable[[Tensor], None]) -> None:
+        self._see = see
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self._see(scores[0])
+        return scores
+
+
+class _Allowed(transformers.LogitsProcessor):
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        kept = torch.full_like(scores, -torch.inf)
+        kept[:, self._tokens] = scores[:, self._tokens]
+        return kept
+
+
+class _Biased(transformers.LogitsProcessor):
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self._biases = biases
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        found = scores.clone()
+        found[:, list(self._biases)] += torch.tensor(
+            list(self._biases.values()), dtype=found.dtype, device=found.device
+        )
+        return found
+
+
+class _NoEnd(transformers.LogitsProcessor):
+    """Ends no text before it has so many tokens."""
+
+    def __init__(self, ends: Sequence[int], least: int) -> None:
+        self._ends, self._least = list(ends), least
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] >= self._least:
+            return scores
+        found = scores.clone()
+        found[:, self._ends] = -torch.inf
+        return found
+
+
+class _Penalized(transformers.LogitsProcessor):
+    """Penalizes tokens of the text so far, as OpenAI does: for being there, and for each time."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        counts = torch.bincount(input_ids[0, self._prompt :], minlength=scores.shape[1]).to(scores.device)
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class _Drawn(transformers.LogitsProcessor):
+    """Draws by a generator of the text's own: texts are written at the same time, on several threads."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed & ((1 << 63) - 1))
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        # The largest of the logits with Gumbel noise is a token drawn by their softmax.
+        noise = torch.empty(scores.shape, dtype=torch.float64).exponential_(generator=self._generator).log().neg()
+        return scores + noise.to(scores.device, scores.dtype)
