@@ -83,12 +83,13 @@ def run_serve(arguments: Sequence[str]) -> int:
 def _serve(chosen: argparse.Namespace) -> int:
     say("Importing torch.")
     with collecting_rarely():
-        from lightning_swarm.model.pretrained import PretrainedFolder
+        from lightning_swarm.model.pretrained import PretrainedFolder, device_of
         from lightning_swarm.peer.model_host import ModelHost, ServeOptions
         from lightning_swarm.peer.network import start_network
         from lightning_swarm.server.executor import ThreadExecutor
         from lightning_swarm.server.placement import MovePolicy
 
+    device_of(chosen.device)
     if chosen.weights is not None:
         PretrainedFolder(chosen.weights)  # refuses a folder that is none before anything starts
     elif not chosen.join:

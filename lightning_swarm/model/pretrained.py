@@ -229,6 +229,19 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
+def device_of(name: str | torch.device) -> torch.device:
+    """Return a device that torch can use here."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"a model's device must be one that torch {torch.__version__} can use here, where it sees "
+            f"{torch.cuda.device_count()} GPUs, got {str(name)!r}: {str(error).splitlines()[0]}. Name 'cpu', say."
+        ) from error
+    return device
+
+
 def _find_list(module: nn.Module, config: Any) -> str:
     number = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists: list[str] = [

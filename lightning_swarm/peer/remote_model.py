@@ -25,7 +25,7 @@ from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import TaskOwner
-from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, device_of, weights_digest
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.entry import visitor_entry
@@ -241,7 +241,7 @@ def remote_model(
         >>> tokenizer = model.swarm.tokenizer()
         >>> model.generate(**tokenizer("Hi", return_tensors="pt"), max_new_tokens=50)
     """
-    where = torch.device(device)
+    where = device_of(device)
     adapts = adapter is not None
     client = connect(address, invite=invite, weights=weights, device=where, timeout=timeout, adapts=adapts)
     if adapter is None:

@@ -62,6 +62,7 @@ def check(words: list[str]) -> None:
         "pip": _check_pip,
         "python": _check_python,
         "cd": _check_cd,
+        "openssl": _check_openssl,
         "patch": _check_patch,
         "source": _check_source,
     }
@@ -116,6 +117,11 @@ def _check_pip(words: list[str]) -> None:
     found = re.fullmatch(r"(?:\.|lightning-swarm)(?:\[([\w,]+)\])?", what[0])
     if found is None or not set(filter(None, (found[1] or "").split(","))) <= _EXTRAS:
         raise NotUnderstood(f"{what[0]} is neither this package nor one of its extras {sorted(_EXTRAS)}")
+
+
+def _check_openssl(words: list[str]) -> None:
+    if words[:3] != ["rand", "-hex", "32"]:
+        raise NotUnderstood("it makes keys, of 32 bytes")
 
 
 def _check_cd(words: list[str]) -> None:

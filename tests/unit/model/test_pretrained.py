@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.export import export_folder
-from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, dtype_of
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, device_of, dtype_of
 from tests.served import FAMILIES, make_model
 
 CPU = torch.device("cpu")
@@ -83,6 +83,13 @@ def test_tensors_that_are_no_part_of_the_model_are_named(
     read(tmp_path, "float32")
     assert "2 tensors of " in caplog.text
     assert "not served: model.layers.1.extra, model.layers.9.mlp.up_proj.weight" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "cpus", "xla"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"can use here.*got '{name}': .*Name 'cpu'"):
+        device_of(name)
+    assert device_of("cpu") == CPU
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
