@@ -12,7 +12,7 @@ from typing_extensions import override
 
 MAX_TOKENS: Final = 1 << 20
 MAX_CHOICES: Final = 16
-MAX_PROMPTS: Final = 64
+MAX_TEXTS: Final = 32  # of a request, and of a client at once
 MAX_LOGPROBS: Final = 20
 _MAX_STOPS, _MAX_STOP = 16, 256
 
@@ -124,7 +124,7 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(400, f"`best_of` must be `n`, which is {self.n}, got {self.best_of}", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise RequestError(400, "`stream_options` are for `stream`: true", param="stream_options")
-        if not all(one.isdecimal() for one in self.logit_bias):
+        if not all(one.isdecimal() and len(one) < 10 for one in self.logit_bias):
             raise RequestError(400, "`logit_bias` has numbers of tokens as names", param="logit_bias")
         if self.num_tokens == 0 and not self.echo:
             raise RequestError(400, "`max_tokens` must be at least 1, but for a prompt with `echo`", param="max_tokens")
@@ -154,8 +154,13 @@ class Completion(TextFields, kw_only=True):
     @override
     def check(self) -> None:
         super().check()
-        if not self.prompts or len(self.prompts) > MAX_PROMPTS or not all(self.prompts):
-            raise RequestError(400, f"a request has 1 to {MAX_PROMPTS} prompts that are not empty", param="prompt")
+        if not self.prompts or len(self.prompts) * self.n > MAX_TEXTS or not all(self.prompts):
+            raise RequestError(
+                400,
+                f"a request has prompts that are not empty, for 1 to {MAX_TEXTS} texts, got {len(self.prompts)} "
+                f"prompts for {self.n} texts each",
+                param="prompt",
+            )
 
     @property
     def prompts(self) -> list[str | list[int]]:

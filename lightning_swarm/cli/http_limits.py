@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
-from lightning_swarm.cli.http_fields import RequestError
+from lightning_swarm.cli.http_fields import MAX_TEXTS, RequestError
 
 MAX_BODY_BYTES: Final = 4 << 20
 _BODY_S: Final = 30.0  # a body that takes longer is given up
@@ -101,8 +101,8 @@ class RequestLimits:
     def text(self, num_tokens: int, client: str) -> Iterator[None]:
         """Hold a place for a text of at most so many new tokens while it is written for a client of this address."""
         own = self._of_clients.get(client, 0)
-        if client and own >= _MAX_TEXTS // 2:
-            raise RequestError(429, f"one client has at most {_MAX_TEXTS // 2} texts at once. Try again later")
+        if client and own >= MAX_TEXTS:
+            raise RequestError(429, f"one client has at most {MAX_TEXTS} texts at once. Try again later")
         with self._texts.share() as grow:
             grow(1, is_small=num_tokens <= _SMALL_TEXT_TOKENS)
             self._of_clients[client] = own + 1

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from lightning_swarm.cli.http_answers import AnswerForm, Choice, error_answer, status_of
 from lightning_swarm.cli.http_fields import Chat, Completion, RequestError, TextFields, read
@@ -171,20 +170,23 @@ class TextEndpoint:
         from lightning_swarm.cli.sampling import check_tokens
 
         check_tokens(asked, served.model.config.get_text_config().vocab_size)
-        held = ExitStack()
-        try:
+        held, places = ExitStack(), ExitStack()
+        with places:  # each is kept until its text's thread has ended, whatever becomes of the request
+            wanted = []
             for one in given:
                 num_new = served.num_new(one.tokens["input_ids"].shape[1], asked.num_tokens)
-                for _ in range(asked.n):
-                    held.enter_context(self._limits.text(num_new, _client_of(request)))
-            texts = [
-                TextWriter(served, one.tokens, asked, prompt=one.text, choice=choice)
-                for one in given
-                for choice in range(asked.n)
-            ]
-        except BaseException:
-            held.close()
-            raise
+                if asked.echo and asked.num_logprobs is not None:
+                    served.check_scored(one.tokens["input_ids"].shape[1])
+                for choice in range(asked.n):
+                    place = ExitStack()
+                    place.enter_context(self._limits.text(num_new, _client_of(request)))
+                    places.push(place)
+                    wanted.append((one, choice, place))
+            places.pop_all()
+        texts = [
+            TextWriter(served, one.tokens, asked, prompt=one.text, choice=choice, on_end=place.close)
+            for one, choice, place in wanted
+        ]
         for text in texts:
             held.callback(text.abort)
         form = AnswerForm(served.name, chat, has_scores=asked.num_logprobs is not None)
@@ -372,7 +374,7 @@ class _Guarded:
     def _problem(self, scope: Any) -> RequestError | None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        is_own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        is_own = origin is None or origin.partition("://")[2] == headers.get("host")
         if not is_own and not {"*", origin} & {*self._access.origins}:
             return RequestError(403, f"pages of {origin} may not use this endpoint: allow it by `--allow-origin`")
         if self._access.key is None or not scope["path"].startswith("/v1/"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from typing import Any, Final
 from lightning_swarm.cli.http_fields import RequestError, TextFields
 
 _CONTEXT: Final = 4  # tokens of the prompt that the first ones are decoded with
+_MAX_SCORED: Final = 2048  # tokens of a prompt whose logprobs are told
 _UNLIMITED: Final = 1 << 24  # positions: a tokenizer that says more knows no limit
 
 
@@ -52,18 +53,25 @@ class ServedText:
 
     def num_new(self, num_prompt: int, asked: int | None) -> int:
         """How many tokens a text may have: what was asked for, or what the context has left."""
-        if asked is None:
-            asked = getattr(self.model.generation_config, "max_new_tokens", None)
+        if num_prompt == 0:
+            raise RequestError(400, "a prompt has at least one token, and this one has none", param="prompt")
+        own: int | None = getattr(self.model.generation_config, "max_new_tokens", None)
         if self.context is None:
-            if asked is None:
-                raise RequestError(
-                    400, f"nothing limits the texts of {self.name!r}: say `max_tokens`", param="max_tokens"
-                )
-            return int(asked)
+            wanted = own if asked is None else asked
+            if wanted is None:
+                text = f"nothing limits the texts of {self.name!r}: say `max_tokens`"
+                raise RequestError(400, text, param="max_tokens")
+            return wanted
         left = self.context - num_prompt
         if left < (1 if asked is None else asked):
-            self._refuse(f"{num_prompt} of the prompt and `max_tokens` {'none' if asked is None else asked}")
-        return left if asked is None else int(asked)
+            self._refuse(f"{num_prompt} of the prompt{'' if asked is None else f' and `max_tokens` {asked}'}")
+        return min(left, own or left) if asked is None else asked
+
+    def check_scored(self, num_prompt: int) -> None:
+        """Refuse to score a long prompt: the logits of all its places are in memory at once."""
+        if num_prompt > _MAX_SCORED:
+            text = f"`echo` with `logprobs` is for prompts of at most {_MAX_SCORED} tokens, got {num_prompt}"
+            raise RequestError(400, text, param="echo")
 
     def _refuse(self, what: str) -> None:
         raise RequestError(
@@ -147,7 +155,9 @@ class TextWriter:
         *,
         prompt: str = "",  # as it was sent
         choice: int = 0,  # of those for the same prompt
+        on_end: Callable[[], None] = lambda: None,  # called in the loop when its thread has ended
     ) -> None:
+        self._on_end = on_end
         self.served, self._given, self.asked = served, given, asked
         self.prompt, self._choice = prompt, choice
         self._aborted = threading.Event()
@@ -224,14 +234,17 @@ class TextWriter:
     def _run(self) -> None:
         try:
             with self.served.turn:
-                if self._scores_prompt:
+                if self._scores_prompt and not self._aborted.is_set():
                     self._score_prompt()
-                reason = self._generate()
+                reason = "stop" if self._aborted.is_set() else self._generate()
         except BaseException as error:  # noqa: BLE001 - the request's task raises it
             self._put(TextPiece(error=error))
         else:
             scores, self._scores = self._scores, []
             self._put(TextPiece(finish_reason=reason, scores=scores))
+        finally:
+            with contextlib.suppress(RuntimeError):  # the endpoint has ended
+                self._loop.call_soon_threadsafe(self._on_end)
 
     def _generate(self) -> str:
         if self.num_new == 0:

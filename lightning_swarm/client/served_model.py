@@ -306,18 +306,25 @@ class ServedRoutes:
         self._banned[peer] = now_s() + for_s, for_s
         if isinstance(error, Unreachable):
             self._unreachable.add(peer)
+        else:
+            self._unreachable.discard(peer)
         _log.info("Server %s gets no session for %g s: %s", peer, for_s, shorten(str(error)))
 
     async def keep_looking(self) -> None:
         """Give sessions again to servers that did not answer, as soon as they do."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for peer in sorted(self._unreachable):
-                with contextlib.suppress(PeerError):
-                    await self.transport.ping(peer)
-                    self._unreachable.discard(peer)
-                    self._banned.pop(peer, None)
-                    _log.info("Server %s answers again.", peer)
+            self._unreachable &= self._model.offers.keys()
+            await gather(map(self._look, sorted(self._unreachable)))
+
+    async def _look(self, peer: PeerId) -> None:
+        with contextlib.suppress(PeerError):
+            await self.transport.ping(peer)
+            if peer in self._unreachable:  # and it failed in no other way meanwhile
+                self._unreachable.discard(peer)
+                _, for_s = self._banned[peer]
+                self._banned[peer] = now_s(), for_s  # the next ban is longer all the same
+                _log.info("Server %s answers again.", peer)
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """See `SessionRoutes`."""

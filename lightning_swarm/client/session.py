@@ -361,7 +361,7 @@ class Session:
         return dict(self.pipeline.context.events.drain())
 
     def ask_to_stop(self) -> None:
-        """Not at the lead: tell it that user code of this trainer, which began the run with it, wants it to end."""
+        """Not at the lead: tell it that user code of this trainer, which its program started, wants the run to end."""
         step = self._steps.open
         self.pipeline.context.events.note(
             "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
@@ -369,13 +369,8 @@ class Session:
         self._runtime.run(self._steps.tell_events())
 
     @property
-    def began_with_lead(self) -> bool:
-        """True if this trainer is one of those with which the run began."""
-        return self.peer_id in self.run.manifest.trainers
-
-    @property
     def stopped_by(self) -> Sequence[PeerId]:
-        """At the lead: the trainers that began the run with it and asked it to stop."""
+        """At the lead: the trainers of its program that asked it to stop."""
         return self.pipeline.context.events.noted_by("stopped", self.run.manifest.trainers)
 
     @property

@@ -365,7 +365,7 @@ class SharedLogs:
         """Takes the place of `_ResultCollection.log`. Lightning must not reduce: that is done here."""
         self._log_own(fx, name, value, options)
         if not sync_dist:
-            self._warn_of_own(name, on_epoch=options.get("on_epoch", True))
+            self._warn_of_own(name, on_epoch=fx == _HOOK and options.get("on_epoch", True))
             return
         if self._num_samples is None or fx != _HOOK:
             raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_swarm.core.override import Override
 from lightning_swarm.strategy.framework import OWN_PACKAGES, framework_of
@@ -70,7 +70,7 @@ class OwnValues:
         self._num_looks += 1
         if self._warned or (self._num_looks > _FIRST and self._num_looks % _FIRST):
             return
-        found = dict(self._in_batches())
+        found = self._stamps(self._in_batches)
         if self._first is None:
             self._first = found
             if self._validation is not None:
@@ -89,9 +89,9 @@ class OwnValues:
         assert self._validation is not None
         if self._warned_of_validation or self._num_trainers() < 2 or self._trainer.sanity_checking:
             return self._validation.replaced()
-        before = dict(self._around_validation())
+        before = self._stamps(self._around_validation)
         result = self._validation.replaced()
-        after = dict(self._around_validation())
+        after = self._stamps(self._around_validation)
         if changed := _changed(before, after) + [name for name in after if name not in before]:
             self._warned_of_validation = True
             _log.warning(
@@ -101,6 +101,15 @@ class OwnValues:
                 self._remedy,
             )
         return result
+
+    def _stamps(self, values: Callable[[], Iterator[tuple[str, Any]]]) -> dict[str, Any]:
+        """Look at values of user code, which may fail where it is only read: that shall end no training."""
+        found: dict[str, Any] = {}
+        try:
+            found.update(values())
+        except Exception as error:  # noqa: BLE001 - of a property of the user's, say
+            _log.debug("Not all values could be looked at: %r", error)
+        return found
 
     @property
     def _remedy(self) -> str:
@@ -119,7 +128,8 @@ class OwnValues:
         brings = self._brings_metrics()
         if not trainer.enable_validation or (brings and not in_mid_epoch):
             return
-        if "callback_metrics" in self._used:
+        reading = [one for one in functions_of(type(self._module)) if not _is_of_evaluation(one)]
+        if any("callback_metrics" in _names(one) for one in reading):
             _log.warning(
                 "%s reads `callback_metrics`, and the lead alone validates: the others %s. "
                 "Each trainer has at once what it logs itself. Validate at the end of each epoch, with data that "
@@ -147,7 +157,7 @@ class OwnValues:
     def _of_module(self) -> Iterator[tuple[str, Any]]:
         """Attributes of the module, of those in it and of their objects; globals and variables around its functions."""
         for name, module in self._module.named_modules():
-            if isinstance(module, Metric):
+            if isinstance(module, Metric | MetricCollection):
                 continue  # what trainers add to metrics is brought together
             for key, value in attributes_of(module).items():
                 if key not in self._bare_module and not _is_known(value):
@@ -183,6 +193,11 @@ class OwnValues:
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """The names of values of before that are others now."""
     return [name for name, value in after.items() if name in before and not value == before[name]]  # noqa: SIM201
+
+
+def _is_of_evaluation(function: FunctionType) -> bool:
+    """True for a hook or step that the lead alone calls."""
+    return any(word in function.__name__ for word in ("validation", "test", "predict"))
 
 
 def _named(names: list[str]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, MethodType
 from typing import Any, Final
 
 from lightning.pytorch import Trainer
 
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.override import Override
-from lightning_swarm.strategy.framework import OWN_PACKAGES, framework_of
+from lightning_swarm.strategy.framework import OWN_PACKAGES
 from lightning_swarm.strategy.reachable_values import names_in
 
 _HOOK: Final = "on_train_batch_start"
@@ -21,7 +23,7 @@ class RateHooks:
     """At the lead of several trainers: calls the hook for each step whose hyperparameters it has not set yet.
 
     The plain Trainer calls it before every batch. Here the lead may have no batch in a step, or get a place in a later
-    step than the one in which it called the hook. It is called again only if it sets hyperparameters.
+    step than the one in which it called the hook. Only hooks of user code that set hyperparameters are called again.
     """
 
     def __init__(self, trainer: Trainer, session: Session, hyperparameters: Callable[[], Any]) -> None:
@@ -31,7 +33,7 @@ class RateHooks:
         self._before: Any = None
         self._step = 0  # for which the hook was called
         self._batch: tuple[Any, int] = (None, 0)
-        self._sets = any(_NAMES & names_in(hook.__code__) for hook in self._hooks())
+        self._sets = any(map(_may_set, self._hooks()))
         self._start: Override | None = None
         if session.is_lead and session.is_shared:
             self._start = Override(trainer._logger_connector, "on_batch_start", self._begin_batch)
@@ -45,8 +47,9 @@ class RateHooks:
         """Lightning has called the hook for this batch."""
         if self._start is None:
             return
-        self._batch, self._step = (batch, batch_idx), self._session.open_step
+        self._step = self._session.open_step
         self._sets = self._sets or self._before != self._hyperparameters()
+        self._batch = (batch, batch_idx) if self._sets else (None, 0)  # else it takes memory for nothing
 
     def call(self) -> None:
         """Before the open step's hyperparameters are told: have the hook set them, once a step at least."""
@@ -54,10 +57,13 @@ class RateHooks:
         if self._start is None or not self._sets or step <= self._step:
             return
         self._step = step
-        call = framework_of(self._trainer).call
+        trainer: Any = self._trainer
+        hooks = list(self._hooks())
+        chosen = list(filter(_may_set, hooks)) or hooks
         with self._at(step):
-            call._call_callback_hooks(self._trainer, _HOOK, *self._batch)
-            call._call_lightning_module_hook(self._trainer, _HOOK, *self._batch)
+            for hook in chosen:
+                own = () if hook.__self__ is trainer.lightning_module else (trainer, trainer.lightning_module)
+                hook(*own, *self._batch)
 
     def _begin_batch(self, *args: Any) -> None:
         """Takes the place of what Lightning calls before the hook, and before an evaluation's hook."""
@@ -78,10 +84,20 @@ class RateHooks:
             total.completed = counted
 
     def _hooks(self) -> Iterator[Any]:
-        """The functions by which user code overrides the hook."""
+        """The methods by which user code overrides the hook, callbacks' first, as Lightning calls them."""
         trainer: Any = self._trainer
-        for owner in (trainer.lightning_module, *trainer.callbacks):
+        for owner in (*trainer.callbacks, trainer.lightning_module):
             hook = getattr(owner, _HOOK)
-            hook = getattr(hook, "__func__", hook)
-            if hasattr(hook, "__code__") and hook.__module__.partition(".")[0] not in OWN_PACKAGES:
+            if isinstance(hook, MethodType) and hook.__module__.partition(".")[0] not in OWN_PACKAGES:
                 yield hook
+
+
+def _may_set(hook: MethodType) -> bool:
+    """Tell whether a hook's code comes at parameter groups, and sets items of something."""
+    code = getattr(hook.__func__, "__code__", None)
+    return code is not None and bool(_NAMES & names_in(code)) and _sets_items(code)
+
+
+def _sets_items(code: CodeType) -> bool:
+    inner = any(isinstance(one, CodeType) and _sets_items(one) for one in code.co_consts)
+    return inner or any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))

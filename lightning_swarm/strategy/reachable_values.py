@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import enum
 import itertools
 import sys
 import types
@@ -10,7 +11,7 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +26,11 @@ from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 _OPAQUE: Final = frozenset({*OWN_PACKAGES, "torch", "numpy", "torchmetrics", *sys.stdlib_module_names})
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-_CONTAINERS: Final = (list, tuple, set, frozenset, deque, Mapping, array.array)
+# No other mappings: to read one may run code, or load a file for each name.
+_MAPPINGS: Final = (dict, types.MappingProxyType)
+_CONTAINERS: Final = (list, tuple, set, frozenset, deque, array.array, *_MAPPINGS)
 _MAX_DEPTH: Final = 4
+_MAX_PATH: Final = 3  # objects in objects that are named
 _MAX_ITEMS: Final = 4096  # within a container; of what is beyond them only lengths are looked at
 _MAX_BYTES: Final = 1 << 16  # of an array; of a larger one a regular sample
 
@@ -56,13 +60,15 @@ def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
         return "nan" if value != value else (type(value), value)  # else no stamp would equal it
     if isinstance(value, torch.Tensor):
         return _SameObject(value, None if value.is_inference() else value._version)
+    if isinstance(value, enum.Enum):
+        return type(value), value.name
     if isinstance(value, np.generic):
         return value.tobytes()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
         return _SameObject(value, (value.shape, value.dtype.str, _content(value)))
     if isinstance(value, _CONTAINERS):
         try:
-            items = [] if not depth else value.items() if isinstance(value, Mapping) else value
+            items = [] if not depth else value.items() if isinstance(value, _MAPPINGS) else value
             few = itertools.takewhile(lambda _: next(num_items) < _MAX_ITEMS, items)
             seen = [_stamp(item, depth - 1, num_items) for item in few]
         except RuntimeError:  # another thread writes it
@@ -83,7 +89,9 @@ def _content(value: np.ndarray) -> int | None:
 def is_users(value: object) -> bool:
     """Tell whether a value is an object of user code with attributes; modules are looked at one by one."""
     kind = type(value)
-    if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType) or not hasattr(value, "__dict__"):
+    if isinstance(value, nn.Module | type | enum.Enum | types.FunctionType | types.ModuleType):
+        return False
+    if not hasattr(value, "__dict__"):
         return False
     return kind in (Namespace, types.SimpleNamespace) or isinstance(value, Dataset) or _is_users_class(kind)
 
@@ -102,17 +110,19 @@ def attributes_of(value: object) -> dict[str, Any]:
     for base in reversed(type(value).__mro__):
         if _is_users_class(base):
             own = {key: item for key, item in list(vars(base).items()) if key[:2] != "__"}
-            found |= {key: item for key, item in own.items() if _stamp(item, 1, itertools.count()) is not None}
+            found |= {key: item for key, item in own.items() if not callable(item) and not hasattr(item, "__get__")}
     return found | vars(value)
 
 
-def values_of(name: str, value: object, *, depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """Stamp a value; of an object of user code each attribute, by its path."""
-    if depth and is_users(value):
-        for key, item in attributes_of(value).items():
-            yield from values_of(f"{name}.{key}", item, depth=depth - 1)
-    else:
+def values_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Stamp a value; of an object of user code each attribute, by its path. `within`: the objects that hold it."""
+    if any(value is one for one in within):
+        return
+    if not is_users(value) or len(within) == _MAX_PATH:
         yield name, stamp(value)
+    else:
+        for key, item in attributes_of(value).items():
+            yield from values_of(f"{name}.{key}", item, within=(*within, value))
 
 
 def held_by(name: str, function: Any) -> Iterator[tuple[str, Any]]:

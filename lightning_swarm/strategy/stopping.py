@@ -14,11 +14,11 @@ from lightning_swarm.core.readable import short_name
 _log = logging.getLogger(__name__)
 
 
-def tell(trainer: Trainer, session: Session, *, run_is_over: bool) -> None:
+def tell(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool) -> None:
     """Where training of another trainer than the lead ends: have the run end, too, if user code stopped it."""
     if session.is_lead or run_is_over or trainer.received_sigterm or not trainer.should_stop:
         return
-    if session.began_with_lead:
+    if not joined:
         with contextlib.suppress(RunOver):
             session.ask_to_stop()
     else:

@@ -29,7 +29,12 @@ def end_loop(strategy: SwarmStrategy) -> None:
     strategy._trains = False
     if not strategy.is_global_zero:
         if strategy._session is not None and strategy._data is not None:
-            stopping.tell(strategy._own_module.trainer, strategy._session, run_is_over=strategy._data.run_is_over)
+            stopping.tell(
+                strategy._own_module.trainer,
+                strategy._session,
+                run_is_over=strategy._data.run_is_over,
+                joined=strategy._joined is not None,
+            )
         _serve_on(strategy)
         return
     if strategy._loop is not None:

@@ -161,7 +161,7 @@ class Dying(Validated):
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_rank == 1 and batch_idx >= 2 and not self.seen.killed:
+        if self.trainer.global_rank == 1 and self.trainer.fit_loop.batch_idx >= 2 and not self.seen.killed:
             self.seen.kill("peer-1")
         return loss
 

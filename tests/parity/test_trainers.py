@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.strategy import stopping
 from lightning_swarm.strategy.data.loader import part_of
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, make_optimizer, make_schedule, sentences
 from tests.parity.test_trainers_come import under_way
@@ -261,8 +262,11 @@ class WithdrawsLast(Watching):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_the_leads_last_batch_counts_though_another_withdraws_the_one_beside_it() -> None:
+def test_the_leads_last_batch_counts_though_another_withdraws_the_one_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Others come in its place, and nobody brings it again; what the other leaves behind the lead brings besides."""
+    monkeypatch.setattr(stopping, "tell", lambda *_, **__: None)  # the other one leaves alone
     seen = train(2, WithdrawsLast, max_steps=-1, max_epochs=1, swarm={"target_batch_size": 30})
     assert [record.closing.num_samples for record in seen.records] == [32, 16]
     assert len(seen.withdrawn) == 1

@@ -61,7 +61,8 @@ def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) 
 
 
 MAX_RUNS = 1 << 16  # most changes of the batch size within an epoch
-MAX_PLAN_METRICS = 1024
+MAX_PLAN_METRICS = 256
+MAX_METRIC_BYTES = 4096  # of their names and values: all plans are to fit into one message
 MAX_PLANS = 64  # most epochs that one step may reach over: all of their plans fit into one message
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]

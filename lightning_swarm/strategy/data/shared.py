@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -23,7 +25,7 @@ from typing_extensions import TypeIs
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError, RunOver
 from lightning_swarm.core.override import Override
-from lightning_swarm.protocol.messages.run import MAX_PLAN_METRICS, MAX_RUNS, BatchNumber, EpochPlan
+from lightning_swarm.protocol.messages.run import MAX_METRIC_BYTES, MAX_PLAN_METRICS, MAX_RUNS, BatchNumber, EpochPlan
 from lightning_swarm.protocol.messages.wire import MAX_TEXT, decode, encode
 from lightning_swarm.protocol.run_state import next_in_lane
 from lightning_swarm.strategy.data.loader import (
@@ -35,6 +37,8 @@ from lightning_swarm.strategy.data.loader import (
     take_random_numbers,
 )
 from lightning_swarm.strategy.framework import framework_of
+
+_log = logging.getLogger(__name__)
 
 
 class EpochListing:
@@ -415,9 +419,20 @@ class SharedData:
 
 
 def callback_metrics(trainer: Trainer) -> dict[str, float]:
-    """The numbers among what the Trainer's callbacks may read."""
-    found = islice(trainer.callback_metrics.items(), MAX_PLAN_METRICS)
-    return {name: float(value) for name, value in found if value.numel() == 1 and len(name) <= MAX_TEXT}
+    """The numbers among what the Trainer's callbacks may read, but for those that training logs: each has its own."""
+    results = trainer.fit_loop.epoch_loop._results
+    own = {entry.meta.forked_name(on_step) for entry in results.values() for on_step in (False, True)}
+    own |= {entry.meta.name for entry in results.values()}
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+    sizes = itertools.accumulate(len(name.encode()) + 16 for name in found)
+    fits = {
+        name: value
+        for (name, value), size in zip(found.items(), sizes, strict=True)
+        if name not in own and len(name) <= MAX_TEXT and size <= MAX_METRIC_BYTES
+    }
+    if left := found.keys() - own - fits.keys():
+        _log.warning("Other trainers do not get %d of the metrics of validation: %s.", len(left), sorted(left)[:3])
+    return dict(islice(fits.items(), MAX_PLAN_METRICS))
 
 
 def set_callback_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:

@@ -78,6 +78,7 @@ def test_the_page_names_each_field() -> None:
         (Completion, {"n": 2, "best_of": 3}, "`best_of` must be `n`"),
         (Completion, {"prompt": []}, "prompts that are not empty"),
         (Completion, {"prompt": ["a", ""]}, "prompts that are not empty"),
+        (Completion, {"prompt": ["a"] * 3, "n": 11}, "for 1 to 32 texts, got 3 prompts for 11 texts each"),
         (Completion, {"prompt": [1, "a"]}, "`prompt` is a text, a list of tokens"),
         (Completion, {"prompt": [True]}, "`prompt` is a text, a list of tokens"),
         (Completion, {"logit_bias": {"the": 1}}, "numbers of tokens as names"),

@@ -28,16 +28,18 @@ class Writer:
 
     num_prompt = num_tokens = 1
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.over, self.is_aborted = asyncio.Event(), False
+    def __init__(self, *_: Any, on_end: Callable[[], None], **__: Any) -> None:
+        self.over, self.is_aborted, self.on_end = asyncio.Event(), False, on_end
         Writer.made.append(self)
 
     def abort(self) -> None:
         self.is_aborted = True
         self.over.set()
+        self.on_end()
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
         await self.over.wait()
+        self.on_end()
         yield TextPiece("b", "stop")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_swarm.strategy.own_values import OwnValues
 from lightning_swarm.strategy.reachable_values import held_by, stamp
@@ -27,6 +29,34 @@ class Plain:
 
     def __init__(self) -> None:
         self.value = 1.0
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+    TUNE = 2
+
+
+class Single:
+    """Its class holds it."""
+
+    own: Any = None
+
+    def __init__(self) -> None:
+        self.value = 1
+        Single.own = self
+
+
+class Lazy(Mapping[str, int]):
+    """To read it fails."""
+
+    def __getitem__(self, name: str) -> int:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("a")
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Recorder(L.Callback):
@@ -51,6 +81,10 @@ class Module(L.LightningModule):
         self._private = 0
         self.plain = Plain()
         self.never = float("nan")
+        self.mode = Mode.TRAIN
+        self.single = Single()
+        self.lazy = Lazy()
+        self.metrics = MetricCollection([MeanMetric(), SumMetric()])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         (recorder,) = (one for one in self.trainer.callbacks if isinstance(one, Recorder))  # type: ignore[attr-defined]
@@ -88,11 +122,14 @@ CHANGES: dict[str, list[Callable[[Module], Any]]] = {
     "COUNTED": [count],
     "HELD.mean": [hold],
     "Recorder.weight": [weigh],
+    "mode": [lambda module: setattr(module, "mode", Mode.TUNE)],
+    "single.value": [lambda module: setattr(module.single, "value", 2)],
 }
 HARMLESS: list[Callable[[Module], Any]] = [
     lambda module: module.get_buffer("buffer").add_(1.0),  # the run has rules of its own for these
     lambda module: module.get_parameter("net.0.weight").data.add_(1.0),
     lambda module: module.eval(),
+    lambda module: module.metrics.update(torch.ones(2)),
     lambda module: recorder_of(module).history.append(1.0),
     lambda module: setattr(recorder_of(module), "began_s", 1.0),  # which no code of the module names
 ]
