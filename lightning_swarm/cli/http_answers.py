@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_swarm.cli.texts import TextPiece, TokenScore
-from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.errors import ConfigError, SwarmError
 
 
 @dataclass
@@ -97,7 +97,9 @@ def _columns(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error that is not the request's."""
+    """The HTTP status of an error that came while a text was written."""
+    if isinstance(error, ConfigError):
+        return 400
     return 503 if isinstance(error, SwarmError) else 500
 
 
