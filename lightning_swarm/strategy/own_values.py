@@ -56,12 +56,16 @@ class OwnValues:
         self._bare_data = frozenset(vars(framework.data_module()))
         self._used = frozenset[str]().union(*map(_names, functions_of(type(self._module))))
         val_loop = trainer.fit_loop.epoch_loop.val_loop
-        self._validation = Override(val_loop, "run", self._validate) if is_lead else None
+        self._before: Mapping[str, Any] | None = None  # the validation that runs
+        self._overrides = [
+            Override(val_loop, "on_run_start", self._begin_validation),
+            Override(val_loop, "on_run_end", self._end_validation),
+        ] if is_lead else []  # fmt: skip
 
     def release(self) -> None:
         """Leave Lightning's loop as it was."""
-        if self._validation is not None:
-            self._validation.remove()
+        for override in self._overrides:
+            override.remove()
 
     def look(self) -> None:
         """Look at the values where a batch begins."""
@@ -73,7 +77,7 @@ class OwnValues:
         found = self._stamps(self._in_batches)
         if self._first is None:
             self._first = found
-            if self._validation is not None:
+            if self._overrides:
                 self._check_metrics()
         if changed := _changed(self._first, found):
             self._warned = True
@@ -84,15 +88,18 @@ class OwnValues:
                 self._remedy,
             )
 
-    def _validate(self) -> Any:
-        """Takes the place of the validation loop's `run` in training."""
-        assert self._validation is not None
-        if self._warned_of_validation or self._num_trainers() < 2 or self._trainer.sanity_checking:
-            return self._validation.replaced()
-        before = self._stamps(self._around_validation)
-        result = self._validation.replaced()
-        after = self._stamps(self._around_validation)
-        if changed := _changed(before, after) + [name for name in after if name not in before]:
+    def _begin_validation(self) -> None:
+        """Takes the place of what the validation loop calls first."""
+        if not (self._warned_of_validation or self._num_trainers() < 2 or self._trainer.sanity_checking):
+            self._before = self._stamps(self._around_validation)
+        self._overrides[0].replaced()
+
+    def _end_validation(self) -> Any:
+        """Takes the place of what it calls last, with its hooks."""
+        result = self._overrides[1].replaced()
+        before, self._before = self._before, None
+        after = {} if before is None else self._stamps(self._around_validation)
+        if before is not None and (changed := _changed(before, after) + [name for name in after if name not in before]):
             self._warned_of_validation = True
             _log.warning(
                 "Validation, which the lead alone runs, has changed values: %s. Each trainer has its own, and the "
