@@ -6,10 +6,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from lightning_swarm.cli.texts import TextPiece, TokenScore
 from lightning_swarm.core.errors import ConfigError, SwarmError
+
+_TEXT: Final = "text_completion"
 
 
 @dataclass
@@ -44,7 +46,7 @@ class AnswerForm:
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, int]) -> dict[str, Any]:
         """All of the texts."""
         return {
-            **self._answer("chat.completion" if self.chat else "text_completion", map(self._whole, choices)),
+            **self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, choices)),
             "usage": usage,
         }
 
@@ -61,11 +63,14 @@ class AnswerForm:
             text = {"delta": {**({} if choice.has_begun else {"role": "assistant"}), "content": piece.text}}
         choice.has_begun = True
         own = self._of(choice.index, piece.finish_reason, piece.scores, len(choice.text))
-        return self._answer("chat.completion.chunk" if self.chat else "text_completion", [{**own, **text}])
+        return self._piece([{**own, **text}])
 
     def usage_chunk(self, usage: Mapping[str, int]) -> dict[str, Any]:
         """What ends a stream whose usage was asked for."""
-        return {**self._answer("chat.completion.chunk" if self.chat else "text_completion", []), "usage": usage}
+        return {**self._piece([]), "usage": usage}
+
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._answer("chat.completion.chunk" if self.chat else _TEXT, choices)
 
     def _answer(self, kind: str, choices: Any) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": list(choices)}

@@ -16,7 +16,7 @@ MAX_BODY_BYTES: Final = 4 << 20
 _BODY_S: Final = 30.0  # a body that takes longer is given up
 _SMALL_BODY_BYTES: Final = 64 << 10
 _SMALL_TEXT_TOKENS: Final = 512
-_MAX_TEXTS: Final = 64
+_MAX_IN_ALL: Final = 64  # texts
 
 _T = TypeVar("_T")
 
@@ -61,7 +61,7 @@ class RequestLimits:
 
     def __init__(self) -> None:
         self._bodies = Budget(64 << 20, "bytes of requests")
-        self._texts = Budget(_MAX_TEXTS, "texts")
+        self._texts = Budget(_MAX_IN_ALL, "texts")
         self._of_clients: dict[str, int] = {}  # texts, by the client's address
         # Tokenizing a long prompt takes seconds. On the common threads it would hold up all short ones.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")

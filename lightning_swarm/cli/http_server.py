@@ -119,7 +119,7 @@ class TextEndpoint:
                 "input_ids": torch.zeros(1, 1, dtype=torch.long),
                 "attention_mask": torch.ones(1, 1, dtype=torch.long),
             }
-            writer = self._probe = TextWriter(served, given, TextFields(max_tokens=1, temperature=0.0))
+            writer = self._probe = TextWriter(served, given, TextFields(temperature=0.0), num_new=1)
             try:
                 async with asyncio.timeout(_HEALTH_S):
                     async for _ in writer.pieces():
@@ -174,19 +174,18 @@ class TextEndpoint:
         with places:  # each is kept until its text's thread has ended, whatever becomes of the request
             wanted = []
             for one in given:
-                num_new = served.num_new(one.tokens["input_ids"].shape[1], asked.num_tokens)
+                num_prompt = one.tokens["input_ids"].shape[1]
+                num_new = served.num_new(num_prompt, asked.num_tokens)
                 if asked.echo and asked.num_logprobs is not None:
-                    served.check_scored(one.tokens["input_ids"].shape[1])
+                    served.check_scored(num_prompt)
                 for choice in range(asked.n):
                     place = ExitStack()
                     place.enter_context(self._limits.text(num_new, _client_of(request)))
                     places.push(place)
-                    wanted.append((one, choice, place))
+                    make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text)
+                    wanted.append(partial(make, choice=choice, on_end=place.close))
             places.pop_all()
-        texts = [
-            TextWriter(served, one.tokens, asked, prompt=one.text, choice=choice, on_end=place.close)
-            for one, choice, place in wanted
-        ]
+        texts = [begin() for begin in wanted]
         for text in texts:
             held.callback(text.abort)
         form = AnswerForm(served.name, chat, has_scores=asked.num_logprobs is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ def processors(
     ends: Sequence[int],
     seed: int | None,
     see: Callable[[Tensor], None],
+    device: torch.device,
 ) -> list[Any]:
     """Return what turns a row of logits into one whose largest is the token that is drawn.
 
@@ -77,14 +78,18 @@ def processors(
         ends: The tokens with which the text ends.
         seed: Of the draws; None: another one each time.
         see: Takes the logits as the model gave them.
+        device: Of the logits.
     """
     found: list[Any] = [_Seen(see)]
     if asked.allowed_token_ids:
-        found.append(_Allowed(asked.allowed_token_ids))
+        allowed = asked.allowed_token_ids
+        found.append(transformers.PrefixConstrainedLogitsProcessor(lambda *_: allowed, num_beams=1))
     if asked.logit_bias:
-        found.append(_Biased({int(token): bias for token, bias in asked.logit_bias.items()}))
+        biases: list[Any] = [[[int(token)], bias] for token, bias in asked.logit_bias.items()]
+        found.append(transformers.SequenceBiasLogitsProcessor(biases))
     if asked.min_tokens and ends:
-        found.append(_NoEnd(ends, prompt + asked.min_tokens))
+        least = transformers.MinNewTokensLengthLogitsProcessor(prompt, asked.min_tokens, list(ends), device=str(device))
+        found.append(least)
     if sampling.repetition_penalty != 1.0:
         found.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     if asked.presence_penalty or asked.frequency_penalty:
@@ -99,7 +104,7 @@ def processors(
         found.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         found.append(transformers.TopPLogitsWarper(sampling.top_p))
-    return [*found, _Drawn(seed)]
+    return [*found, _Noise(seed)]
 
 
 class _Seen(transformers.LogitsProcessor):
@@ -109,42 +114,6 @@ class _Seen(transformers.LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         self._see(scores[0])
         return scores
-
-
-class _Allowed(transformers.LogitsProcessor):
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = list(tokens)
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        kept = torch.full_like(scores, -torch.inf)
-        kept[:, self._tokens] = scores[:, self._tokens]
-        return kept
-
-
-class _Biased(transformers.LogitsProcessor):
-    def __init__(self, biases: Mapping[int, float]) -> None:
-        self._biases = biases
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        found = scores.clone()
-        found[:, list(self._biases)] += torch.tensor(
-            list(self._biases.values()), dtype=found.dtype, device=found.device
-        )
-        return found
-
-
-class _NoEnd(transformers.LogitsProcessor):
-    """Ends no text before it has so many tokens."""
-
-    def __init__(self, ends: Sequence[int], least: int) -> None:
-        self._ends, self._least = list(ends), least
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        if input_ids.shape[1] >= self._least:
-            return scores
-        found = scores.clone()
-        found[:, self._ends] = -torch.inf
-        return found
 
 
 class _Penalized(transformers.LogitsProcessor):
@@ -158,7 +127,7 @@ class _Penalized(transformers.LogitsProcessor):
         return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
-class _Drawn(transformers.LogitsProcessor):
+class _Noise(transformers.LogitsProcessor):
     """Draws by a generator of the text's own: texts are written at the same time, on several threads."""
 
     def __init__(self, seed: int | None) -> None:

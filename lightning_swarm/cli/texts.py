@@ -153,6 +153,7 @@ class TextWriter:
         given: Mapping[str, Any],
         asked: TextFields,
         *,
+        num_new: int,
         prompt: str = "",  # as it was sent
         choice: int = 0,  # of those for the same prompt
         on_end: Callable[[], None] = lambda: None,  # called in the loop when its thread has ended
@@ -164,7 +165,7 @@ class TextWriter:
         self._pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.num_prompt = int(given["input_ids"].shape[1])
-        self.num_new = served.num_new(self.num_prompt, asked.num_tokens)
+        self.num_new = num_new
         self.prompt_end: list[int] = given["input_ids"][0, -_CONTEXT:].tolist()
         self.num_tokens = 0
         self._logits: Any = None  # of the token that comes next
@@ -281,6 +282,7 @@ class TextWriter:
             ends=ends,
             seed=None if asked.seed is None else asked.seed + self._choice,
             see=self.see,
+            device=model.device,
         )
         return model.generate(
             **self._given,

@@ -16,6 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.attribute_values import Comparison, fits, is_plain, kept, packed, same, unpacked
 from lightning_swarm.model.module_contents import Contents
 from lightning_swarm.model.outside_values import OutsideValues
@@ -69,7 +70,7 @@ def _class_values(kind: type) -> dict[str, Any]:
 
 def _classes(kind: type) -> list[type]:
     """Return a class and those that it is made of, without torch's."""
-    return [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in ("torch", "builtins")]
+    return [one for one in kind.__mro__ if not is_of(("torch", "builtins"), one.__module__)]
 
 
 def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -349,7 +349,7 @@ class PretrainedFolder:
                 raise ConfigError(f"{self.path / name} must have at most {MAX_FILE_BYTES} bytes, got {len(content)}.")
         return found
 
-    def reader(self, model: PretrainedModel) -> Read:
+    def reader(self, model: PretrainedModel) -> _FolderReader:
         """Return what reads tensors of a model by their names there."""
         return _FolderReader(self, model)
 
@@ -377,7 +377,7 @@ class PretrainedFolder:
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
         """Describe a model of this folder, cut into stages; reads all weights once, one at a time."""
-        read = _FolderReader(self, model)
+        read = self.reader(model)
 
         def described(tensors: Mapping[str, Tensor]) -> WeightsDigest:
             return _digest_of(model.saved(tensors), lambda name: _finite(name, tensors[name], read(name)))
@@ -413,7 +413,6 @@ class _FolderReader:
         for name, tensor in model.module.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(tensor), []).append(name)
         self._same = {name: names for names in self._aliases.values() for name in names}
-        self._named = _loaded_names(model.module)
         self._read: set[str] = set()  # the files' names of what was read
         self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})  # the part that was converted last
 
@@ -448,6 +447,10 @@ class _FolderReader:
                 "`save_pretrained`, or serve another model."
             )
         return found
+
+    @cached_property
+    def _named(self) -> Callable[[str], str]:
+        return _loaded_names(self._model.module)  # most files have the module's names
 
     def warn_of_unread(self) -> None:
         """After all of the model was read: name what the files have besides, as Hugging Face's own loader does."""

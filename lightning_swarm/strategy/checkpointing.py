@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_swarm.client import model_state
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.core.override import Override
 from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
@@ -155,7 +156,7 @@ for _name in vars(Callback):
 
 def _is_lightnings(hook: object) -> bool:
     """True if a hook is defined in Lightning or in this package, and not in what users wrote."""
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in OWN_PACKAGES
+    return is_of(OWN_PACKAGES, getattr(hook, "__module__", None))
 
 
 def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:

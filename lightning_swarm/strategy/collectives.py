@@ -7,6 +7,7 @@ import sys
 from typing import Any, Final, NoReturn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 MAX_SAID: Final = 32_768
@@ -15,8 +16,7 @@ MAX_SAID: Final = 32_768
 
 def asks_as_user() -> bool:
     """Tell whether the caller of a strategy's method is user code: Lightning's own calls need the process's value."""
-    name = str(sys._getframe(2).f_globals.get("__name__", ""))
-    return name.partition(".")[0] not in OWN_PACKAGES
+    return not is_of(OWN_PACKAGES, sys._getframe(2).f_globals.get("__name__"))
 
 
 def refuse_collective(name: str) -> NoReturn:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.core.override import Override
 from lightning_swarm.strategy.framework import OWN_PACKAGES, framework_of
 from lightning_swarm.strategy.reachable_values import (
@@ -212,7 +213,7 @@ def _named(names: list[str]) -> str:
 
 
 def _is_librarys(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in {*OWN_PACKAGES, "torch", "builtins"}
+    return is_of((*OWN_PACKAGES, "torch", "builtins"), kind.__module__)
 
 
 def _is_known(value: object) -> bool:

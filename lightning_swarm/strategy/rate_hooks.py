@@ -11,6 +11,7 @@ from typing import Any, Final
 from lightning.pytorch import Trainer
 
 from lightning_swarm.client.session import Session
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.core.override import Override
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 from lightning_swarm.strategy.reachable_values import names_in
@@ -33,9 +34,10 @@ class RateHooks:
         self._before: Any = None
         self._step = 0  # for which the hook was called
         self._batch: tuple[Any, int] = (None, 0)
-        self._sets = any(map(_may_set, self._hooks()))
+        self._sets = False
         self._start: Override | None = None
         if session.is_lead and session.is_shared:
+            self._sets = any(map(_may_set, self._hooks()))
             self._start = Override(trainer._logger_connector, "on_batch_start", self._begin_batch)
 
     def release(self) -> None:
@@ -88,7 +90,7 @@ class RateHooks:
         trainer: Any = self._trainer
         for owner in (*trainer.callbacks, trainer.lightning_module):
             hook = getattr(owner, _HOOK)
-            if isinstance(hook, MethodType) and hook.__module__.partition(".")[0] not in OWN_PACKAGES:
+            if isinstance(hook, MethodType) and not is_of(OWN_PACKAGES, hook.__module__):
                 yield hook
 
 

@@ -12,7 +12,7 @@ import zlib
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.attribute_values import SCALARS
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
@@ -93,14 +94,16 @@ def is_users(value: object) -> bool:
         return False
     if not hasattr(value, "__dict__"):
         return False
-    return kind in (Namespace, types.SimpleNamespace) or isinstance(value, Dataset) or _is_users_class(kind)
+    is_known = kind in (Namespace, types.SimpleNamespace) or isinstance(value, Dataset)
+    return is_known or _is_users_code(kind.__module__)
 
 
-def _is_users_class(kind: type) -> bool:
-    """False for a class of an installed package: what such an object keeps, a tokenizer's notes say, is its own."""
-    if kind.__module__.partition(".")[0] in _OPAQUE:
+@cache  # each look at a model asks for all classes of all its modules
+def _is_users_code(module_name: str) -> bool:
+    """False for an installed package's: what its objects keep, a tokenizer's notes say, is their own."""
+    if is_of(_OPAQUE, module_name):
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    file = getattr(sys.modules.get(module_name), "__file__", None) or ""
     return not _INSTALLED & {*Path(file).parts}
 
 
@@ -108,9 +111,12 @@ def attributes_of(value: object) -> dict[str, Any]:
     """The attributes of an object, and those of its user's classes that hold data."""
     found: dict[str, Any] = {}
     for base in reversed(type(value).__mro__):
-        if _is_users_class(base):
-            own = {key: item for key, item in list(vars(base).items()) if key[:2] != "__"}
-            found |= {key: item for key, item in own.items() if not callable(item) and not hasattr(item, "__get__")}
+        if _is_users_code(base.__module__):
+            found |= {
+                key: item
+                for key, item in list(vars(base).items())
+                if key[:2] != "__" and not callable(item) and not hasattr(item, "__get__")
+            }
     return found | vars(value)
 
 
@@ -166,5 +172,5 @@ def names_in(code: types.CodeType) -> set[str]:
 def functions_of(kind: type) -> Iterator[types.FunctionType]:
     """The functions that a class and its bases define in user code."""
     for base in kind.__mro__:
-        if _is_users_class(base):
+        if _is_users_code(base.__module__):
             yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))

@@ -144,13 +144,17 @@ def test_a_text_goes_on_where_its_only_server_comes_back_as_another_one(serve: C
     assert server.sessions.num_steps == 2 * NUM_NEW
 
 
-def test_a_server_that_leaves_takes_no_new_text_and_ends_the_one_under_way(serve: Callable[..., ServedSwarm]) -> None:
-    model = make_model("llama")
-    swarm = serve(model, num_stages=2)
+def served_twice(serve: Callable[..., ServedSwarm]) -> tuple[ServedSwarm, Any, Tensor]:
+    """A model that `a` and `b` serve, each as a whole, its client, and a text."""
+    swarm = serve(make_model("llama"), num_stages=2)
     for name in "ab":
         swarm.serve(name, join="" if name == "a" else "a")
     remote = swarm.connect()
-    first = write(remote, "greedy")
+    return swarm, remote, write(remote, "greedy")
+
+
+def test_a_server_that_leaves_takes_no_new_text_and_ends_the_one_under_way(serve: Callable[..., ServedSwarm]) -> None:
+    swarm, remote, first = served_twice(serve)
     steps = {name: host.server.sessions.num_steps for name, host in swarm.hosts.items() if host.server is not None}
     busy = max(steps, key=lambda name: steps[name])
     swarm.hosts[busy].leave()
@@ -184,12 +188,7 @@ def test_a_server_that_leaves_waits_for_no_chat_that_nobody_continues(serve: Cal
 
 def test_a_server_that_answers_again_gets_texts_again(serve: Callable[..., ServedSwarm]) -> None:
     """However long it was away: each attempt bans it for longer."""
-    model = make_model("llama")
-    swarm = serve(model, num_stages=2)
-    for name in "ab":
-        swarm.serve(name, join="" if name == "a" else "a")
-    remote = swarm.connect()
-    first = write(remote, "greedy")
+    swarm, remote, first = served_twice(serve)
     routes = swarm.clients[-1].routes
     swarm.network.freeze(PeerId("a"))
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.module_names import is_of
 from lightning_swarm.protocol.messages.run import BatchNumber, RandomNumbers
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
@@ -220,8 +221,8 @@ class SharedLoader:
         """Read a batch out of the lane's order, as the user's class reads it."""
         # In this process, unless the user's workers prepare the dataset.
         prepare = self.loader.worker_init_fn if self.loader.num_workers else None
-        module = str(getattr(getattr(prepare, "func", prepare), "__module__", ""))
-        works = prepare is not None and module.partition(".")[0] not in OWN_PACKAGES
+        module_name = getattr(getattr(prepare, "func", prepare), "__module__", None)
+        works = prepare is not None and not is_of(OWN_PACKAGES, module_name)
         loader = copy.copy(self.loader)
         alone = {"num_workers": 1} if works else {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
         # Its generator gives a seed for workers, which must not be drawn from the user's.

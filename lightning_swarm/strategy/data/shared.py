@@ -420,19 +420,18 @@ class SharedData:
 
 def callback_metrics(trainer: Trainer) -> dict[str, float]:
     """The numbers among what the Trainer's callbacks may read, but for those that training logs: each has its own."""
-    results = trainer.fit_loop.epoch_loop._results
-    own = {entry.meta.forked_name(on_step) for entry in results.values() for on_step in (False, True)}
-    own |= {entry.meta.name for entry in results.values()}
-    found = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
-    sizes = itertools.accumulate(len(name.encode()) + 16 for name in found)
-    fits = {
-        name: value
-        for (name, value), size in zip(found.items(), sizes, strict=True)
-        if name not in own and len(name) <= MAX_TEXT and size <= MAX_METRIC_BYTES
+    entries = [entry.meta for entry in trainer.fit_loop.epoch_loop._results.values()]
+    own = {name for meta in entries for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
+    found = {
+        name: float(value) for name, value in trainer.callback_metrics.items() if name not in own and value.numel() == 1
     }
-    if left := found.keys() - own - fits.keys():
-        _log.warning("Other trainers do not get %d of the metrics of validation: %s.", len(left), sorted(left)[:3])
-    return dict(islice(fits.items(), MAX_PLAN_METRICS))
+    ends = itertools.accumulate(len(name.encode()) + 16 for name in found)  # bytes, with a number each
+    told = [name for name, end in zip(found, ends, strict=True) if len(name) <= MAX_TEXT and end <= MAX_METRIC_BYTES][
+        :MAX_PLAN_METRICS
+    ]
+    if left := sorted(found.keys() - {*told}):
+        _log.warning("Other trainers do not get %d of the metrics of validation: %s.", len(left), left[:3])
+    return {name: found[name] for name in told}
 
 
 def set_callback_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
