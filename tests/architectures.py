@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lightning_swarm.core.errors import ConfigError, StageError
+from lightning_swarm.core.errors import ConfigError
 from tests.served import ServedSwarm
 
 _SIZES: Final[dict[tuple[str, ...], int]] = {
@@ -128,6 +128,11 @@ def write(model: Any) -> Tensor:
     return found
 
 
+def writes_one_token(found: Tensor) -> bool:
+    """Whether a text is one token again and again: any other model might write it, too."""
+    return len(found[:, PROMPTS.shape[1] :].unique()) == 1
+
+
 def plain(folder: Path) -> Tensor:
     """Write as a model does that Hugging Face loads."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
@@ -146,10 +151,9 @@ def served(folder: Path) -> Tensor:
 
 
 REASONS: Final = {
-    "cache": r"cache on servers must be|layers of a cache on servers must be",
-    "values between blocks": r"values between stages must be|must call its blocks one after the other",
+    "values between blocks": r"cannot be served: .*(values between stages must be|must call its blocks one after)",
     "no list of blocks": r"has no list of",
-    "form of the text": r"must be multiple of block size|`position_ids` are incorrect",
+    "changed blocks": r"cannot be served: .*must leave its blocks as they are",
 }
 """Why one is refused, and the words of its error."""
 
@@ -163,9 +167,11 @@ def _verdict(kind: str) -> str | None:
             wanted = plain(folder)
         except Exception:  # noqa: BLE001 - whatever it needs
             return None
+        if writes_one_token(wanted):  # ProphetNet's masks come to no numbers in float64
+            return None
         try:
             return "exact" if torch.equal(served(folder), wanted) else "ANOTHER TEXT"
-        except (ConfigError, StageError) as error:
+        except ConfigError as error:
             return next((reason for reason, words in REASONS.items() if re.search(words, str(error))), f"{error}"[:200])
 
 

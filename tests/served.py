@@ -118,6 +118,7 @@ class ServedSwarm:
         share: float = 1.0,
         limits: Limits = LIMITS,
         moves: MovePolicy | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> ModelHost:
         """Start a server with memory for a share of the blocks."""
         transport = self.network.transport(name)
@@ -129,7 +130,7 @@ class ServedSwarm:
             moves=moves,
         )
         host = ModelHost(transport, self.network.directory(transport), InlineExecutor, limits, options)
-        self.loop.run_until_complete(host.open())
+        self.loop.run_until_complete(host.open(say))
         self.hosts[name] = host
         return host
 

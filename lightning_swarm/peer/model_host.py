@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.peer.moves import Moves
+from lightning_swarm.peer.trial_call import ModelForm, servable
 from lightning_swarm.protocol.messages.serving import ModelCard, ServerOffer
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.server.executor import Executor
@@ -99,7 +101,7 @@ class ModelHost:
             raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
         else:
             say(f"Reading {options.weights}, to tell others which weights are served.")
-            model, card = await asyncio.to_thread(_first, self._folder, options)
+            model, card = await asyncio.to_thread(_first, self._folder, options, say)
         self.models = ModelDirectory(self._transport, self._directory, card)
         if options.hosts:
             await self.models.refresh()
@@ -313,10 +315,20 @@ class ModelHost:
                 self._executor.close()
 
 
-def _first(folder: PretrainedFolder, options: ServeOptions) -> tuple[PretrainedModel, ModelCard]:
-    model = PretrainedModel(
-        folder.config, folder.generation_config, dtype=options.dtype or folder.dtype, blocks=options.blocks
+def _first(
+    folder: PretrainedFolder, options: ServeOptions, say: Callable[[str], None]
+) -> tuple[PretrainedModel, ModelCard]:
+    dtype = options.dtype or folder.dtype
+    given = ModelForm(
+        config=folder.config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks
     )
+    form = servable(given)
+    if form != given:
+        say(
+            "Servers cannot hold the cache of this model, so clients have none: they send the whole text for each "
+            "token, which takes longer the longer the text."
+        )
+    model = PretrainedModel(form.config, form.generation_config, dtype=dtype, blocks=options.blocks)
     number = len(model.blocks.modules)
     stages = min(number, _MAX_STAGES) if options.num_stages is None else options.num_stages
     if not 1 <= stages <= number:
@@ -325,7 +337,8 @@ def _first(folder: PretrainedFolder, options: ServeOptions) -> tuple[PretrainedM
             "`--stages`."
         )
     ranges = [range(index * number // stages, (index + 1) * number // stages) for index in range(stages)]
-    return model, folder.card(model, ranges)
+    card = folder.card(model, ranges)
+    return model, msgspec.structs.replace(card, config=form.config, generation_config=form.generation_config)
 
 
 def _parts(model: PretrainedModel, stages: Mapping[int, StageModule], folder: PretrainedFolder | None) -> ServedParts:
