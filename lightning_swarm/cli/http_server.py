@@ -16,11 +16,12 @@ from typing import Any, Final
 from lightning_swarm.cli.http_answers import AnswerForm, Choice, error_answer, status_of
 from lightning_swarm.cli.http_fields import Chat, Completion, RequestError, TextFields, read
 from lightning_swarm.cli.http_limits import RequestLimits, names_of
-from lightning_swarm.cli.texts import ServedText, TextPiece, TextWriter
+from lightning_swarm.cli.texts import PromptScores, ServedText, TextPiece, TextWriter
 from lightning_swarm.core.errors import ConfigError
 
 _HEALTH_S: Final = 10.0  # for so long a token proves that texts can be written
 _MAX_CONNECTIONS: Final = 512
+_REQUEST_S: Final = 10.0  # for a request's headers to come
 
 
 @dataclass(frozen=True)
@@ -176,14 +177,16 @@ class TextEndpoint:
             for one in given:
                 num_prompt = one.tokens["input_ids"].shape[1]
                 num_new = served.num_new(num_prompt, asked.num_tokens)
+                scores = None
                 if asked.echo and asked.num_logprobs is not None:
                     served.check_scored(num_prompt)
+                    scores = PromptScores(served, one.tokens, asked.num_logprobs)
                 for choice in range(asked.n):
                     place = ExitStack()
                     place.enter_context(self._limits.text(num_new, _client_of(request)))
                     places.push(place)
                     make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text)
-                    wanted.append(partial(make, choice=choice, on_end=place.close))
+                    wanted.append(partial(make, choice=choice, prompt_scores=scores, on_end=place.close))
             places.pop_all()
         texts = [begin() for begin in wanted]
         for text in texts:
@@ -407,4 +410,36 @@ def run(
         ) from error
     access = Access(key, names_of(host, allowed_hosts), allowed_origins)
     app = TextEndpoint(served).app(access)
-    uvicorn.run(app, host=host, port=port, log_level="warning", limit_concurrency=_MAX_CONNECTIONS)
+    uvicorn.run(app, host=host, port=port, http=_connections(), log_level="warning", limit_concurrency=_MAX_CONNECTIONS)
+
+
+def _connections() -> Any:
+    """Return uvicorn's protocol, but a connection that sends no request is closed, for it takes the place of others."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._waiting is not None:
+                self._waiting.cancel()
+
+        def _wait(self) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+            self._waiting = asyncio.get_running_loop().call_later(_REQUEST_S, self._close_if_idle)
+
+        def _close_if_idle(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+    return Connection

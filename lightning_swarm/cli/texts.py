@@ -144,6 +144,29 @@ class TextPiece:
     scores: Sequence[TokenScore] = ()  # of its tokens, if they were asked for
 
 
+class PromptScores:
+    """The scores of a prompt's tokens, computed once for all of its choices."""
+
+    def __init__(self, served: ServedText, given: Mapping[str, Any], number: int) -> None:
+        self._served, self._given, self._number = served, given, number
+        self._lock = threading.Lock()
+        self._found: list[TokenScore] | None = None
+
+    def get(self) -> list[TokenScore]:
+        """Return the scores; the first thread that asks computes them."""
+        import torch
+
+        with self._lock:
+            if self._found is None:
+                with torch.no_grad():
+                    logits = self._served.model(**self._given, use_cache=False).logits[0]
+                self._found = [
+                    TokenScore.of(self._served.tokenizer, token, of_place, self._number)
+                    for token, of_place in zip(self._given["input_ids"][0].tolist(), [None, *logits[:-1]], strict=True)
+                ]
+            return self._found
+
+
 class TextWriter:
     """Writes one text on a thread of its own, which ends soon after `abort`."""
 
@@ -156,11 +179,12 @@ class TextWriter:
         num_new: int,
         prompt: str = "",  # as it was sent
         choice: int = 0,  # of those for the same prompt
+        prompt_scores: PromptScores | None = None,  # None: they are not asked for
         on_end: Callable[[], None] = lambda: None,  # called in the loop when its thread has ended
     ) -> None:
         self._on_end = on_end
         self.served, self._given, self.asked = served, given, asked
-        self.prompt, self._choice = prompt, choice
+        self.prompt, self._choice, self._prompt_scores = prompt, choice, prompt_scores
         self._aborted = threading.Event()
         self._pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -187,7 +211,7 @@ class TextWriter:
         finder = StopFinder(self.asked.stops, keeps=self.asked.include_stop_str_in_output)
         scores: list[TokenScore] = []
         if self.asked.echo:
-            yield TextPiece(self.prompt, scores=(await self._next()).scores if self._scores_prompt else ())
+            yield TextPiece(self.prompt, scores=(await self._next()).scores if self._prompt_scores else ())
         while True:
             piece = await self._next()
             scores += piece.scores
@@ -208,10 +232,6 @@ class TextWriter:
         if piece.error is not None:
             raise piece.error
         return piece
-
-    @property
-    def _scores_prompt(self) -> bool:
-        return self.asked.echo and self.asked.num_logprobs is not None
 
     def see(self, logits: Any) -> None:
         """On its thread: note the logits of the next token."""
@@ -235,8 +255,8 @@ class TextWriter:
     def _run(self) -> None:
         try:
             with self.served.turn:
-                if self._scores_prompt and not self._aborted.is_set():
-                    self._score_prompt()
+                if self._prompt_scores is not None and not self._aborted.is_set():
+                    self._put(TextPiece(scores=self._prompt_scores.get()))
                 reason = "stop" if self._aborted.is_set() else self._generate()
         except BaseException as error:  # noqa: BLE001 - the request's task raises it
             self._put(TextPiece(error=error))
@@ -252,19 +272,6 @@ class TextWriter:
             return "length"
         found = self._write()
         return "length" if int(found.shape[1]) - self.num_prompt >= self.num_new else "stop"
-
-    def _score_prompt(self) -> None:
-        import torch
-
-        ids, number = self._given["input_ids"], self.asked.num_logprobs
-        with torch.no_grad():
-            logits = self.served.model(**self._given, use_cache=False).logits[0]
-        before = [None, *logits[:-1]]
-        scores = [
-            TokenScore.of(self.served.tokenizer, token, of_place, number or 0)
-            for token, of_place in zip(ids[0].tolist(), before, strict=True)
-        ]
-        self._put(TextPiece(scores=scores))
 
     def _write(self) -> Any:
         import transformers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_swarm.cli import http_server
 from lightning_swarm.cli.http_server import Access, TextEndpoint
 from lightning_swarm.cli.texts import ServedText
 from tests.parity.test_served import letters
@@ -206,6 +209,45 @@ def test_a_prompt_with_its_logprobs(served: ServedText) -> None:
     assert complete(served, max_tokens=4, echo=True, temperature=0).choices[0].text == PROMPT + text_of(
         served, num_tokens=4
     )
+
+
+def test_a_prompt_is_scored_once_for_all_its_choices(served: ServedText) -> None:
+    scored: list[tuple[int, ...]] = []
+    served.model.register_forward_pre_hook(
+        lambda _, args, given: scored.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    found = complete(served, max_tokens=0, echo=True, logprobs=1, n=3).choices
+    assert scored == [(1, len(PROMPT))]
+    assert [one.logprobs.token_logprobs for one in found] == 3 * [found[0].logprobs.token_logprobs]
+
+
+def test_a_connection_that_sends_no_request_is_closed(served: ServedText, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_REQUEST_S", 0.3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address: tuple[str, int] = free.getsockname()
+    server = threading.Thread(
+        target=http_server.run, args=([served],), kwargs={"host": "127.0.0.1", "port": address[1]}
+    )
+    server.daemon = True  # uvicorn ends by signals, which only the main thread gets
+    server.start()
+    while True:
+        with socket.socket() as trying:
+            if not trying.connect_ex(address):
+                break
+    with socket.create_connection(address, 60.0) as silent, socket.create_connection(address, 60.0) as slow:
+        slow.sendall(b"GET /v1/models HTT")
+        assert (silent.recv(1), slow.recv(1)) == (b"", b"")
+    write = served.model.generate
+
+    def write_slowly(*args: Any, **options: Any) -> Any:
+        threading.Event().wait(0.9)
+        return write(*args, **options)
+
+    monkeypatch.setattr(served.model, "generate", write_slowly)
+    with openai.OpenAI(api_key="-", base_url=f"http://127.0.0.1:{address[1]}/v1", max_retries=0) as client:
+        found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4, temperature=0)
+    assert len(found.choices[0].text) == 4
 
 
 def chat(client: openai.AsyncOpenAI, **fields: Any) -> Awaitable[Any]:
