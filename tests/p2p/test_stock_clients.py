@@ -1,0 +1,142 @@
+"""Stock clients of OpenAI's protocol, each in a process, on an endpoint whose server is killed in mid-text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lightning_swarm import remote_model
+from lightning_swarm.cli import http_server
+from lightning_swarm.cli.texts import ServedText
+from lightning_swarm.network import PeerId
+from tests.p2p.processes import Run
+from tests.p2p.test_serving import PROMPT, Servers, save
+
+# Cold starts of peers in this file: 6, all of them thorough.
+pytestmark = pytest.mark.thorough
+
+CLIENTS = Path(__file__).parent / "clients"
+PYTHON = {
+    "openai_sync.py": "openai",
+    "openai_async.py": "openai",
+    "langchain_chat.py": "langchain_openai",
+    "litellm_chat.py": "litellm",
+}
+NUM_NEW = 48
+KILL_AT = 4  # pieces
+
+
+class Endpoint:
+    """A live endpoint in this process, so that it is known which server has a text."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+        self.model = remote_model(servers.address)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port: int = free.getsockname()[1]
+        served = ServedText("small", self.model, self.model.swarm.tokenizer())
+        options = {"host": "127.0.0.1", "port": port, "key": None, "allowed_hosts": [], "allowed_origins": []}
+        self.thread = threading.Thread(target=http_server.run, args=([served],), kwargs=options, daemon=True)
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{port}/v1"
+        while not self._answers(port):
+            threading.Event().wait(0.05)
+
+    def _answers(self, port: int) -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", port)) == 0
+
+    def kill(self) -> PeerId:
+        """Kill the server of the first stage of the text that is being written; returns its id."""
+        (session,) = self.model.swarm.served._forwards._sessions._open.values()
+        peer = session._route[0]
+        os.kill(self.servers.runs[self.servers.names[peer]].process.pid, signal.SIGKILL)
+        return PeerId(peer)
+
+    def is_avoided(self, peer: PeerId) -> bool:
+        """Whether the endpoint noticed that a server is gone."""
+        return peer in self.model.swarm.routes._banned
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("model")
+    save(folder)
+    servers = Servers(folder)
+    try:
+        for name in "abcdef":
+            servers.start(name, "--weights", folder, "--stay")
+        made = Endpoint(servers)
+        with closing(made.model.swarm):
+            yield made
+    finally:
+        servers.end()
+
+
+def node(folder: Path) -> list[str]:
+    """The command of the client of Node.js; skips where there is no Node.js, or no registry."""
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("Node.js is not installed")
+    shutil.copy(CLIENTS / "openai_node.mjs", folder)
+    install = [npm, "install", "--no-audit", "--no-fund", "openai@6"]
+    installed = subprocess.run(install, check=False, cwd=folder, capture_output=True, text=True, timeout=300.0)
+    if installed.returncode:
+        pytest.skip(f"npm could not install OpenAI's client: {installed.stderr[-300:]}")
+    return ["node", str(folder / "openai_node.mjs")]
+
+
+@pytest.mark.parametrize("client", [*PYTHON, "openai_node.mjs"])
+def test_a_text_is_streamed_on_although_its_server_is_killed(endpoint: Endpoint, tmp_path: Path, client: str) -> None:
+    if client in PYTHON and importlib.util.find_spec(PYTHON[client]) is None:
+        pytest.skip(f"{PYTHON[client]} is not installed")
+    command = [sys.executable, str(CLIENTS / client)] if client in PYTHON else node(tmp_path)
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # which it would fetch at each import
+    running = Run(endpoint.url, PROMPT, NUM_NEW, program=command, environment=offline)
+    try:
+        pieces, killed = [], None
+        for line in pieces_of(running):
+            pieces.append(line)
+            if len(pieces) == KILL_AT:
+                killed = endpoint.kill()
+        assert running.wait() == 0, "".join(running.output)
+    finally:
+        running.end()
+    assert killed is not None, "the fault is due"
+    assert endpoint.is_avoided(killed), "the text was written before the server died"
+    assert "".join(pieces) == expected_text(endpoint)
+
+
+def pieces_of(running: Run) -> Iterator[str]:
+    while True:
+        line = running._lines.get(timeout=120.0)
+        if line is None:
+            return
+        if line.startswith('"') and (piece := json.loads(line)):
+            yield piece
+
+
+def expected_text(endpoint: Endpoint) -> str:
+    """What the model writes in this process."""
+    folder = endpoint.servers.folder
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    given = tokenizer(PROMPT, return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=NUM_NEW, do_sample=False)[0, given["input_ids"].shape[1] :]
+    return f" {tokenizer.decode(found, skip_special_tokens=True)}"
