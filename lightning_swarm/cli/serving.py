@@ -96,7 +96,9 @@ def _serve(chosen: argparse.Namespace) -> int:
         raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
     hosts = tuple(map(Address.parse, chosen.join))
     weights, texts = _shares(chosen.memory, chosen.texts)
-    config = with_kept_identity(_config(chosen, hosts, Limits() if texts is None else Limits(session_bytes=texts)))
+    given = {"session_bytes": texts, "step_tokens": chosen.step_tokens}
+    limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    config = with_kept_identity(_config(chosen, hosts, limits))
     options = ServeOptions(
         weights=chosen.weights,
         hosts=[host.peer_id for host in hosts],
@@ -174,6 +176,9 @@ def _serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--memory", metavar="BYTES", help="for weights and texts, like 4GB (default: all stages)")
     parser.add_argument("--texts", metavar="BYTES", help="of these for texts (default: a quarter)")
+    parser.add_argument(
+        "--step-tokens", type=int, metavar="N", help=f"the most of one step of a text (default: {Limits().step_tokens})"
+    )
     parser.add_argument(
         "--stages", type=int, metavar="N", help="the first server cuts the model into N (default: its blocks, up to 16)"
     )

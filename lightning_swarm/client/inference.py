@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
+
 from lightning_swarm.client.adapters import PackedAdapter, names_of
 from lightning_swarm.client.pipeline.context import Refusal
 from lightning_swarm.client.session_routes import SessionRoutes
@@ -31,6 +33,7 @@ from lightning_swarm.core.errors import (
     Unreachable,
 )
 from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol import serialization
@@ -70,6 +73,12 @@ class SessionInput:
     extras: dict[str, Any]  # of all blocks
     operations: Sequence[CacheOperation]  # on the caches, before the step
     modes: Sequence[ComputeMode]  # of each stage
+    drops: Sequence[bool] = ()  # whether dropout of an adapter is on at each stage; empty: at none
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is in train mode, so that the blocks may draw random numbers."""
+        return any(self.drops) or any(mode.training for mode in self.modes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +107,11 @@ class InferenceSession:
         recipe: CacheRecipe | None,
         weights: SessionWeights,
         adapters: Sequence[PackedAdapter | None] = (),  # of each stage; empty: there is none
+        *,
+        seed: int = 0,  # of all random draws in train mode
     ) -> None:
         self.id = secrets.token_hex(16)
+        self._seed = seed
         self.weights, self.adapters = weights, adapters
         self._routes, self._recipe = routes, recipe
         self._log: list[SessionInput] = []
@@ -368,6 +380,8 @@ class InferenceSession:
             route=self._route,
             modes=list(given.modes),
             adapters=names_of(self.adapters),
+            drops=list(given.drops),
+            seed=self._seed if given.draws else None,
             recipe=self._recipe,
             operations=list(given.operations),
             structure=structure,
@@ -397,6 +411,7 @@ class InferenceSessions:
 
     routes: SessionRoutes
     _open: dict[str, InferenceSession] = field(default_factory=dict)
+    _num_opened: int = 0
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -408,7 +423,10 @@ class InferenceSessions:
         self, recipe: CacheRecipe | None, weights: SessionWeights, adapters: Sequence[PackedAdapter | None] = ()
     ) -> InferenceSession:
         """Begin a session; None has no cache. Its servers are chosen with its first step."""
-        session = InferenceSession(self.routes, recipe, weights, adapters)
+        # After the same `seed_everything` the same texts are written.
+        seed = key_seed(torch.initial_seed(), self._num_opened)
+        self._num_opened += 1
+        session = InferenceSession(self.routes, recipe, weights, adapters, seed=seed)
         self._open[session.id] = session
         return session
 

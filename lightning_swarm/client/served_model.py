@@ -67,8 +67,8 @@ _LONGEST_BAN_S: Final = 60.0
 _LOOK_S: Final = 2.0
 _NO_CACHE: Final = (
     "a cache of a served model holds no keys and values of a forward that may train, got a text that goes on from one. "
-    "Write texts by `generate`, under `torch.no_grad()` and in eval mode; or freeze the adapter, by "
-    "`requires_grad_(False)`; or pass `use_cache=False`, and the whole text each time."
+    "Write texts by `generate`, under `torch.no_grad()`; or freeze the adapter, by `requires_grad_(False)`; or pass "
+    "`use_cache=False`, and the whole text each time."
 )
 _ONLY_HIDDEN: Final = (
     "gradients of a served model's blocks flow through the hidden state alone, got another argument of blocks that "
@@ -343,10 +343,8 @@ def _wants_gradient(tree: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(tree)[1])
 
 
-def _draws_or_trains(found: FoundAdapters, hidden: Any) -> bool:
-    """Return whether a call has dropout, or leads to gradients."""
-    drops = found.trains or any(stage.drops for stage in found.stages)
-    return drops or found.wants_grad or _wants_gradient(hidden)
+def _leads_to_gradients(found: FoundAdapters, hidden: Any) -> bool:
+    return found.wants_grad or _wants_gradient(hidden)
 
 
 class ServedBlocks:
@@ -385,9 +383,12 @@ class ServedBlocks:
         handle = CacheHandle.of(cache)
         # A model makes a cache whether somebody will use it or not: of an evaluation, say, nobody will.
         is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
-        if is_text and not _draws_or_trains(found, hidden):
-            packed = self._adapted.packed(found)
-            return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes(), adapters=packed)
+        if is_text and not _leads_to_gradients(found, hidden):
+            packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
+            modes = self._modes(training=found.trains)
+            return self._forwards.step(
+                hidden, extras, cache, weights=_WEIGHTS, modes=modes, adapters=packed, drops=drops
+            )
         if handle.length or handle.session is not None:
             raise ConfigError(_NO_CACHE)
         handle.refuse_use(_NO_CACHE)
@@ -416,8 +417,9 @@ class ServedBlocks:
         found = self._adapted.adapters()
         if _wants_gradient(extras):
             raise ConfigError(_ONLY_HIDDEN)
-        return None if found.is_empty and not _draws_or_trains(found, hidden) else found
+        draws = found.trains or any(stage.drops for stage in found.stages)
+        return None if found.is_empty and not draws and not _leads_to_gradients(found, hidden) else found
 
-    def _modes(self) -> list[ComputeMode]:
-        mode = capture(self._device.type, training=False, grad=False, input_grad=False)
+    def _modes(self, *, training: bool = False) -> list[ComputeMode]:
+        mode = capture(self._device.type, training=training, grad=False, input_grad=False)
         return [mode] * self._num_stages

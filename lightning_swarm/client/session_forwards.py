@@ -46,12 +46,13 @@ class SessionForwards:
         weights: SessionWeights,
         modes: Sequence[ComputeMode],
         adapters: Sequence[PackedAdapter | None] = (),  # of each stage; empty: there is none
+        drops: Sequence[bool] = (),  # whether their dropout is on; empty: nowhere
     ) -> Any:
         """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
         handle = CacheHandle.of(cache)
         session = self._session_of(cache, handle, weights, adapters)
         handle.in_step = True  # until all of it is done, whatever interrupts it
-        given, (rows, length) = self._given(hidden, extras, handle, modes)
+        given, (rows, length) = self._given(hidden, extras, handle, modes, drops)
         found = self._runtime.run(session.step(given))
         output = self._received(found.output, cache)
         handle.grow(cache, rows=rows, length=length, num_layers=self._num_blocks)
@@ -80,7 +81,12 @@ class SessionForwards:
         return self._received(self._runtime.run(compute()).output, None)
 
     def _given(
-        self, hidden: Any, extras: dict[str, Any], handle: CacheHandle | None, modes: Sequence[ComputeMode]
+        self,
+        hidden: Any,
+        extras: dict[str, Any],
+        handle: CacheHandle | None,
+        modes: Sequence[ComputeMode],
+        drops: Sequence[bool] = (),
     ) -> tuple[SessionInput, Sequence[int]]:
         if torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in serialization.flatten((hidden, extras))[1]
@@ -97,6 +103,7 @@ class SessionForwards:
                 extras=on_cpu(extras, copy=True),
                 operations=[] if handle is None else handle.take_operations(),
                 modes=modes,
+                drops=drops,
             )
         return given, serialization.leaves(hidden)[0].shape[:2]
 

@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from lightning_swarm.client.served_model import ModelDirectory, ServedBlocks, Se
 from lightning_swarm.client.tuning import AdaptedBlocks
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, device_of, weights_digest
@@ -34,6 +35,7 @@ from lightning_swarm.peer.network import visit_network
 from lightning_swarm.protocol.messages.serving import ModelCard
 
 _PREFILL_CHUNK: Final = 256
+_STEP_TOKENS: Final = Limits().step_tokens
 
 
 def positions_depend_on_length(model: Any) -> bool:
@@ -42,27 +44,42 @@ def positions_depend_on_length(model: Any) -> bool:
     return any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
 
 
-def prefill_in_chunks(model: Any, num_tokens: int) -> dict[str, int]:
+def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
     """Return the options of `generate` by which a long prompt keeps the tokens of other texts waiting for less."""
     # What has states takes a prompt as a whole; and so does peft where it puts prompts of its own before it.
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return {}
-    if num_tokens <= _PREFILL_CHUNK or model._is_stateful or positions_depend_on_length(model):
+    size = max(1, min(_PREFILL_CHUNK, _STEP_TOKENS // num_rows))
+    if num_tokens <= size or model._is_stateful or positions_depend_on_length(model):
         return {}
     if not getattr(model.generation_config, "use_cache", True):
         return {}
-    return {"prefill_chunk_size": _PREFILL_CHUNK}
+    return {"prefill_chunk_size": size}
 
 
-def _writing(served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model's `generate`, which says that the caches inside are used."""
+def _writing(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model's `generate`, which says that the caches inside are used, and cuts prompts that are too long."""
 
     @functools.wraps(generate)
     def write(*args: Any, **kwargs: Any) -> Any:
+        prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         with served.writing():
-            return generate(*args, **kwargs)
+            return generate(*args, **_chunks_of(model, prompt, kwargs), **kwargs)
 
     return write
+
+
+def _chunks_of(model: Any, prompt: Any, options: Mapping[str, Any]) -> dict[str, int]:
+    """Return what cuts a prompt of which a server would not take all in one step."""
+    config = options.get("generation_config") or model.generation_config
+    chosen = {"prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"}
+    if not isinstance(prompt, torch.Tensor) or any(options.get(one, getattr(config, one, None)) for one in chosen):
+        return {}
+    copies = [options.get(one, getattr(config, one, None)) or 1 for one in ("num_beams", "num_return_sequences")]
+    num_rows, num_tokens = len(prompt) * max(copies), prompt.shape[-1]
+    if num_rows * num_tokens <= _STEP_TOKENS or options.get("use_cache") is False:
+        return {}
+    return prefill_in_chunks(model, num_tokens, num_rows)
 
 
 class ServedModelClient:
@@ -118,8 +135,7 @@ class ServedModelClient:
                 rng=rng,
             )
         served = self.served = ServedBlocks(runtime, self.routes, card, device=device, adapted=adapted)
-        if adapts:
-            vars(pretrained.module)["generate"] = _writing(served, self.model.generate)
+        vars(pretrained.module)["generate"] = _writing(self.model, served, self.model.generate)
         chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
         self._interception = Interception(pretrained.blocks, chain)
         runtime.run(self._begin())

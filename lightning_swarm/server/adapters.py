@@ -136,20 +136,21 @@ class LayersOfStage:
             yield
 
     @contextlib.contextmanager
-    def adapted_by_rows(self, adapters: Sequence[tuple[int, Adapter | None]]) -> Iterator[None]:
+    def adapted_by_rows(self, adapters: Sequence[tuple[int, Adapter | None]], *, drops: bool) -> Iterator[None]:
         """Have the layers add to each text's rows what its adapter gives, inside.
 
         Args:
             adapters: The number of rows of each text, in their order, and its adapter.
+            drops: Whether the adapters' dropout is on.
         """
         if len(adapters) == 1:
-            with self.adapted(adapters[0][1], drops=False):
+            with self.adapted(adapters[0][1], drops=drops):
                 yield
             return
         ends = list(accumulate(rows for rows, _ in adapters))
         found: dict[nn.Module, list[tuple[slice, _Added]]] = {}
         for (rows, adapter), end in zip(adapters, ends, strict=True):
-            for layer, added in self._added(adapter, drops=False).items():
+            for layer, added in self._added(adapter, drops=drops).items():
                 found.setdefault(layer, []).append((slice(end - rows, end), added))
         with contextlib.ExitStack() as hooks:
             for layer, of_rows in found.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,10 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
 from lightning_swarm.server.adapters import Adapter
 from lightning_swarm.server.sample_costs import measured
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or (one.is_floating_point() and one.allclose(other, 0.0, 0.0, equal_nan=True))
 
 
 def _copied(leaf: Any) -> Any:
@@ -151,20 +155,24 @@ class Computation:
         return replace(result, output=self._to_send(join(encoded(result.output, self._codecs.activations), left)))
 
     def session_steps(
-        self, parts: Sequence[SessionPart], mode: ComputeMode, first_block: int
+        self, parts: Sequence[SessionPart], mode: ComputeMode, first_block: int, *, seed: int | None = None
     ) -> list[serialization.Tree]:
         """Run the blocks on the next tokens of sessions, all in one forward; returns what travels of each.
 
         Args:
             parts: What the blocks get of each. `CannotJoin` if they cannot be rows of one forward.
-            mode: Without gradients, and with no module in train mode.
+            mode: Without gradients.
             first_block: The number of blocks in the stages before.
+            seed: Of all random draws; None where no module is in train mode.
         """
         codec = self._codecs.activations
         arguments = [self._session_arguments(part) for part in parts]
         caches, rows = [part.cache for part in parts], [part.rows for part in parts]
         joint = caches[0] if len(parts) == 1 else JointCache(caches, rows)
-        with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, self._device.type):
+        drawing = contextlib.nullcontext() if seed is None else KeyedRandom(seed)
+        keeping = self._keeping_buffers() if mode.training else contextlib.nullcontext()
+        entering = modes.enter_modes(mode, self._device.type)
+        with torch.no_grad(), self._states.entered(mode), keeping, entering, drawing:
             inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
             shadows = [
                 Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
@@ -178,6 +186,55 @@ class Computation:
             for shadow in shadows:
                 shadow.follow()
         return [self._to_send(encoded(output, codec)) for output in outputs]
+
+    def session_blocks(
+        self, part: SessionPart, mode: ComputeMode, first_block: int
+    ) -> Generator[None, None, serialization.Tree]:
+        """Run one block each time that the result is advanced; see `session_steps`. No module is in train mode."""
+        with torch.no_grad():
+            hidden, keywords = self._session_arguments(part)
+        inputs, num_blocks = (hidden,), len(self._module.blocks)
+        keywords = {name: part.cache if is_in_session(value) else value for name, value in keywords.items()}
+        shadow = None
+        if part.cache is not None:
+            shadow = Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
+        for number in range(num_blocks):
+            if number:
+                yield
+            with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, self._device.type):
+                hidden = self._module.run_blocks(inputs, keywords, number, number + 1)
+            inputs = (hidden,)
+        with torch.no_grad():
+            output = without_cache(hidden, part.cache)
+            if shadow is not None:
+                shadow.follow()
+            return self._to_send(encoded(output, self._codecs.activations))
+
+    @contextlib.contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Compute with copies of the modules' buffers inside, and refuse what changes them: a text counts nowhere."""
+        own = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
+        copies = {id(buffer): buffer.clone() for _, each in own for buffer in each.values() if buffer is not None}
+        for buffers, before in own:
+            buffers.update({name: copies.get(id(buffer)) for name, buffer in before.items()})
+        try:
+            yield
+            changed = {
+                name
+                for buffers, before in own
+                for name, buffer in before.items()
+                if buffers.get(name) is not copies.get(id(buffer))
+                or not (buffer is None or _equal(copies[id(buffer)], buffer))
+            }
+        finally:
+            for buffers, before in own:
+                buffers.clear()
+                buffers.update(before)
+        if changed:
+            raise ConfigError(
+                f"text is generated without changes to the model, but in train mode blocks write {few(sorted(changed))}"
+                ". Generate under `model.eval()`."
+            )
 
     def _session_arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:
         """Copy a step's arguments: a block may work in place, and they are kept for servers that come later."""

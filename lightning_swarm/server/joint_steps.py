@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 
 _MAX_ROWS: Final = 64  # together
 _MAX_TOKENS: Final = 8  # of each row: a longer step keeps the others waiting
+_LONG_TOKENS: Final = 512  # of all rows
 _MAX_KINDS: Final = 256  # that are known
 _MAX_TRIED: Final = 4  # steps at once
 _MAX_REFUSED: Final = 16  # kinds of a stage, before no more are tried
@@ -53,6 +54,7 @@ class WaitingStep(Generic[_T]):
     part: SessionPart
     prepare: Callable[[], Any]  # returns the session's cache as the step finds it
     finish: Callable[[serialization.Tree], _T]  # takes the output
+    is_wanted: Callable[[], bool] = lambda: True
     kind: Any = None  # steps of one kind may be computed together; None: this one alone
     result: _T | None = None
     error: Exception | None = None
@@ -63,10 +65,17 @@ class WaitingStep(Generic[_T]):
     def __post_init__(self) -> None:
         """Find its kind."""
         rows, tokens = self.part.rows, self.part.tokens
-        if self.stage.joins and self.step.number > 1 and self.step.recipe is not None and tokens <= _MAX_TOKENS:
+        can_join = self.step.number > 1 and self.step.recipe is not None and self.step.seed is None
+        if self.stage.joins and can_join and tokens <= _MAX_TOKENS:
             arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
             adapted = None if self.part.adapter is None else self.part.adapter.layers
             self.kind = (self.stage.index, str(self.step.modes[0]), arguments, adapted)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it would keep the steps of others waiting, and can be computed block by block."""
+        num_tokens = self.part.rows * self.part.tokens
+        return self.stage.max_tokens is not None and num_tokens > _LONG_TOKENS and self.step.seed is None
 
 
 class JointSteps(Generic[_T]):
@@ -89,7 +98,9 @@ class JointSteps(Generic[_T]):
 
         These are 0 if they say nothing of the next step: this one had a prompt, or was tried.
         """
-        if work.kind is None or self._verdicts.refuses(work):
+        if work.is_long:
+            await self._compute_by_blocks(work)
+        elif work.kind is None or self._verdicts.refuses(work):
             _, took_s = await self._executor.submit(TOKENS, partial(self._compute, [work]))
             self._end([work], took_s)
         else:
@@ -101,6 +112,28 @@ class JointSteps(Generic[_T]):
             raise work.error
         assert work.result is not None
         return work.result, work.busy_s
+
+    async def _compute_by_blocks(self, work: WaitingStep[_T]) -> None:
+        """Compute a step that takes long, and let those of others in between two blocks."""
+        blocks: Generator[None, None, serialization.Tree] | None = None
+
+        def compute_block() -> bool:
+            """On the compute thread; returns whether it was the last block."""
+            nonlocal blocks
+            try:
+                if blocks is None:
+                    work.part.cache = work.prepare()
+                    blocks = work.stage.compute_by_blocks(work.step, work.part)
+                elif not work.is_wanted():
+                    raise SessionLost("the session ended while a step was computed")
+                next(blocks)
+            except StopIteration as end:
+                work.result = work.finish(end.value)
+                return True
+            return False
+
+        while not (await self._executor.submit(TOKENS, compute_block))[0]:
+            pass
 
     def forget(self, session: str, stage: int) -> None:
         """Expect no more steps of a session."""

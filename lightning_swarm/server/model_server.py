@@ -98,6 +98,7 @@ class ModelServer:
                 first_block=ranges[index].start,
                 holding=contextlib.nullcontext,
                 joins=self._joins,
+                max_tokens=self._limits.step_tokens,
             )
             for index, module in parts.stages.items()
         }

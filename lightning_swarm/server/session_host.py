@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.core.tasks import nothing
 from lightning_swarm.model import attention_cache
 from lightning_swarm.model.partition import StageModule, extras_after
+from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
@@ -33,6 +34,7 @@ class SessionStage:
     holding: Callable[[], AbstractContextManager[None]]  # has the weights inside that the step names
     ready: Callable[[], Awaitable[None]] = nothing  # waits until they are here
     joins: bool = False  # computes steps of several sessions together, whose last bits may differ then
+    max_tokens: int | None = None  # of a step, in all rows; long steps let others in between two blocks. None: neither
     adapter: Adapter | None = None  # of the session's client
     layers: LayersOfStage | None = None  # that may have one; None: none has
 
@@ -43,10 +45,32 @@ class SessionStage:
 
     def compute(self, step: SessionStep, parts: Sequence[SessionPart]) -> list[serialization.Tree]:
         """Compute the tokens of steps like this one, and return what travels of each."""
+        # A step that comes again, at another server, draws what it drew before.
+        seed = None if step.seed is None else key_seed(step.seed, step.number, self.index)
+        with self._entered(step, parts):
+            return self.computation.session_steps(parts, step.modes[0], self.first_block, seed=seed)
+
+    def compute_by_blocks(self, step: SessionStep, part: SessionPart) -> Generator[None, None, serialization.Tree]:
+        """Compute a step, one block each time that the result is advanced; returns what travels."""
+        computing = self.computation.session_blocks(part, step.modes[0], self.first_block)
+        while True:
+            with self._entered(step, [part]):
+                try:
+                    next(computing)
+                except StopIteration as end:
+                    return end.value
+            yield
+
+    @contextlib.contextmanager
+    def _entered(self, step: SessionStep, parts: Sequence[SessionPart]) -> Iterator[None]:
+        """Have the weights of a step and the adapters of its texts inside."""
         adapters = [(part.rows, part.adapter) for part in parts]
-        adapting = contextlib.nullcontext() if self.layers is None else self.layers.adapted_by_rows(adapters)
+        if self.layers is None:
+            adapting: AbstractContextManager[None] = contextlib.nullcontext()
+        else:
+            adapting = self.layers.adapted_by_rows(adapters, drops=step.adapter_drops)
         with self.holding(), adapting:
-            return self.computation.session_steps(parts, step.modes[0], self.first_block)
+            yield
 
     def left_of(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Return what later stages need of the blocks' arguments."""

@@ -132,6 +132,7 @@ class SessionHandlers:
         step = decode(message.body, SessionStep)
         stage = self._stage_of(step, caller)
         hidden, extras = _checked_tree(step, message.tensors)
+        _check_tokens(hidden, stage)
         held = self._held_for(step, stage)
         if step.attempt >= held.attempt:
             held.follow(step.attempt, step.route, step.resume)
@@ -172,8 +173,8 @@ class SessionHandlers:
             raise ProtocolError(f"the first stage's steps come from their client {step.client}, not from {caller}")
         if step.route[0] != me:
             raise ProtocolError(f"a step names its servers, {me} first here, got {step.route}")
-        if any(mode.grad or mode.training for mode in step.modes):
-            raise ProtocolError("a session computes without gradients, and in no train mode")
+        if any(mode.grad for mode in step.modes):
+            raise ProtocolError("a session computes without gradients")
         return self._host.stage_of(step)
 
     def _held_for(self, step: SessionStep, stage: SessionStage) -> StageSession:
@@ -239,7 +240,9 @@ class SessionHandlers:
                 await stage.ready()
                 own = stage.module.extras_for(extras)  # here: what comes may be anything
                 part = SessionPart(hidden, own, adapter=stage.adapter)
-                kept, busy_s = await self._steps.compute(WaitingStep(stage, step, part, prepare, finish))
+                kept, busy_s = await self._steps.compute(
+                    WaitingStep(stage, step, part, prepare, finish, lambda: self._has(held))
+                )
             except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
                 await self._forget(held)
                 kind: FailureKind = "lost" if isinstance(error, SessionLost) else "refused"
@@ -311,6 +314,7 @@ class SessionHandlers:
             route=held.route[1:],
             modes=kept.step.modes[1:],
             adapters=kept.step.adapters[1:],
+            drops=kept.step.drops[1:],
             structure=kept.structure,
         )
         message = Message(encode(step), kept.tensors)
@@ -428,6 +432,16 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
     if step.recipe is None and (step.number > 1 or step.operations):
         raise ProtocolError("a session without a cache has one step, got another one, or operations")
     return tree
+
+
+def _check_tokens(hidden: Any, stage: SessionStage) -> None:
+    rows, tokens = serialization.leaves(hidden)[0].shape[:2]
+    if stage.max_tokens is not None and rows * tokens > stage.max_tokens:
+        raise ProtocolError(
+            f"a step of a text may have {stage.max_tokens} tokens in all rows here, by `Limits.step_tokens`, got "
+            f"{rows} x {tokens}: others would wait too long. Pass `prefill_chunk_size` to `generate`, take fewer rows "
+            "at once, or start the servers with a higher `--step-tokens`."
+        )
 
 
 def _kind_of(error: Exception) -> FailureKind:

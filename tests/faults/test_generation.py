@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from typing_extensions import override
@@ -51,7 +53,10 @@ class Struck(Writing):
     @override
     def on_train_batch_end(self, *_: Any) -> None:
         striking = Striking(self._strike, self.at if len(self.texts) == 1 else 0)
-        self.texts.append(write(self.model, self.mode, logits_processor=LogitsProcessorList([striking])))
+        self.texts.append(self._write(logits_processor=LogitsProcessorList([striking])))
+
+    def _write(self, **options: Any) -> Tensor:
+        return write(self.model, self.mode, **options)
 
     def _strike(self) -> None:
         strategy = self.trainer.strategy
@@ -66,6 +71,14 @@ class Struck(Writing):
                 victim.sessions.discard()
             else:
                 {"kill": strategy.network.kill, "freeze": strategy.network.freeze}[self.how](name)
+
+
+class StruckInTrainMode(Struck):
+    """Generates in train mode."""
+
+    @override
+    def _write(self, **options: Any) -> Tensor:
+        return write(self.model, self.mode, training=True, **options)
 
 
 def serves(server: Server, stage: int) -> bool:
@@ -130,3 +143,32 @@ def test_where_no_outputs_are_kept_the_steps_are_computed_again_from_further_bac
 @pytest.mark.thorough
 def test_a_server_dies_at_the_first_token() -> None:
     check("greedy", 1, at=2)
+
+
+def test_dropout_in_train_mode_is_the_same_whoever_dies() -> None:
+    """A server that comes in the place of another one draws what that one drew."""
+    family = replace(FAMILIES["gpt2"], options={**FAMILIES["gpt2"].options, "resid_pdrop": 0.3})
+    config = getattr(transformers, family.config)(**family.options)
+    texts = []
+    for stages in ((), (1,)):
+
+        def make(stages: tuple[int, ...] = stages) -> StruckInTrainMode:
+            module = StruckInTrainMode(getattr(transformers, family.kind), config, "greedy")
+            module.stages = stages
+            return module
+
+        swarm = run_swarm(
+            make,
+            loader(),
+            max_steps=NUM_STEPS,
+            num_stages=2,
+            num_servers=4,
+            num_gone=len(stages),
+            pipeline=family.layers,
+            role="trainer",
+            latency_s=0.001,
+        )
+        assert isinstance(swarm.module, StruckInTrainMode)
+        assert len(swarm.module.struck) == len(stages), "nobody was struck"
+        texts.append(swarm.module.texts)
+    assert all(map(torch.equal, *texts))

@@ -156,7 +156,8 @@ def test_each_user_has_an_adapter_of_its_own(tmp_path: Path, swarm: ServedSwarm)
     assert list(zip(*map(tokens, models), strict=True)) == list(zip(*map(tokens, wanted), strict=True))
 
 
-def test_an_adapter_in_training_writes_too(tmp_path: Path, swarm: ServedSwarm) -> None:
+@pytest.mark.parametrize("training", [False, True], ids=["eval mode", "train mode"])
+def test_an_adapter_in_training_writes_too(tmp_path: Path, swarm: ServedSwarm, *, training: bool) -> None:
     """`generate` between steps; a cache that was begun before a step is refused after it."""
     swarm.connect(adapts=True)
     models = []
@@ -168,7 +169,7 @@ def test_an_adapter_in_training_writes_too(tmp_path: Path, swarm: ServedSwarm) -
     texts = []
     for _ in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
-            texts.append(write(model.eval(), "greedy"))
+            texts.append(write(model.train(training), "greedy"))
             model.train()(input_ids=PROMPTS[1:], labels=PROMPTS[1:]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -252,3 +253,21 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, swarm: ServedSwarm, ki
     messages = {"IA3": "got IA3", "a hostile module": "`megatron_config`"}
     with pytest.raises(ConfigError, match=messages.get(kind, "`adapter` must be a folder")):
         remote(swarm, folder)
+
+
+def test_dropout_of_an_adapter_is_drawn_in_train_mode_whatever_dies(tmp_path: Path, swarm: ServedSwarm) -> None:
+    adapter = save_adapter("llama", tmp_path / "adapter", lora_dropout=0.5)
+    in_eval_mode = write(remote(swarm, adapter), "greedy")
+    undisturbed = write(remote(swarm, adapter, name="second").train(), "greedy")
+    assert not torch.equal(undisturbed, in_eval_mode), "nothing was dropped"
+    model, killed = remote(swarm, adapter, name="third").train(), list[str]()
+
+    def kill() -> None:
+        assert swarm.client is not None
+        (session,) = swarm.client.served._forwards._sessions._open.values()
+        killed.append(session._route[-1])
+        swarm.network.kill(PeerId(killed[0]))
+
+    assert torch.equal(write(model, "greedy", stopping_criteria=[calling(kill, at=5)]), undisturbed)
+    assert killed, "the fault is due"
+    assert not torch.equal(write(model, "greedy"), undisturbed), "each text draws its own"

@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from lightning_swarm.core.errors import ConfigError, StageLost, Unreachable
+from lightning_swarm.core.errors import ConfigError, ProtocolError, StageLost, Unreachable
 from lightning_swarm.model.attention_cache import CacheHandle
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.inference import SessionFailed
+from lightning_swarm.peer import remote_model
+from lightning_swarm.protocol.messages.inference import SessionFailed, SessionStep
+from lightning_swarm.server import joint_steps
+from lightning_swarm.server.compute import SessionPart
+from lightning_swarm.server.session_host import SessionStage
 from lightning_swarm.server.sessions import SessionHandlers
 from tests.parity.test_generation import MODES as IN_RUNS
-from tests.served import FAMILIES, ServedSwarm, calling, make_model
+from tests.served import FAMILIES, LIMITS, ServedSwarm, calling, make_model
 
 PROMPTS = torch.tensor([[0, 0, 5, 3, 7, 3], [4, 11, 2, 9, 2, 6]])
 MODES: dict[str, dict[str, Any]] = {**IN_RUNS, "assisted": {}}
@@ -455,3 +459,42 @@ def test_texts_that_are_over_count_no_more(serve: Callable[..., ServedSwarm]) ->
     assert killed
     assert swarm.client is not None
     assert set(swarm.client.routes._own.values()) == {0}
+
+
+@pytest.mark.first_cells(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_prompt_is_computed_block_by_block(
+    serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(joint_steps, "_LONG_TOKENS", 1)
+    long: list[int] = []
+    by_blocks = SessionStage.compute_by_blocks
+
+    def counted(stage: SessionStage, step: SessionStep, part: SessionPart) -> Any:
+        long.append(part.rows * part.tokens)
+        return by_blocks(stage, step, part)
+
+    monkeypatch.setattr(SessionStage, "compute_by_blocks", counted)
+    model = make_model(family)
+    swarm = serve(model, num_stages=2)
+    swarm.serve("a")
+    assert torch.equal(write(swarm.connect(), "greedy"), write(model, "greedy"))
+    assert max(long) == PROMPTS.numel()
+
+
+def test_more_tokens_than_a_step_may_have_are_refused_or_cut(
+    serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_model("llama")
+    swarm = serve(plain, num_stages=2)
+    swarm.serve("a", limits=replace(LIMITS, step_tokens=8))
+    model = swarm.connect()
+    with torch.no_grad():
+        with pytest.raises(ProtocolError, match=r"may have 8 tokens in all rows here, .* got 2 x 6: others would wait"):
+            model(PROMPTS)
+        assert torch.equal(model(PROMPTS[:1]).logits, plain(PROMPTS[:1]).logits)
+    monkeypatch.setattr(remote_model, "_STEP_TOKENS", 8)
+    for mode in ("greedy", "sampled"):
+        assert torch.equal(write(model, mode), write(plain, mode))
+    monkeypatch.setattr(remote_model, "_STEP_TOKENS", 6)  # for each of three beams of two rows
+    assert torch.equal(write(model, "beams"), write(plain, "beams"))

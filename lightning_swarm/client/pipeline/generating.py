@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition.hooks import check_global, describe
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.calls import ModuleStates
 
 if TYPE_CHECKING:
     from lightning_swarm.client.pipeline.pipeline import Pipeline
@@ -53,22 +51,23 @@ class TextGeneration:
         """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
         pipeline = self._pipeline
         states = [one.read() for one in pipeline.states]
-        self._check_generates(states)
+        self._check_generates()
         pipeline.check_transforms(serialization.flatten((hidden, extras))[1])
         if pipeline.before_call is not None:
             pipeline.before_call(pipeline.batch is None)
         weights = SessionWeights(
             generation=pipeline.generation, version=pipeline.version, number=pipeline.evaluation_number
         )
-        mode = capture(pipeline.config.device.type, training=False, grad=False, input_grad=False)
+        training = any(training for training, _ in states)
+        mode = capture(pipeline.config.device.type, training=training, grad=False, input_grad=False)
         return self._forwards.step(hidden, extras, cache, weights=weights, modes=by_stage(mode, states))
 
-    def _check_generates(self, states: Sequence[tuple[bool, ModuleStates | None]]) -> None:
-        if any(training for training, _ in states) or (torch.is_grad_enabled() and trained(self._weights)):
+    def _check_generates(self) -> None:
+        if torch.is_grad_enabled() and trained(self._weights):
             raise ConfigError(
-                "a cache of keys and values is for generating text, in eval mode and without gradients. Generate under "
-                "`model.eval()` and `torch.no_grad()`; elsewhere do without a cache, by `use_cache=False` in a Hugging "
-                "Face model's config."
+                "a cache of keys and values is for generating text, without gradients. Generate under "
+                "`torch.no_grad()`; elsewhere do without a cache, by `use_cache=False` in a Hugging Face model's "
+                "config."
             )
         check_global()
         if any(describe(named) for named in self._named_modules):

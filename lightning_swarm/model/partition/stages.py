@@ -63,6 +63,13 @@ class StageModule(nn.Module):
             return call_binding.call_bound(self.blocks, self.block_names, inputs, extras)
         return call_blocks(self.blocks, inputs, extras, self._keywords)
 
+    def run_blocks(self, inputs: tuple[Any, ...], extras: Mapping[str, Any], begin: int, end: int) -> Any:
+        """Run some of the blocks on what the one before them gave, as `forward` does with all."""
+        blocks, names = list(self.blocks)[begin:end], self.block_names[begin:end]
+        if call_binding.CALLS in extras:
+            return call_binding.call_bound(blocks, names, inputs, extras)
+        return call_blocks(blocks, inputs, extras, self._keywords[begin:end])
+
     def extras_for(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Select the extras of a call that are for blocks of this stage."""
         if call_binding.CALLS in extras:

@@ -75,22 +75,34 @@ class SessionStep(WireMessage, frozen=True):
     modes: Annotated[list[ComputeMode], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     # What they were given of the client's adapter; empty: the session has none.
     adapters: Annotated[list[Digest | None], msgspec.Meta(max_length=MAX_STAGES)]
+    # Whether dropout of the adapter is on at each of these stages; empty: at none.
+    drops: Annotated[list[bool], msgspec.Meta(max_length=MAX_STAGES)]
+    seed: Count | None  # of all random draws of the session; None: nothing is in train mode
     recipe: CacheRecipe | None  # None: the blocks take no cache, and the session has one step
     operations: Annotated[list[CacheOperation], msgspec.Meta(max_length=1024)]  # before the step
     structure: Any  # tree of (hidden state, extras of all blocks), whose tensors come with the message
 
     def __post_init__(self) -> None:
-        """Refuse another number of modes or adapters than of servers."""
+        """Refuse another number of modes or adapters than of servers, and a train mode without a seed."""
         if len(self.modes) != len(self.route) or len(self.adapters) not in (0, len(self.route)):
             raise ValueError(
                 f"a step has a mode, and an adapter or none, for each of its {len(self.route)} servers; got "
                 f"{len(self.modes)} and {len(self.adapters)}"
             )
+        if len(self.drops) not in (0, len(self.adapters)):
+            raise ValueError(f"{len(self.adapters)} adapters have as many flags of dropout, got {len(self.drops)}")
+        if self.seed is None and (any(self.drops) or any(mode.training for mode in self.modes)):
+            raise ValueError("a step in train mode has a seed, got none")
 
     @property
     def adapter(self) -> bytes | None:
         """The adapter's name at this stage."""
         return self.adapters[0] if self.adapters else None
+
+    @property
+    def adapter_drops(self) -> bool:
+        """Whether dropout of the adapter is on at this stage."""
+        return self.drops[0] if self.drops else False
 
 
 class SessionOutput(WireMessage, frozen=True):

@@ -523,6 +523,8 @@ def in_session(_: Swarm) -> Message:
         route=[A, B],
         modes=[ComputeMode(training=False, grad=False, default_dtype="float64")] * 2,
         adapters=[],
+        drops=[],
+        seed=None,
         recipe=CacheRecipe(layers=[CacheLayer(kind="full")], records_past=False),
         operations=[CacheOperation(kind="crop", values=[0])],
         structure=structure,

@@ -310,3 +310,36 @@ def test_a_job_that_fails_leaves_nobody_waiting(
         patch.setattr(JointSteps, "_outputs", breaks)
         assert [type(one) for one in results(loop, steps, texts.waiting(1))] == 3 * [SessionLost]
     assert not any(isinstance(one, Exception) for one in results(loop, steps, texts.waiting(1)))
+
+
+def test_steps_of_others_come_between_the_blocks_of_a_long_one(
+    tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = recorded(tmp_path, "llama", monkeypatch, plain_prompts()[:2])
+    monkeypatch.setattr(joint_steps, "_LONG_TOKENS", len(PROMPTS[1]) - 1)
+    ended: list[str] = []
+    for block in found.stage.module.blocks:
+        block.register_forward_hook(lambda module, args, output: ended.append(f"block of {args[0].shape[1]} tokens"))
+    long, short = found.waiting(0)[1], found.waiting(1)[0]
+    assert (long.is_long, short.is_long) == (True, False)
+    wanted = alone(loop, [found.waiting(0)[1], found.waiting(1)[0]])
+    ended.clear()
+    together = results(loop, JointSteps[Any](InlineExecutor()), [long, short])
+    assert ended[0] == f"block of {len(PROMPTS[1])} tokens"
+    num_blocks = len(found.stage.module.blocks)
+    assert ended[1 : 1 + num_blocks] == ["block of 1 tokens"] * num_blocks, "the short step waited for all blocks"
+    for (own, _), other in zip(together, wanted, strict=True):
+        assert all(map(torch.equal, own, other))
+
+
+def test_a_long_step_ends_with_its_session(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recorded(tmp_path, "llama", monkeypatch, plain_prompts()[:1])
+    monkeypatch.setattr(joint_steps, "_LONG_TOKENS", 1)
+    computed: list[int] = []
+    for block in found.stage.module.blocks:
+        block.register_forward_hook(lambda module, args, output: computed.append(args[0].shape[1]))
+    (work,) = found.waiting(0)
+    work.is_wanted = lambda: False
+    (ended,) = results(loop, JointSteps[Any](InlineExecutor()), [work])
+    assert isinstance(ended, SessionLost)
+    assert len(computed) == 1

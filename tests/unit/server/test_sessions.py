@@ -116,6 +116,8 @@ def message(hidden: Any, *route: PeerId, **changes: Any) -> Message:
         "route": list(route),
         "modes": [MODE] * len(route),
         "adapters": [],
+        "drops": [],
+        "seed": None,
         "recipe": RECIPE,
         "operations": [],
         "structure": structure,
@@ -237,7 +239,6 @@ def test_weights_of_another_version_are_waited_for_and_then_refused(make_swarm: 
         ({"client": PeerId("other")}, "a step comes from its client other"),
         ({"route": [B, C], "to": A}, "names its servers"),
         ({"adapters": [bytes(32), None]}, "no client's adapter"),
-        ({"modes": [replace(MODE, training=True), MODE]}, "in no train mode"),
         ({"modes": [replace(MODE, grad=True), MODE]}, "without gradients"),
         ({"stage_index": 1}, "stage 1"),
         ({"stage_index": 7}, "stage 7"),
@@ -257,12 +258,21 @@ def test_what_is_refused_changes_nothing(make_swarm: MakeSwarm, changes: dict[st
     assert swarm.servers[A].sessions.num_open == 0
 
 
-@pytest.mark.parametrize("changes", [{"modes": [MODE]}, {"adapters": [None]}])
-def test_each_server_has_its_mode_and_its_adapter(make_swarm: MakeSwarm, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"modes": [MODE]}, "for each of its 2 servers"),
+        ({"adapters": [None]}, "for each of its 2 servers"),
+        ({"modes": [replace(MODE, training=True), MODE]}, "a step in train mode has a seed"),
+        ({"adapters": [None, None], "drops": [True, False]}, "a step in train mode has a seed"),
+        ({"drops": [True, False], "seed": 1}, "have as many flags of dropout"),
+    ],
+)
+def test_each_server_has_its_mode_and_its_adapter(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
     swarm = begun(make_swarm)
     sent = message(tokens(1), A, C)
     fields = {**msgspec.msgpack.decode(sent.body), **changes}
-    with pytest.raises(ProtocolError, match="for each of its 2 servers"):
+    with pytest.raises(ProtocolError, match=refusal):
         send(swarm, Message(msgspec.msgpack.encode(fields), sent.tensors), to=A)
     assert swarm.servers[A].sessions.num_open == 0
 
