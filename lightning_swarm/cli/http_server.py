@@ -414,7 +414,7 @@ def run(
 
 
 def _connections() -> Any:
-    """Return uvicorn's protocol, but a connection that sends no request is closed, for it takes the place of others."""
+    """Return uvicorn's protocol, which closes connections that send no request, so that they cannot use up all."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -440,6 +440,6 @@ def _connections() -> Any:
 
         def _close_if_idle(self) -> None:
             if self.cycle is None or self.cycle.response_complete:
-                self.transport.close()
+                self.transport.abort()  # `close` would wait for a client that does not read
 
     return Connection

@@ -177,7 +177,10 @@ def _serve_parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", metavar="BYTES", help="for weights and texts, like 4GB (default: all stages)")
     parser.add_argument("--texts", metavar="BYTES", help="of these for texts (default: a quarter)")
     parser.add_argument(
-        "--step-tokens", type=int, metavar="N", help=f"the most of one step of a text (default: {Limits().step_tokens})"
+        "--step-tokens",
+        type=int,
+        metavar="N",
+        help=f"most tokens of one step of a text, all rows together (default: {Limits().step_tokens})",
     )
     parser.add_argument(
         "--stages", type=int, metavar="N", help="the first server cuts the model into N (default: its blocks, up to 16)"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +40,12 @@ class ServedText:
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(longest, int):
             longest = getattr(self.tokenizer, "model_max_length", None)
-        return longest if isinstance(longest, int) and longest < _UNLIMITED else None
+        known = [longest] if isinstance(longest, int) and longest < _UNLIMITED else []
+        if not self.model.generation_config.use_cache:  # each step has the whole text
+            from lightning_swarm.peer.remote_model import step_tokens
+
+            known.append(step_tokens(self.model))
+        return min(known, default=None)
 
     @cached_property
     def longest_token(self) -> int:
@@ -150,21 +156,27 @@ class PromptScores:
     def __init__(self, served: ServedText, given: Mapping[str, Any], number: int) -> None:
         self._served, self._given, self._number = served, given, number
         self._lock = threading.Lock()
-        self._found: list[TokenScore] | None = None
+        self._found: Future[list[TokenScore]] = Future()
 
     def get(self) -> list[TokenScore]:
-        """Return the scores; the first thread that asks computes them."""
+        """Return the scores, or raise the error of computing them; the first thread that asks computes them."""
+        with self._lock:
+            if not self._found.done():
+                try:
+                    self._found.set_result(self._compute())
+                except Exception as error:  # noqa: BLE001 - each choice raises it
+                    self._found.set_exception(error)
+        return self._found.result()
+
+    def _compute(self) -> list[TokenScore]:
         import torch
 
-        with self._lock:
-            if self._found is None:
-                with torch.no_grad():
-                    logits = self._served.model(**self._given, use_cache=False).logits[0]
-                self._found = [
-                    TokenScore.of(self._served.tokenizer, token, of_place, self._number)
-                    for token, of_place in zip(self._given["input_ids"][0].tolist(), [None, *logits[:-1]], strict=True)
-                ]
-            return self._found
+        with torch.no_grad():
+            logits = self._served.model(**self._given, use_cache=False).logits[0]
+        return [
+            TokenScore.of(self._served.tokenizer, token, of_place, self._number)
+            for token, of_place in zip(self._given["input_ids"][0].tolist(), [None, *logits[:-1]], strict=True)
+        ]
 
 
 class TextWriter:

@@ -423,7 +423,7 @@ class InferenceSessions:
         self, recipe: CacheRecipe | None, weights: SessionWeights, adapters: Sequence[PackedAdapter | None] = ()
     ) -> InferenceSession:
         """Begin a session; None has no cache. Its servers are chosen with its first step."""
-        # After the same `seed_everything` the same texts are written.
+        # Texts in train mode depend on `seed_everything`, and on the number of texts before them in this process.
         seed = key_seed(torch.initial_seed(), self._num_opened)
         self._num_opened += 1
         session = InferenceSession(self.routes, recipe, weights, adapters, seed=seed)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_swarm.client.adapter_uploads import AdapterUploads
 from lightning_swarm.client.adapters import PackedAdapter
@@ -355,11 +355,13 @@ class ServedBlocks:
         runtime: Runtime,
         routes: ServedRoutes,
         card: ModelCard,
+        blocks: Sequence[nn.Module],
         *,
         device: torch.device,
-        adapted: AdaptedBlocks | None = None,  # where blocks may get adapters
+        adapted: AdaptedBlocks | None = None,  # if blocks may have adapters
     ) -> None:
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
+        self._blocks = blocks
         self._num_writing = 0  # calls of `generate` that are under way
         self._forwards = SessionForwards(
             runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
@@ -379,7 +381,8 @@ class ServedBlocks:
         _check_not_empty(hidden)
         found = self._adapters(hidden, extras)
         if self._adapted is None or found is None:
-            return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=self._modes())
+            modes = self._modes(training=self._trains)
+            return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=modes)
         handle = CacheHandle.of(cache)
         # A model makes a cache whether somebody will use it or not: of an evaluation, say, nobody will.
         is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
@@ -408,7 +411,12 @@ class ServedBlocks:
         adapters = self._adapters(hidden, extras)
         if self._adapted is not None and adapters is not None:
             return self._adapted(hidden, extras, adapters)
-        return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes())
+        return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes(training=self._trains))
+
+    @property
+    def _trains(self) -> bool:
+        """Whether a block without adapters is in train mode."""
+        return any(block.training for block in self._blocks)
 
     def _adapters(self, hidden: Any, extras: dict[str, Any]) -> FoundAdapters | None:
         """Return the adapters; None for a call that is one of the served model alone, and of nothing that trains."""

@@ -55,8 +55,8 @@ class Limits:
             not used; those that go on are computed again: slower, never different.
         session_idle: Seconds after which a server drops an inference session that nobody continues.
         step_tokens: Tokens, in all rows together, that one step of an inference session may bring to a server of a
-            served model. More would keep the compute thread from other texts for too long, and are refused; `generate`
-            cuts longer prompts itself where the model allows it.
+            served model. A longer step is refused, because other sessions would wait for it too long; `generate`
+            cuts longer prompts by itself where the model allows it.
         adapter_bytes: Bytes that a server may keep of adapters of clients who tune a served model. Beyond this, those
             that were not used for longest are dropped, and sent again when they are needed.
         loop_bytes: Bytes of the largest loop state that the lead sends to peers which could take the run over; it has
@@ -83,7 +83,7 @@ class Limits:
     snapshot_bytes: int = 4 << 30
     session_bytes: int = 4 << 30
     session_idle: float = 300.0
-    step_tokens: int = 8192
+    step_tokens: int = 16384
     adapter_bytes: int = 1 << 30
     revive_timeout: float = 60.0
     loop_bytes: int = 64 << 20

@@ -234,6 +234,7 @@ class ModelHost:
             step_s=server.sessions.step_s,
             num_sessions=server.sessions.num_open // len(self.span),
             free_bytes=server.sessions.free_bytes,
+            step_tokens=self._limits.step_tokens,
             has_files=server.parts.has_files,
             is_draining=server.is_draining,
             round_trips=self._round_trips(),
@@ -322,11 +323,11 @@ def _first(
     given = ModelForm(
         config=folder.config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks
     )
-    form = servable(given)
-    if form != given:
+    form, reason = servable(given)
+    if reason:
         say(
-            "Servers cannot hold the cache of this model, so clients have none: they send the whole text for each "
-            "token, which takes longer the longer the text."
+            "Clients write without a cache, so they send the whole text for each token, which takes longer the longer "
+            f"the text. The reason: {reason}"
         )
     model = PretrainedModel(form.config, form.generation_config, dtype=dtype, blocks=options.blocks)
     number = len(model.blocks.modules)

@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +35,6 @@ from lightning_swarm.peer.network import visit_network
 from lightning_swarm.protocol.messages.serving import ModelCard
 
 _PREFILL_CHUNK: Final = 256
-_STEP_TOKENS: Final = Limits().step_tokens
 
 
 def positions_depend_on_length(model: Any) -> bool:
@@ -44,12 +43,18 @@ def positions_depend_on_length(model: Any) -> bool:
     return any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
 
 
+def step_tokens(model: Any) -> int:
+    """Return how many tokens, all rows together, each server of a model takes in one step."""
+    client = getattr(model, "swarm", None)
+    return client.step_tokens if isinstance(client, ServedModelClient) else Limits().step_tokens
+
+
 def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
-    """Return the options of `generate` by which a long prompt keeps the tokens of other texts waiting for less."""
-    # What has states takes a prompt as a whole; and so does peft where it puts prompts of its own before it.
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    """Return the options of `generate` that cut a long prompt, so that other texts wait for one chunk at most."""
+    # Models with states take a prompt as a whole, and so does peft where it puts prompts of its own before it.
+    if _has_own_prompt(model):
         return {}
-    size = max(1, min(_PREFILL_CHUNK, _STEP_TOKENS // num_rows))
+    size = max(1, min(_PREFILL_CHUNK, step_tokens(model) // num_rows))
     if num_tokens <= size or model._is_stateful or positions_depend_on_length(model):
         return {}
     if not getattr(model.generation_config, "use_cache", True):
@@ -57,29 +62,40 @@ def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[st
     return {"prefill_chunk_size": size}
 
 
+def _has_own_prompt(model: Any) -> bool:
+    """Return whether peft puts tokens of its own before each prompt of a model, or of the model around it."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return True
+    # During its own `generate`, peft puts its method into the inner model.
+    around = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    return around is not None and around is not model and _has_own_prompt(around)
+
+
 def _writing(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model's `generate`, which says that the caches inside are used, and cuts prompts that are too long."""
+    """Wrap a model's `generate`, so that blocks know of it, and prompts too long for one step are cut."""
 
     @functools.wraps(generate)
     def write(*args: Any, **kwargs: Any) -> Any:
-        prompt = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         with served.writing():
-            return generate(*args, **_chunks_of(model, prompt, kwargs), **kwargs)
+            return generate(*args, **{**kwargs, **_chunks_of(model, args, kwargs)})
 
     return write
 
 
-def _chunks_of(model: Any, prompt: Any, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return what cuts a prompt of which a server would not take all in one step."""
-    config = options.get("generation_config") or model.generation_config
-    chosen = {"prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"}
-    if not isinstance(prompt, torch.Tensor) or any(options.get(one, getattr(config, one, None)) for one in chosen):
+def _chunks_of(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the options that cut a prompt which is too long for one step."""
+    prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
+    config = options.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+
+    def chosen(name: str) -> Any:
+        return options.get(name, getattr(config, name, None))
+
+    others = map(chosen, ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"))
+    if not isinstance(prompt, torch.Tensor) or any(others) or chosen("use_cache") is False:
         return {}
-    copies = [options.get(one, getattr(config, one, None)) or 1 for one in ("num_beams", "num_return_sequences")]
-    num_rows, num_tokens = len(prompt) * max(copies), prompt.shape[-1]
-    if num_rows * num_tokens <= _STEP_TOKENS or options.get("use_cache") is False:
-        return {}
-    return prefill_in_chunks(model, num_tokens, num_rows)
+    num_rows = len(prompt) * max(chosen("num_beams") or 1, chosen("num_return_sequences") or 1)
+    num_tokens = prompt.shape[-1]
+    return prefill_in_chunks(model, num_tokens, num_rows) if num_rows * num_tokens > step_tokens(model) else {}
 
 
 class ServedModelClient:
@@ -116,6 +132,7 @@ class ServedModelClient:
         pretrained = PretrainedModel(card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks)
         self._fill(pretrained, weights, device)
         self.model: Any = pretrained.module
+        self.model.swarm = self
         self.blocks = pretrained.blocks.modules
         refuse_changes(pretrained.module, self.model.dtype, device, moves=adapts)
         self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
@@ -134,7 +151,7 @@ class ServedModelClient:
                 microbatch_size=microbatch_size,
                 rng=rng,
             )
-        served = self.served = ServedBlocks(runtime, self.routes, card, device=device, adapted=adapted)
+        served = self.served = ServedBlocks(runtime, self.routes, card, self.blocks, device=device, adapted=adapted)
         vars(pretrained.module)["generate"] = _writing(self.model, served, self.model.generate)
         chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
         self._interception = Interception(pretrained.blocks, chain)
@@ -159,6 +176,11 @@ class ServedModelClient:
         names = model.saved(tensors)
         found = self._runtime.run(self._models.download(names, tensors, self.card.around, sources))
         model.fill(tensors, found.__getitem__, device)
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens, all rows together, that each known server takes in one step."""
+        return min((offer.step_tokens for offer in self._models.offers.values()), default=Limits().step_tokens)
 
     def tokenizer(self) -> Any:
         """Return the model's tokenizer; `ConfigError` if its servers have none."""
@@ -307,6 +329,5 @@ def connect(
     except BaseException:
         leave()
         raise
-    client.model.swarm = client
     atexit.register(client.close)
     return client

@@ -1,12 +1,11 @@
-"""Calls a model before it is served, with blocks that compute nothing: a form that cannot be served is refused then."""
+"""Calls a model before it is served, with blocks that compute nothing, to refuse a form that cannot be served."""
 
 from __future__ import annotations
 
 import json
 import logging
 import warnings
-from dataclasses import dataclass
-from dataclasses import replace as replaced
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from lightning_swarm.client.pipeline.interception import BlockChain, Interceptio
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few, shorten
 from lightning_swarm.model.attention_cache import CacheHandle
-from lightning_swarm.model.attribute_values import is_plain
+from lightning_swarm.model.attribute_values import same
+from lightning_swarm.model.module_states import plain_attributes
 from lightning_swarm.model.pretrained import PretrainedModel
 from lightning_swarm.protocol import serialization
 
@@ -26,37 +26,37 @@ _ROWS, _PROMPT = 2, 3  # texts, and tokens of each
 
 @dataclass(frozen=True, kw_only=True)
 class ModelForm:
-    """What a model is built from."""
+    """The texts from which a model is built."""
 
-    config: str  # of Hugging Face, in JSON
-    generation_config: str  # likewise; empty: there is none
+    config: str  # Hugging Face's, in JSON
+    generation_config: str  # likewise; empty: derived from `config`
     dtype: str
-    blocks: str | None  # the name of the list of blocks; None: it is found
+    blocks: str | None  # name of the list of blocks; None: found
 
     def without_cache(self) -> ModelForm:
         """Return the form whose forwards make no cache of keys and values."""
-        texts = (json.dumps({**json.loads(one or "{}"), "use_cache": False}) for one in self._texts)
-        return replaced(self, **dict(zip(("config", "generation_config"), texts, strict=True)))
+        config = json.loads(self.config)
+        inner = [value for value in config.values() if isinstance(value, dict) and "hidden_size" in value]
+        for one in (config, *inner):
+            one["use_cache"] = False
+        generation = self.generation_config and json.dumps({**json.loads(self.generation_config), "use_cache": False})
+        return replace(self, config=json.dumps(config), generation_config=generation)
 
-    @property
-    def _texts(self) -> tuple[str, str]:
-        return self.config, self.generation_config
 
+def servable(form: ModelForm) -> tuple[ModelForm, str]:
+    """Return the form in which clients can write text, and why it is without a cache, if it is.
 
-def servable(form: ModelForm) -> ModelForm:
-    """Return the form in which clients can write text; `ConfigError` says why there is none.
-
-    That is without a cache where servers cannot hold the model's own.
+    Raise `ConfigError` if clients cannot write text without a cache, either.
     """
     try:
         _call(form, use_cache=True)
     except ConfigError as error:
         try:
             _call(form, use_cache=False)
-        except ConfigError:
-            raise ConfigError(f"this model cannot be served: {error}") from error
-        return form.without_cache()
-    return form
+        except ConfigError as without:
+            raise ConfigError(f"this model cannot be served: {without}") from error
+        return form.without_cache(), str(error)
+    return form, ""
 
 
 def _call(form: ModelForm, *, use_cache: bool) -> None:
@@ -77,7 +77,8 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
         return hidden
 
     Interception(model.blocks, BlockChain(model.blocks, lambda hidden, *_, **__: hidden, write, "cpu"))
-    before = _attributes(model)
+    root = model.blocks.root
+    before = plain_attributes(root)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -88,19 +89,15 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - the model's code may want other arguments
-        _log.debug("What a client's call would be is not known before the first one: %s", shorten(repr(error)))
-    if changed := [name for name, value in _attributes(model).items() if before.get(name) != value]:
+        _log.debug("A client's first call is not known before it comes: %s", shorten(repr(error)))
+    changed = [
+        f"`{key}` of block {name}"
+        for name, attributes in plain_attributes(root).items()
+        for key, value in attributes.items()
+        if key not in before[name] or not same(value, before[name][key])
+    ]
+    if changed:
         raise ConfigError(
-            f"a model's forward must leave its blocks as they are, for they are on servers, and it changes "
+            "a model's forward must not change its blocks, which are on servers, and this one changes "
             f"{few(changed)}. Save the model with a config by which it does not."
         )
-
-
-def _attributes(model: PretrainedModel) -> dict[str, Any]:
-    """Return the plain attributes of all modules in blocks, by their names."""
-    return {
-        f"{name}.{key}": value
-        for name, module in model.blocks.named_modules()
-        for key, value in vars(module).items()
-        if is_plain(value)
-    }

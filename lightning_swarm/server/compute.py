@@ -38,7 +38,9 @@ from lightning_swarm.server.adapters import Adapter
 from lightning_swarm.server.sample_costs import measured
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
     return torch.equal(one, other) or (one.is_floating_point() and one.allclose(other, 0.0, 0.0, equal_nan=True))
 
 
@@ -169,10 +171,7 @@ class Computation:
         arguments = [self._session_arguments(part) for part in parts]
         caches, rows = [part.cache for part in parts], [part.rows for part in parts]
         joint = caches[0] if len(parts) == 1 else JointCache(caches, rows)
-        drawing = contextlib.nullcontext() if seed is None else KeyedRandom(seed)
-        keeping = self._keeping_buffers() if mode.training else contextlib.nullcontext()
-        entering = modes.enter_modes(mode, self._device.type)
-        with torch.no_grad(), self._states.entered(mode), keeping, entering, drawing:
+        with torch.no_grad(), self._in_session(mode, None if seed is None else KeyedRandom(seed)):
             inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
             shadows = [
                 Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
@@ -188,22 +187,22 @@ class Computation:
         return [self._to_send(encoded(output, codec)) for output in outputs]
 
     def session_blocks(
-        self, part: SessionPart, mode: ComputeMode, first_block: int
+        self, part: SessionPart, mode: ComputeMode, first_block: int, *, seed: int | None = None
     ) -> Generator[None, None, serialization.Tree]:
-        """Run one block each time that the result is advanced; see `session_steps`. No module is in train mode."""
+        """Compute a step as `session_steps` does, one block for each `next`; return the output as it travels."""
         with torch.no_grad():
             hidden, keywords = self._session_arguments(part)
-        inputs, num_blocks = (hidden,), len(self._module.blocks)
         keywords = {name: part.cache if is_in_session(value) else value for name, value in keywords.items()}
-        shadow = None
+        shadow, num_drawn = None, 0
         if part.cache is not None:
             shadow = Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
-        for number in range(num_blocks):
+        for number in range(len(self._module.blocks)):
             if number:
                 yield
-            with torch.no_grad(), self._states.entered(mode), modes.enter_modes(mode, self._device.type):
-                hidden = self._module.run_blocks(inputs, keywords, number, number + 1)
-            inputs = (hidden,)
+            drawing = None if seed is None else KeyedRandom(seed, first_draw=num_drawn)
+            with torch.no_grad(), self._in_session(mode, drawing):
+                hidden = self._module.run_block(number, (hidden,), keywords)
+            num_drawn = 0 if drawing is None else drawing.draw
         with torch.no_grad():
             output = without_cache(hidden, part.cache)
             if shadow is not None:
@@ -211,20 +210,29 @@ class Computation:
             return self._to_send(encoded(output, self._codecs.activations))
 
     @contextlib.contextmanager
+    def _in_session(self, mode: ComputeMode, drawing: KeyedRandom | None) -> Iterator[None]:
+        """Apply the modes of a step of a session."""
+        keeping = self._keeping_buffers() if mode.training else contextlib.nullcontext()
+        entering = modes.enter_modes(mode, self._device.type)
+        with self._states.entered(mode), keeping, entering, drawing or contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
     def _keeping_buffers(self) -> Iterator[None]:
-        """Compute with copies of the modules' buffers inside, and refuse what changes them: a text counts nowhere."""
+        """Restore the modules' buffers at the end, and refuse a forward that changes them."""
         own = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
         copies = {id(buffer): buffer.clone() for _, each in own for buffer in each.values() if buffer is not None}
-        for buffers, before in own:
-            buffers.update({name: copies.get(id(buffer)) for name, buffer in before.items()})
+        given = [{name: copies.get(id(buffer)) for name, buffer in before.items()} for _, before in own]
+        for (buffers, _), copied in zip(own, given, strict=True):
+            buffers.update(copied)
         try:
             yield
             changed = {
                 name
-                for buffers, before in own
-                for name, buffer in before.items()
-                if buffers.get(name) is not copies.get(id(buffer))
-                or not (buffer is None or _equal(copies[id(buffer)], buffer))
+                for (buffers, before), copied in zip(own, given, strict=True)
+                for name in {*buffers, *copied}
+                # Not by `_version`, which kernels of batch norms leave as it was.
+                if buffers.get(name) is not copied.get(name) or not _equal(copied[name], before[name])
             }
         finally:
             for buffers, before in own:
@@ -232,8 +240,8 @@ class Computation:
                 buffers.update(before)
         if changed:
             raise ConfigError(
-                f"text is generated without changes to the model, but in train mode blocks write {few(sorted(changed))}"
-                ". Generate under `model.eval()`."
+                "text must be generated without changes to the model, and in train mode its blocks change "
+                f"{few(sorted(changed))}. Generate under `model.eval()`."
             )
 
     def _session_arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:

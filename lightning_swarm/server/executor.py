@@ -54,6 +54,10 @@ class Executor(ABC):
     def queued(self) -> int:
         """The number of jobs that wait."""
 
+    @abstractmethod
+    def has_waiting(self, priority: Priority) -> bool:
+        """Return whether a job waits that is at least as urgent. A job may ask, on its thread."""
+
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
         """While no job waits, call `work`, which takes milliseconds and must not raise, until it returns False.
 
@@ -88,6 +92,10 @@ class InlineExecutor(Executor):
     @override
     def queued(self) -> int:
         return len(self._heap)
+
+    @override
+    def has_waiting(self, priority: Priority) -> bool:
+        return bool(self._heap) and self._heap[0].priority <= priority
 
     @override
     def close(self) -> None:
@@ -161,6 +169,11 @@ class ThreadExecutor(Executor):
     @override
     def queued(self) -> int:
         return self._queue.qsize()
+
+    @override
+    def has_waiting(self, priority: Priority) -> bool:
+        with self._queue.mutex:
+            return bool(self._queue.queue) and self._queue.queue[0].priority <= priority
 
     @override
     def while_idle(self, work: Callable[[], bool]) -> None:

@@ -65,7 +65,7 @@ class WaitingStep(Generic[_T]):
     def __post_init__(self) -> None:
         """Find its kind."""
         rows, tokens = self.part.rows, self.part.tokens
-        can_join = self.step.number > 1 and self.step.recipe is not None and self.step.seed is None
+        can_join = self.step.number > 1 and self.step.recipe is not None and not self.step.draws
         if self.stage.joins and can_join and tokens <= _MAX_TOKENS:
             arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
             adapted = None if self.part.adapter is None else self.part.adapter.layers
@@ -73,9 +73,9 @@ class WaitingStep(Generic[_T]):
 
     @property
     def is_long(self) -> bool:
-        """Whether it would keep the steps of others waiting, and can be computed block by block."""
-        num_tokens = self.part.rows * self.part.tokens
-        return self.stage.max_tokens is not None and num_tokens > _LONG_TOKENS and self.step.seed is None
+        """Whether the step would keep other sessions waiting for long."""
+        rows, tokens = self.part.rows, self.part.tokens
+        return self.stage.max_tokens is not None and tokens > _MAX_TOKENS and rows * tokens > _LONG_TOKENS
 
 
 class JointSteps(Generic[_T]):
@@ -92,6 +92,7 @@ class JointSteps(Generic[_T]):
         self._busy_s = MovingAverage(_SMOOTHING)  # of forwards
         self.num_joint = 0  # steps that were computed together with others
         self._problem: Exception | None = None  # of the newest joint forward
+        self._long_step = asyncio.Lock()
 
     async def compute(self, work: WaitingStep[_T]) -> tuple[_T, float]:
         """Compute a step; returns what `finish` made of its output, and the seconds that were this step's own.
@@ -114,26 +115,30 @@ class JointSteps(Generic[_T]):
         return work.result, work.busy_s
 
     async def _compute_by_blocks(self, work: WaitingStep[_T]) -> None:
-        """Compute a step that takes long, and let those of others in between two blocks."""
+        """Compute a long step, and let short steps of other sessions run between its blocks."""
         blocks: Generator[None, None, serialization.Tree] | None = None
 
-        def compute_block() -> bool:
-            """On the compute thread; returns whether it was the last block."""
+        def compute_blocks() -> bool:
+            """On the compute thread, compute blocks until another session waits; return whether all are done."""
             nonlocal blocks
             try:
                 if blocks is None:
                     work.part.cache = work.prepare()
                     blocks = work.stage.compute_by_blocks(work.step, work.part)
-                elif not work.is_wanted():
-                    raise SessionLost("the session ended while a step was computed")
                 next(blocks)
+                while not self._executor.has_waiting(TOKENS):
+                    next(blocks)
             except StopIteration as end:
                 work.result = work.finish(end.value)
                 return True
             return False
 
-        while not (await self._executor.submit(TOKENS, compute_block))[0]:
-            pass
+        async with self._long_step:  # one at a time: a step that has begun holds memory that no limit counts yet
+            is_done = False
+            while not is_done:
+                if not work.is_wanted():
+                    raise SessionLost("the session ended while a step was computed")
+                is_done, _ = await self._executor.submit(TOKENS, compute_blocks)
 
     def forget(self, session: str, stage: int) -> None:
         """Expect no more steps of a session."""

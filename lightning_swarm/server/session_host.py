@@ -34,7 +34,7 @@ class SessionStage:
     holding: Callable[[], AbstractContextManager[None]]  # has the weights inside that the step names
     ready: Callable[[], Awaitable[None]] = nothing  # waits until they are here
     joins: bool = False  # computes steps of several sessions together, whose last bits may differ then
-    max_tokens: int | None = None  # of a step, in all rows; long steps let others in between two blocks. None: neither
+    max_tokens: int | None = None  # limit of a step, all rows together; long steps yield between blocks. None: neither
     adapter: Adapter | None = None  # of the session's client
     layers: LayersOfStage | None = None  # that may have one; None: none has
 
@@ -45,14 +45,12 @@ class SessionStage:
 
     def compute(self, step: SessionStep, parts: Sequence[SessionPart]) -> list[serialization.Tree]:
         """Compute the tokens of steps like this one, and return what travels of each."""
-        # A step that comes again, at another server, draws what it drew before.
-        seed = None if step.seed is None else key_seed(step.seed, step.number, self.index)
         with self._entered(step, parts):
-            return self.computation.session_steps(parts, step.modes[0], self.first_block, seed=seed)
+            return self.computation.session_steps(parts, step.modes[0], self.first_block, seed=self._seed_of(step))
 
     def compute_by_blocks(self, step: SessionStep, part: SessionPart) -> Generator[None, None, serialization.Tree]:
-        """Compute a step, one block each time that the result is advanced; returns what travels."""
-        computing = self.computation.session_blocks(part, step.modes[0], self.first_block)
+        """Compute a step, one block for each `next`; return the output as it travels."""
+        computing = self.computation.session_blocks(part, step.modes[0], self.first_block, seed=self._seed_of(step))
         while True:
             with self._entered(step, [part]):
                 try:
@@ -61,9 +59,13 @@ class SessionStage:
                     return end.value
             yield
 
+    def _seed_of(self, step: SessionStep) -> int | None:
+        """Return the seed of a step's random draws, the same on each server that repeats the step."""
+        return key_seed(step.seed, step.number, self.index) if step.draws and step.seed is not None else None
+
     @contextlib.contextmanager
     def _entered(self, step: SessionStep, parts: Sequence[SessionPart]) -> Iterator[None]:
-        """Have the weights of a step and the adapters of its texts inside."""
+        """Apply the weights of a step and the adapters of its texts."""
         adapters = [(part.rows, part.adapter) for part in parts]
         if self.layers is None:
             adapting: AbstractContextManager[None] = contextlib.nullcontext()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -435,12 +436,17 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
 
 
 def _check_tokens(hidden: Any, stage: SessionStage) -> None:
-    rows, tokens = serialization.leaves(hidden)[0].shape[:2]
-    if stage.max_tokens is not None and rows * tokens > stage.max_tokens:
+    """Refuse a step that would keep other sessions waiting for too long, whatever the form of its hidden state."""
+    if stage.max_tokens is None:
+        return
+    leaves = serialization.leaves(hidden)
+    rows, tokens = leaves[0].shape[:2]
+    number = max(rows * tokens, *(math.prod(leaf.shape[:-1]) for leaf in leaves))
+    if number > stage.max_tokens:
         raise ProtocolError(
-            f"a step of a text may have {stage.max_tokens} tokens in all rows here, by `Limits.step_tokens`, got "
-            f"{rows} x {tokens}: others would wait too long. Pass `prefill_chunk_size` to `generate`, take fewer rows "
-            "at once, or start the servers with a higher `--step-tokens`."
+            f"a step of a text must have at most {stage.max_tokens} tokens in all rows here (`Limits.step_tokens`), "
+            f"got {number}: others would wait too long. Take fewer rows at once or a shorter text, pass "
+            "`prefill_chunk_size` to `generate`, or start the servers with a higher `--step-tokens`."
         )
 
 

@@ -107,6 +107,13 @@ class WithGradients(Misused):
             model(ids, use_cache=True)
 
 
+class Checkpointed(Misused):
+    @staticmethod
+    def use(model: Any, ids: Tensor) -> None:
+        model.activation_checkpointing_enable()
+        model.train().generate(ids, max_new_tokens=2)
+
+
 class Trained(Quiet):
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -153,3 +160,13 @@ def test_caches_with_gradients(kind: type[Quiet]) -> None:
 def test_other_caches(kind: type[Quiet], refusal: str) -> None:
     with pytest.raises(ConfigError, match=refusal):
         run_swarm(partial(made, "llama", "greedy", kind), loader(), max_steps=1, pipeline=LAYERS)
+
+
+@feature(
+    "generating text in train mode with gradient checkpointing",
+    REFUSED,
+    "Hugging Face's checkpointed blocks use no cache: generate under `model.eval()`",
+)
+def test_checkpointed_blocks_in_train_mode() -> None:
+    with pytest.raises(ConfigError, match="blocks with gradient checkpointing have no cache in train mode"):
+        run_swarm(partial(made, "llama", "greedy", Checkpointed), loader(), max_steps=1, pipeline=LAYERS)

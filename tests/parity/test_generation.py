@@ -204,7 +204,9 @@ def test_dropout_is_drawn_where_text_is_generated_in_train_mode() -> None:
 
 
 def test_text_in_train_mode_that_changes_the_model_is_refused() -> None:
-    with pytest.raises(StageError, match=r"in train mode blocks write num_batches_tracked, running_mean, running_var"):
+    with pytest.raises(
+        StageError, match=r"in train mode its blocks change num_batches_tracked, running_mean, running_var"
+    ):
         run_swarm(partial(Drops, nn.BatchNorm1d), loader(), max_steps=2, num_stages=2, pipeline="blocks")
 
 

@@ -20,7 +20,6 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from lightning_swarm.core.errors import ConfigError, ProtocolError, StageLost, Unreachable
 from lightning_swarm.model.attention_cache import CacheHandle
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer import remote_model
 from lightning_swarm.protocol.messages.inference import SessionFailed, SessionStep
 from lightning_swarm.server import joint_steps
 from lightning_swarm.server.compute import SessionPart
@@ -466,6 +465,7 @@ def test_texts_that_are_over_count_no_more(serve: Callable[..., ServedSwarm]) ->
 def test_a_long_prompt_is_computed_block_by_block(
     serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
+    monkeypatch.setattr(joint_steps, "_MAX_TOKENS", 1)
     monkeypatch.setattr(joint_steps, "_LONG_TOKENS", 1)
     long: list[int] = []
     by_blocks = SessionStage.compute_by_blocks
@@ -482,19 +482,44 @@ def test_a_long_prompt_is_computed_block_by_block(
     assert max(long) == PROMPTS.numel()
 
 
-def test_more_tokens_than_a_step_may_have_are_refused_or_cut(
-    serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_tokens_than_a_step_may_have_are_refused_or_cut(serve: Callable[..., ServedSwarm]) -> None:
     plain = make_model("llama")
     swarm = serve(plain, num_stages=2)
     swarm.serve("a", limits=replace(LIMITS, step_tokens=8))
     model = swarm.connect()
     with torch.no_grad():
-        with pytest.raises(ProtocolError, match=r"may have 8 tokens in all rows here, .* got 2 x 6: others would wait"):
+        with pytest.raises(ProtocolError, match=r"at most 8 tokens in all rows here .*, got 12: others would wait"):
             model(PROMPTS)
         assert torch.equal(model(PROMPTS[:1]).logits, plain(PROMPTS[:1]).logits)
-    monkeypatch.setattr(remote_model, "_STEP_TOKENS", 8)
     for mode in ("greedy", "sampled"):
         assert torch.equal(write(model, mode), write(plain, mode))
-    monkeypatch.setattr(remote_model, "_STEP_TOKENS", 6)  # for each of three beams of two rows
+    assert torch.equal(write(model, "greedy", prefill_chunk_size=None), write(plain, "greedy"))
+    swarm.serve("b", join="a", limits=replace(LIMITS, step_tokens=6))  # three beams of two rows are six
+    swarm.sleep(120.0)
     assert torch.equal(write(model, "beams"), write(plain, "beams"))
+
+
+def test_wide_hidden_states_count_as_tokens(serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the form of a hidden state, its tokens are bounded."""
+    swarm = serve(make_model("llama"), num_stages=2)
+    swarm.serve("a", limits=replace(LIMITS, step_tokens=8))
+    model = swarm.connect()
+    assert swarm.client is not None
+    once = swarm.client.served._forwards.once
+    monkeypatch.setattr(
+        swarm.client.served._forwards, "once", lambda hidden, *args, **given: once(hidden[:, None], *args, **given)
+    )
+    with torch.no_grad(), pytest.raises(ProtocolError, match="at most 8 tokens in all rows here"):
+        model(torch.ones(1, 9, dtype=torch.long), use_cache=False)
+
+
+def test_train_mode_of_a_served_model_draws_on_servers(serve: Callable[..., ServedSwarm]) -> None:
+    plain = make_model("gpt2", resid_pdrop=0.5)
+    swarm = serve(plain, num_stages=2)
+    swarm.serve("a")
+    model = swarm.connect()
+    assert torch.equal(write(model.eval(), "greedy"), write(plain, "greedy"))
+    with torch.no_grad():
+        model.train().transformer.drop.eval()
+        first, second = (model(PROMPTS, use_cache=False).logits for _ in range(2))
+    assert not torch.equal(first, second), "nothing was drawn"

@@ -44,6 +44,10 @@ class TextGeneration:
         return [weight for stage in self._pipeline.config.stages for weight in stage.parameters()]
 
     @cached_property
+    def _modules(self) -> list[nn.Module]:
+        return [module for named in self._named_modules for _, module in named]
+
+    @cached_property
     def _named_modules(self) -> list[list[tuple[str, nn.Module]]]:
         return [list(stage.named_block_modules()) for stage in self._pipeline.config.stages]
 
@@ -51,23 +55,28 @@ class TextGeneration:
         """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
         pipeline = self._pipeline
         states = [one.read() for one in pipeline.states]
-        self._check_generates()
+        training = any(training for training, _ in states)
+        self._check_generates(training=training)
         pipeline.check_transforms(serialization.flatten((hidden, extras))[1])
         if pipeline.before_call is not None:
             pipeline.before_call(pipeline.batch is None)
         weights = SessionWeights(
             generation=pipeline.generation, version=pipeline.version, number=pipeline.evaluation_number
         )
-        training = any(training for training, _ in states)
         mode = capture(pipeline.config.device.type, training=training, grad=False, input_grad=False)
         return self._forwards.step(hidden, extras, cache, weights=weights, modes=by_stage(mode, states))
 
-    def _check_generates(self) -> None:
+    def _check_generates(self, *, training: bool) -> None:
         if torch.is_grad_enabled() and trained(self._weights):
             raise ConfigError(
                 "a cache of keys and values is for generating text, without gradients. Generate under "
                 "`torch.no_grad()`; elsewhere do without a cache, by `use_cache=False` in a Hugging Face model's "
                 "config."
+            )
+        if training and any(getattr(module, "gradient_checkpointing", False) for module in self._modules):
+            raise ConfigError(
+                "blocks with gradient checkpointing have no cache in train mode. Generate under `model.eval()`, or "
+                "call `gradient_checkpointing_disable()` before."
             )
         check_global()
         if any(describe(named) for named in self._named_modules):

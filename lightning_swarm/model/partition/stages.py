@@ -59,16 +59,17 @@ class StageModule(nn.Module):
 
     def forward(self, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
         """Run the blocks on the inputs of the first one. Extras for blocks of other stages are ignored."""
-        if call_binding.CALLS in extras:
-            return call_binding.call_bound(self.blocks, self.block_names, inputs, extras)
-        return call_blocks(self.blocks, inputs, extras, self._keywords)
+        return self._run(inputs, extras, slice(None))
 
-    def run_blocks(self, inputs: tuple[Any, ...], extras: Mapping[str, Any], begin: int, end: int) -> Any:
-        """Run some of the blocks on what the one before them gave, as `forward` does with all."""
-        blocks, names = list(self.blocks)[begin:end], self.block_names[begin:end]
+    def run_block(self, number: int, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
+        """Run one block on the output of the block before it."""
+        return self._run(inputs, extras, slice(number, number + 1))
+
+    def _run(self, inputs: tuple[Any, ...], extras: Mapping[str, Any], part: slice) -> Any:
+        blocks = self.blocks[part]
         if call_binding.CALLS in extras:
-            return call_binding.call_bound(blocks, names, inputs, extras)
-        return call_blocks(blocks, inputs, extras, self._keywords[begin:end])
+            return call_binding.call_bound(blocks, self.block_names[part], inputs, extras)
+        return call_blocks(blocks, inputs, extras, self._keywords[part])
 
     def extras_for(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Select the extras of a call that are for blocks of this stage."""

@@ -104,6 +104,11 @@ class SessionStep(WireMessage, frozen=True):
         """Whether dropout of the adapter is on at this stage."""
         return self.drops[0] if self.drops else False
 
+    @property
+    def draws(self) -> bool:
+        """Whether this stage may draw random numbers, because something is in train mode."""
+        return self.modes[0].training or self.adapter_drops
+
 
 class SessionOutput(WireMessage, frozen=True):
     """The server of the last stage tells the client what a step came to."""

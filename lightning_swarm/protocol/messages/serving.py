@@ -84,6 +84,7 @@ class ServerOffer(WireMessage, frozen=True):
     step_s: Seconds  # that one token of one session takes at a stage, on average; 0: not measured
     num_sessions: Count  # open
     free_bytes: Count  # for further sessions
+    step_tokens: Annotated[int, msgspec.Meta(ge=1)]  # limit of one step, all rows together
     has_files: bool  # it has all of the model: also what is in no block, and files
     is_draining: bool  # it takes no new sessions
     # Seconds of a round trip to servers of other stages.

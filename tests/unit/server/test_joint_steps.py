@@ -316,6 +316,7 @@ def test_steps_of_others_come_between_the_blocks_of_a_long_one(
     tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = recorded(tmp_path, "llama", monkeypatch, plain_prompts()[:2])
+    monkeypatch.setattr(joint_steps, "_MAX_TOKENS", 1)
     monkeypatch.setattr(joint_steps, "_LONG_TOKENS", len(PROMPTS[1]) - 1)
     ended: list[str] = []
     for block in found.stage.module.blocks:
@@ -334,12 +335,35 @@ def test_steps_of_others_come_between_the_blocks_of_a_long_one(
 
 def test_a_long_step_ends_with_its_session(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     found = recorded(tmp_path, "llama", monkeypatch, plain_prompts()[:1])
+    monkeypatch.setattr(joint_steps, "_MAX_TOKENS", 1)
     monkeypatch.setattr(joint_steps, "_LONG_TOKENS", 1)
     computed: list[int] = []
     for block in found.stage.module.blocks:
         block.register_forward_hook(lambda module, args, output: computed.append(args[0].shape[1]))
+    executor = InlineExecutor()
     (work,) = found.waiting(0)
-    work.is_wanted = lambda: False
-    (ended,) = results(loop, JointSteps[Any](InlineExecutor()), [work])
+    work.is_wanted = lambda: not computed
+    monkeypatch.setattr(executor, "has_waiting", lambda priority: True)  # so that one block is a job
+    (ended,) = results(loop, JointSteps[Any](executor), [work])
     assert isinstance(ended, SessionLost)
     assert len(computed) == 1
+
+
+def test_long_steps_are_computed_one_after_the_other(
+    tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each one under way holds memory, and in turns all of them would end late."""
+    found = recorded(tmp_path, "llama", monkeypatch, plain_prompts()[:2])
+    monkeypatch.setattr(joint_steps, "_MAX_TOKENS", 1)
+    monkeypatch.setattr(joint_steps, "_LONG_TOKENS", 1)
+    computed: list[int] = []
+    for block in found.stage.module.blocks:
+        block.register_forward_hook(lambda module, args, output: computed.append(args[0].shape[1]))
+    works = found.waiting(0)
+    wanted = alone(loop, found.waiting(0))
+    computed.clear()
+    together = results(loop, JointSteps[Any](InlineExecutor()), works)
+    num_blocks = len(found.stage.module.blocks)
+    assert computed == [len(PROMPTS[0])] * num_blocks + [len(PROMPTS[1])] * num_blocks
+    for (own, _), other in zip(together, wanted, strict=True):
+        assert all(map(torch.equal, own, other))
