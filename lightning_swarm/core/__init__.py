@@ -1,1 +1,1 @@
-"""The ground that every other part stands on: errors, limits, clock, tasks, the event loop, process settings."""
+"""Foundations of all other parts: errors, limits, clock, tasks, the event loop, process settings."""

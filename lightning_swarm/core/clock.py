@@ -22,7 +22,7 @@ def now_s() -> float:
 
 
 class Deadlock(SwarmError):
-    """Everything waits under a virtual clock, and no timer will ever wake anything up."""
+    """All tasks wait under a virtual clock, and no timer is set that could wake one."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -37,11 +37,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_task_factory(cast(Any, lambda loop, coro, **kwargs: _NumberedTask(coro, loop=loop, **kwargs)))
 
     def time(self) -> float:
-        """Seconds of virtual time since the loop was made; they pass only when nothing is ready to run."""
+        """Return the seconds of virtual time since the loop was made; they pass only when nothing is ready to run."""
         return self._now_s
 
     def run_until_complete(self, future: Generator[Any, None, _T] | Awaitable[_T]) -> _T:
-        """Run until `future` is done. If it never can be, cancel a coroutine, and raise `Deadlock`."""
+        """Run until `future` is done. If it never can be, cancel it if it is a coroutine, and raise `Deadlock`."""
         owned = not asyncio.isfuture(future)
         task = asyncio.ensure_future(cast(Awaitable[_T], future), loop=self)
         try:
@@ -82,7 +82,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """A selector that only polls: instead of waiting it tells the clock how long the wait would have been."""
+    """A selector that never waits: it only polls, and advances the clock by the time that it would have waited."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout == 0:
-            return []  # something is ready to run; what other threads have to say waits until nothing is
+            return []  # tasks are ready to run; events from other threads wait until no task is
         events = super().select(0)
         if not events:
             self._jump_clock(timeout)
@@ -108,7 +108,7 @@ class _NumberedFuture(asyncio.Future[Any]):
 
 class _NumberedTask(asyncio.Task[Any]):
     def __init__(self, coro: Coroutine[Any, Any, Any], *, loop: VirtualLoop, **kwargs: Any) -> None:
-        # Before the base class starts the task: it puts it into a set, so it needs the hash.
+        # The base class puts the task into a set, so the hash must exist before.
         self._number = loop.next_number()
         super().__init__(coro, loop=loop, **kwargs)
 

@@ -6,34 +6,34 @@
     ├── ConfigError          a setting, model or call that cannot work; nothing was started or changed
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
     ├── StageError           the user's own blocks (or a gradient through them) raised on every server of a stage
-    │   └── OutOfMemory      no server of a stage has memory for one microbatch, with no other one beside it
+    │   └── OutOfMemory      no server of a stage has memory for a single microbatch, even with nothing else in memory
     ├── StepError            a step could not be decided; the weights are those of the last record
-    │   ├── StageLost        nobody was left of a stage, for too long
-    │   ├── Replaced         the run goes on with another lead, for this one was silent for too long
-    │   ├── LeftOut          the run goes on without this trainer, which was silent for too long
+    │   ├── StageLost        a stage had no server for too long
+    │   ├── Replaced         the run continues with another lead, because this one was silent for too long
+    │   ├── LeftOut          the run continues without this trainer, which was silent for too long
     │   ├── WentBack         the run rolls back to a snapshot, and this trainer with it
-    │   └── FalseWorkCounted the lead is to roll the run back: work of a convicted server counted unaudited
+    │   └── FalseWorkCounted the lead must roll the run back: work of a convicted server counted unaudited
     ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
         ├── Unreachable      no connection, or it broke
         │   └── InitialPeersSilent  none of the peers to join answered
         ├── DeadlineExceeded the answer did not come in time
-        ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
-        ├── NotMember        the peer has no part (any more) in what it was asked for (a ProtocolError, too)
-        ├── NotEnlisted      the peer does not train in the run (any more, or yet) (a ProtocolError, too)
-        ├── AccessDenied     the peer's certificate does not permit what was asked (a ProtocolError, too)
-        │   └── Uncertified  the peer wants to see the caller's certificate first
+        ├── Busy             the peer's queue is full: not a fault, so it is not banned; retry elsewhere
+        ├── NotMember        the peer takes no part in the run of the call, or no longer does (a ProtocolError, too)
+        ├── NotEnlisted      the caller is not a trainer of the run, not yet or no longer (a ProtocolError, too)
+        ├── AccessDenied     the caller's certificate does not permit the call (a ProtocolError, too)
+        │   └── Uncertified  the peer requires the caller's certificate first
         ├── Untrusted        the peer shows no certificate of the run that permits it to answer; nothing was sent to it
-        ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
-        ├── Unconfirmed      what a peer sent of a stage's state is not what other servers of the stage have
+        ├── Damaged          a message has a wrong checksum (a ProtocolError, too): a fault of the link
+        ├── Unconfirmed      the state of a stage that a peer sent differs from that of the stage's other servers
         ├── TicketGone       the peer no longer holds (or never held) the tensor
-        │   └── GradientGone likewise, for the gradient that a backward was to begin with
-        ├── AdapterMissing   the peer does not have (any more) the adapter that a call names: send it
-        ├── GraphGone        the peer does not have (any more) the forward of a backward: call it again
-        ├── InputMissing     what a call was to work on never came: blames its sender or the link
-        │   └── GradientMissing  likewise, the gradient of what it gave
-        └── NotCoordinator   another peer coordinates the run (by now): ask that one
+        │   └── GradientGone the peer no longer holds the gradient from which a backward starts
+        ├── AdapterMissing   the peer does not have, or no longer has, the adapter that a call names: send it
+        ├── GraphGone        the peer does not have, or no longer has, the forward of a backward: call it again
+        ├── InputMissing     the input of a call never came: a fault of its sender or of the link
+        │   └── GradientMissing  the gradient from which a backward starts never came
+        └── NotCoordinator   the peer does not coordinate the run, or no longer does: ask the coordinator
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ConfigError(SwarmError, ValueError):
 
     @staticmethod
     def like(kind: type[Exception], text: str) -> ConfigError:
-        """Make one that ``except`` clauses for `kind` catch, too: what Lightning or Python raise in its place."""
+        """Return a `ConfigError` that is a `kind`, too, so that code which expects Python's own error catches it."""
         error: ConfigError = _also(kind)(text)
         return error
 
@@ -71,7 +71,7 @@ class StageError(SwarmError, RuntimeError):  # Lightning looks among RuntimeErro
 
 
 class OutOfMemory(StageError):
-    """A peer has no memory for a microbatch of a stage, even after it has freed what it keeps of others."""
+    """A peer lacks memory for a microbatch of a stage, even after freeing what it kept for other microbatches."""
 
 
 class StepError(SwarmError):
@@ -79,11 +79,11 @@ class StepError(SwarmError):
 
 
 class StageLost(StepError):
-    """A stage has had no server for as long as the swarm may wait. The run can go on from a checkpoint."""
+    """A stage has had no server for as long as the swarm may wait. The run can continue from a checkpoint."""
 
 
 class LeftOut(StepError):
-    """The run goes on without this trainer, which was silent for too long and cannot take part any more."""
+    """The run continues without this trainer, which was silent for too long and can take no further part."""
 
 
 class Replaced(StepError):
@@ -95,11 +95,11 @@ class WentBack(StepError):
 
 
 class FalseWorkCounted(StepError):
-    """Work of a convicted server counted in earlier steps, and nobody audited it. The lead takes the run back.
+    """Unaudited work of a convicted server counted in earlier steps. The lead rolls the run back.
 
     Args:
-        message: Says which server, and why.
-        sound: The newest version of the weights that has none of it, as far as is known.
+        message: Names the server and the reason.
+        sound: The newest version of the weights that, as far as is known, contains none of that work.
     """
 
     def __init__(self, message: str, sound: int) -> None:
@@ -112,7 +112,7 @@ class LeaseRevoked(SwarmError):
 
 
 class RunOver(SwarmError):
-    """The lead has ended the run. This is no fault: a trainer's loop ends as if it had come to its own end."""
+    """The lead has ended the run. This is not a fault: the trainer's loop ends as after its last batch."""
 
 
 class PeerError(SwarmError):
@@ -124,7 +124,7 @@ class Unreachable(PeerError):
 
 
 class InitialPeersSilent(Unreachable):
-    """None of the peers by which a peer is to join answered."""
+    """None of the initial peers answered."""
 
 
 class DeadlineExceeded(PeerError):
@@ -132,70 +132,70 @@ class DeadlineExceeded(PeerError):
 
 
 class Busy(PeerError):
-    """The peer's queue is full. This is no fault: another peer, or the same one later, will do."""
+    """The peer's queue is full. This is not a fault: call another peer, or the same one later."""
 
 
 class NotMember(PeerError, ProtocolError):
-    """The peer has no part in the run that it was asked about: not admitted, restarted, or gone from it."""
+    """The peer takes no part in the run of the call: it was not admitted, was restarted, or has left."""
 
 
 class NotEnlisted(PeerError, ProtocolError):
-    """The caller does not train in the run: it never enlisted, fell silent, or the record that lets it in is late."""
+    """The caller is not a trainer of the run: it never enlisted, fell silent, or the record that admits it is late."""
 
 
 class AccessDenied(PeerError, ProtocolError):
-    """The caller has no certificate of this run that permits what it asked for. The handler was not entered."""
+    """The caller has no certificate of this run that permits the call. The handler did not run."""
 
 
 class Uncertified(AccessDenied):
-    """The peer has not seen a certificate of the caller, who presents it and asks again."""
+    """The peer does not know the caller's certificate. The caller presents it and repeats the call."""
 
 
 class Untrusted(PeerError):
-    """The peer shows no certificate of this run that permits it to answer, so it was not asked."""
+    """The peer shows no certificate of this run that permits it to answer, so nothing was sent to it."""
 
 
 class Damaged(PeerError, ProtocolError):
-    """A message's checksum is wrong: it was damaged on its way. It changed nothing and may be sent again."""
+    """A message's checksum is wrong: it was damaged in transit. It changed nothing and may be sent again."""
 
 
 class Unconfirmed(PeerError):
-    """What a peer sent of a stage's state is not what other servers of the stage have. Another one can be asked."""
+    """The state of a stage that a peer sent differs from that of the stage's other servers. Ask another server."""
 
 
 class TicketGone(PeerError):
-    """The peer does not hold the tensor that a ticket names, or not any more."""
+    """The peer does not hold the tensor that a ticket names, or no longer holds it."""
 
 
 class GradientGone(TicketGone):
-    """The gradient that a backward was to begin with is gone: it can be fetched only once."""
+    """The gradient from which a backward starts is gone: it can be fetched only once."""
 
 
 class SessionLost(PeerError):
-    """The peer lacks steps of an inference session: it is new to it, or had no room. They can be sent again."""
+    """The peer lacks steps of an inference session: it is new to the session, or had no room. Send them again."""
 
 
 class AdapterMissing(PeerError):
-    """The peer does not have the adapter that a call names. It can be sent."""
+    """The peer does not have the adapter that a call names. Send it."""
 
 
 class GraphGone(PeerError):
-    """The peer does not have what a backward needs. The forward can be called again, on any server of the stage."""
+    """The peer no longer has the graph for a backward. Call the forward again, on any server of the stage."""
 
 
 class InputMissing(PeerError):
-    """The input of a call never came. The sender or the link is to blame, not the peer that waited."""
+    """The input of a call never came: a fault of the sender or of the link, not of the peer that waited."""
 
 
 class GradientMissing(InputMissing):
-    """The gradient that a backward was to begin with never came."""
+    """The gradient from which a backward starts never came."""
 
 
 class NotCoordinator(PeerError):
-    """The peer does not coordinate the run, or not any more. This is no fault: the coordinator can be asked."""
+    """The peer does not coordinate the run, or no longer does. This is not a fault: ask the coordinator."""
 
 
-# All but `LeftOut`, `WentBack` and `FalseWorkCounted`: a peer finds these out for itself, and no other one can tell it.
+# A peer raises `LeftOut`, `WentBack` and `FalseWorkCounted` only itself, and never receives them from another peer.
 _BY_NAME: dict[str, type[SwarmError]] = {
     name: kind
     for name, kind in list(vars().items())
@@ -204,15 +204,15 @@ _BY_NAME: dict[str, type[SwarmError]] = {
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """Return the name and text under which an error travels to the peer that asked."""
+    """Return the name and text by which an error is sent to the caller."""
     if isinstance(error, SwarmError):
         return type(error).__name__, str(error)
-    # Any other exception is a bug over there. Its text is all that leaves the process.
+    # Any other exception is a bug in the handler. Only its type and text leave the process.
     return SwarmError.__name__, f"internal error: {type(error).__name__}: {error}"
 
 
 def from_wire(name: str, text: str) -> SwarmError:
-    """Make the error that a peer answered with. An unknown name becomes a plain `SwarmError`."""
+    """Make the error from a peer's answer. An unknown name becomes a plain `SwarmError`."""
     kind = _BY_NAME.get(name, SwarmError)
-    # A stage's error has the lines of a traceback, and a step's may repeat them.
+    # A StageError contains a traceback, and a StepError may repeat its lines.
     return kind(printable_lines(text) if issubclass(kind, StageError | StepError) else printable(text))

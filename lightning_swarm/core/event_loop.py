@@ -26,15 +26,15 @@ _TIDYING_S: Final = 10.0
 
 
 class Runtime(ABC):
-    """Runs coroutines on the swarm's loop, for callers that are not on it."""
+    """Runs coroutines on the swarm's event loop, for code outside of it."""
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run to the end and return the result. An interrupt (Ctrl-C) cancels the work first."""
+        """Run the coroutine to its end and return its result. An interrupt (Ctrl-C) cancels it first."""
 
     @abstractmethod
     def post(self, callback: Callable[[], None]) -> None:
-        """Make the loop call something soon, and return at once. Any thread and any signal handler may do this."""
+        """Schedule a callback on the loop and return at once. Safe from any thread and any signal handler."""
 
     @abstractmethod
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Runtime(ABC):
 
 
 class ThreadRuntime(Runtime):
-    """A uvloop (where there is one) in a daemon thread. The process settings end with it."""
+    """Runs a uvloop (where available) in a daemon thread. Closing it also undoes the process settings."""
 
     def __init__(self, name: str = "swarm", settings: ProcessSettings | None = None) -> None:
         self._settings = settings
@@ -76,7 +76,7 @@ class ThreadRuntime(Runtime):
         try:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_TIDYING_S)
-            if self._thread.is_alive():  # it is a daemon thread, so the program can end
+            if self._thread.is_alive():  # the program can still end: this is a daemon thread
                 _log.warning("The swarm's event loop did not end within %g s, and is left to itself.", _TIDYING_S)
         finally:
             settings, self._settings = self._settings, None
@@ -85,17 +85,17 @@ class ThreadRuntime(Runtime):
 
     def _serve(self) -> None:
         self._loop.run_forever()
-        # hivemind leaves tasks behind, such as the timer of its bootstrap. Nothing else can end them.
+        # hivemind leaves tasks behind, such as its bootstrap timer. Nothing else can end them.
         running = asyncio.all_tasks(self._loop)
         for task in running:
             task.cancel()
         if running:
             self._loop.run_until_complete(asyncio.wait(running))
-        self._loop.close()  # uvloop waits here for connections that nobody closed, perhaps for ever
+        self._loop.close()  # uvloop waits here for open connections, perhaps for ever
 
 
 class InlineRuntime(Runtime):
-    """A loop with virtual time that runs only while a caller waits in `run`: one thread, so a run repeats exactly."""
+    """Runs a virtual-time loop only while a caller waits in `run`: a single thread, so runs repeat exactly."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -111,11 +111,11 @@ class InlineRuntime(Runtime):
 
     @override
     def close(self) -> None:
-        """Leave the loop open: it belongs to its maker, and other peers may use it."""
+        """Leave the loop open: it belongs to its creator, and other peers may use it."""
 
 
 class _WrappedRuntime(Runtime):
-    """Another runtime's loop."""
+    """Base of runtimes that wrap another runtime's loop."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -130,7 +130,7 @@ class _WrappedRuntime(Runtime):
 
 
 class TimedRuntime(_WrappedRuntime):
-    """Another runtime's loop, with the seconds that callers have waited for it."""
+    """Wraps another runtime, and measures the seconds that callers have waited for it."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
@@ -146,7 +146,7 @@ class TimedRuntime(_WrappedRuntime):
 
 
 class _InterruptibleRuntime(_WrappedRuntime):
-    """Another runtime's loop, where an event can end the waiting for work."""
+    """Wraps another runtime; an event can interrupt the wait for a coroutine."""
 
     @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -158,7 +158,7 @@ class _InterruptibleRuntime(_WrappedRuntime):
 
 
 class UntilCutOff(_InterruptibleRuntime):
-    """The runtime of a peer: waiting for anything ends when nobody can reach this peer any more."""
+    """The runtime of a peer: every wait ends once no other peer can reach this one."""
 
     def __init__(self, runtime: Runtime, cut_off: asyncio.Event, why: Callable[[], str]) -> None:
         super().__init__(runtime)
@@ -168,7 +168,7 @@ class UntilCutOff(_InterruptibleRuntime):
     @override
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.ensure_future(work)
-        if self._cut_off.is_set():  # what comes now tidies up, for which nobody need be reached
+        if self._cut_off.is_set():  # only cleanup runs now, and it needs no other peer
             await asyncio.wait({task}, timeout=_TIDYING_S)
         else:
             await first_of(asyncio.wait({task}), self._cut_off.wait())
@@ -182,7 +182,7 @@ class UntilCutOff(_InterruptibleRuntime):
 
 
 class UntilRunEnds(_InterruptibleRuntime):
-    """The runtime of a trainer: waiting for anything ends when the run ends without it, or rolls back."""
+    """The runtime of a trainer: every wait ends when the run ends without this trainer, or rolls back."""
 
     def __init__(
         self,
@@ -198,8 +198,8 @@ class UntilRunEnds(_InterruptibleRuntime):
         self._run_ended = run_ended
         self._rolled_back = rolled_back
         self._ending_error = ending_error  # makes the error to raise when the run has ended
-        self._is_cut_off = is_cut_off  # tells whether no message can reach this peer any more
-        # Other peers that leave may be noticed before the end is announced: seconds to wait for the announcement.
+        self._is_cut_off = is_cut_off  # returns whether messages can no longer reach this peer
+        # At the end of a run, calls may fail before the announcement comes: seconds to wait for the announcement.
         self._grace_s = grace_s
 
     @override
@@ -221,7 +221,7 @@ class UntilRunEnds(_InterruptibleRuntime):
 
 
 class UntilStageLost(_InterruptibleRuntime):
-    """The runtime of the lead: waiting for anything ends when the run has lost a stage and can roll back."""
+    """The runtime of the lead: every wait ends when the run has lost a stage and can roll back."""
 
     def __init__(self, runtime: Runtime, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
         super().__init__(runtime)
@@ -246,6 +246,6 @@ class UntilStageLost(_InterruptibleRuntime):
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # there is none for Windows
+    except ImportError:  # uvloop does not support Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()

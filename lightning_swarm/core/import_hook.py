@@ -22,7 +22,7 @@ def import_path(path: str) -> Any:
 
 
 def lazy_attributes(package: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``: it imports a name at its first use, from a path as for `import_along`."""
+    """Return a package's ``__getattr__``, which imports each name at its first use, from a path of `import_path`."""
 
     def get(name: str) -> Any:
         if name not in paths:
@@ -35,7 +35,7 @@ def lazy_attributes(package: str, paths: Mapping[str, str]) -> Callable[[str], A
 
 
 def import_along(package: str, *paths: str) -> None:
-    """Import each of ``module`` or ``module:attribute`` right after a package: now, or when that is imported."""
+    """Import each ``module`` or ``module:attribute`` right after `package`: now, or when `package` is imported."""
     if package in sys.modules:
         _import_all(paths)
     else:
@@ -43,7 +43,7 @@ def import_along(package: str, *paths: str) -> None:
 
 
 def alias_modules(package: str, paths: Mapping[str, str]) -> None:
-    """Have ``import package.name`` import the module at the name's path, if that is the path of a module."""
+    """Make ``import package.name`` import the module at the name's path; paths of attributes are skipped."""
     modules = {f"{package}.{name}": path for name, path in paths.items() if ":" not in path}
     sys.meta_path.insert(0, _Aliases(modules))
 
@@ -54,7 +54,7 @@ def _import_all(paths: Sequence[str]) -> None:
 
 
 class _Follower(MetaPathFinder):
-    """Imports modules right after a package, which the finders behind this one find."""
+    """Imports modules right after a package, which later finders locate and load."""
 
     def __init__(self, package: str, paths: Sequence[str]) -> None:
         self._package = package
@@ -71,10 +71,10 @@ class _Follower(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             own = spec.loader.exec_module
 
-            # The finder stays until then, because `importlib.util.find_spec` looks for packages without importing them.
+            # The finder stays until the package is executed: `importlib.util.find_spec` only looks for packages.
             def exec_module(module: ModuleType) -> None:
                 own(module)
-                # One loader may load many modules, such as pytest's, which rewrites assertions.
+                # One loader may load many modules, such as pytest's assertion rewriter.
                 if module.__name__ == self._package and self in sys.meta_path:
                     sys.meta_path.remove(self)
                     _import_all(self._paths)
@@ -84,7 +84,7 @@ class _Follower(MetaPathFinder):
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Imports modules by their further names."""
+    """Imports modules under their alias names."""
 
     def __init__(self, modules: Mapping[str, str]) -> None:
         self._modules = modules

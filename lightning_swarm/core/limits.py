@@ -1,4 +1,4 @@
-"""Limits of a peer: sizes, timeouts, and how long it waits for others."""
+"""Limits of a peer: sizes, timeouts, and the waiting times for other peers."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ class Limits:
     """Bounds on waiting and on memory.
 
     Args:
-        cache_bytes: Bytes that a server may keep of microbatches that wait for their backward. Beyond this the oldest
-            are dropped and computed again when they are needed: slower, never different. A trainer may keep as much of
-            its microbatches until their step is decided, and in audited runs a server of its own; beyond it they go to
-            a temporary file.
-        call_timeout: Seconds until a call to another peer, the wait for its input included, is given up.
+        cache_bytes: Bytes of microbatches that a server may keep until their backward. Beyond this it drops the oldest
+            and recomputes them when needed: slower, never different. A trainer may keep as many bytes of its own
+            microbatches until their step is decided, and so may a server in audited runs; both move the excess to a
+            temporary file.
+        call_timeout: Seconds until a call to another peer is abandoned, the wait for its input included.
         silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
-            peer that computes gives signs of life. Where round trips are long, this grows by itself.
+            peer that computes still sends signs of life. The limit grows by itself where round trips are long.
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches. Each batch
             that the lead validates and each file that it saves restarts the wait. If the lead's process has been silent
-            for as long and no peer can take the run over, the run ends for all.
+            for as long and no peer can take over the run, the run ends for all.
         start_timeout: Seconds that the starter waits for its peers, imports included.
         stage_timeout: Seconds that the swarm waits for a stage that has lost all its servers, with no snapshot to roll
             back to; then the run ends.
         join_timeout: Seconds that a joining server may take to download a stage.
         join_bytes: Bytes of records that a server keeps for peers that download from it. Beyond this the slowest of
-            them begin again.
+            these peers begin again.
         max_upload: Bytes a second, on average, that a server sends to joining peers: the state of its stages, and
             records. The default is more than any link carries.
-        drain_timeout: Seconds that a server which is told to leave waits for a record that lets it go; then it goes
-            all the same, as if it had died.
+        drain_timeout: Seconds that a server, once asked to leave, waits for a record that releases it; then it leaves
+            anyway, as if it had died.
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
         max_in_flight: Microbatches that a trainer sends at once.
         max_metric_bytes: Bytes that the batches of one step, of all trainers together, may add to torchmetrics objects
-            that are logged with `sync_dist=True`. Each trainer may add an equal share of it whatever others add.
+            that are logged with `sync_dist=True`. Each trainer may always add an equal share.
         max_message_bytes: Bytes of tensors that one message may carry.
-        receive_bytes: Bytes of tensors that other peers, all together, may have on their way to this one; one of them
-            has up to half. More wait. A larger message is the only one of its peer.
-        snapshot_interval: Seconds between two snapshots, from which the run goes on when all servers of a stage have
-            died; the first is taken at the run's first step. Each copies every stage where it is held and sends it to
-            one server of another stage. None takes no snapshots, and such a run breaks off. In an audited run they are
-            also at least ``3 / audit_share`` steps apart.
+        receive_bytes: Bytes of tensors in messages under way from all other peers to this one; each peer may use up to
+            half. Further messages wait. A message larger than half is its peer's only one under way.
+        snapshot_interval: Seconds between two snapshots, from which the run continues when all servers of a stage have
+            died; the first is taken at the run's first step. Each snapshot copies every stage where it is held and
+            sends the copy to one server of another stage. None takes no snapshots, and such a run breaks off. In an
+            audited run, snapshots are also at least ``3 / audit_share`` steps apart.
         snapshot_bytes: Bytes of snapshots that a server may keep in memory; the rest is in temporary files. It keeps
-            two snapshots of each of its own stages, and two of each stage that it was chosen to keep for others. All
+            two snapshots of each of its own stages, and two of each further stage that it was chosen to keep. All
             servers together keep, twice, at most one copy of a stage for each server that holds it, and one more.
         revive_timeout: Seconds to wait for a stage without an answering server before the run rolls back, and for a
             lead whose process does not answer before another peer that has data rolls back in its place.
-        session_bytes: Bytes that a server may keep for inference sessions: caches of keys and values, and outputs for
-            servers that come in the place of others. Beyond this, outputs are dropped first, then sessions that are
-            not used; those that go on are computed again: slower, never different.
-        session_idle: Seconds after which a server drops an inference session that nobody continues.
+        session_bytes: Bytes that a server may keep for inference sessions: caches of keys and values, and outputs to
+            replay to a server that replaces another. Beyond this, it drops outputs first, then unused sessions. A
+            session that continues is recomputed: slower, never different.
+        session_idle: Seconds without a step after which a server drops an inference session.
         step_tokens: Tokens, in all rows together, that one step of an inference session may bring to a server of a
             served model. A longer step is refused, because other sessions would wait for it too long; `generate`
             cuts longer prompts by itself where the model allows it.
-        adapter_bytes: Bytes that a server may keep of adapters of clients who tune a served model. Beyond this, those
-            that were not used for longest are dropped, and sent again when they are needed.
-        loop_bytes: Bytes of the largest loop state that the lead sends to peers which could take the run over; it has
-            no weights. A larger one stays with the lead, which a warning says.
+        adapter_bytes: Bytes of adapters that a server may keep for clients who tune a served model. Beyond this, it
+            drops the least recently used adapters; clients send them again when needed.
+        loop_bytes: Bytes of the largest loop state, without weights, that the lead sends to peers that could take over
+            the run. A larger state stays with the lead, which logs a warning.
     """
 
     cache_bytes: int = 4 << 30
@@ -96,7 +96,7 @@ class Limits:
             whole = field.type == "int"
             lowest: float = 0.001 if not whole else 0 if field.name in ("cache_bytes", "snapshot_bytes") else 1
             kinds = int if whole else (int, float)
-            # Not `value < lowest`: that lets NaN pass.
+            # `value < lowest` would let NaN pass.
             if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value < math.inf:
                 raise ConfigError(
                     f"`Limits.{field.name}` must be a {'whole ' if whole else ''}number of at least {lowest:g}, "

@@ -17,6 +17,6 @@ class MovingAverage:
         return self._sum / self._weight if self._weight else None
 
     def measure(self, value: float) -> None:
-        """Take in one measurement."""
+        """Add a measurement to the average."""
         self._sum += self._smoothing * (value - self._sum)
         self._weight += self._smoothing * (1.0 - self._weight)

@@ -1,4 +1,4 @@
-"""Methods that are replaced on one object, for a while."""
+"""Temporary replacement of a method on a single object."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 
 class Override:
-    """Takes the place of one object's method until `remove`. A copy of the object, or a pickled one, has its own."""
+    """Replaces one object's method until `remove`. Copies of the object, pickled ones too, keep their own method."""
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.replaced: Callable[..., Any] = getattr(owner, name)
-        # It was set on the object by a user, and is no method of its class.
+        # A user has set this attribute on the object itself, in place of its class's method.
         self._is_own = name in vars(owner) and not isinstance(self.replaced, Override)
-        self.__wrapped__ = self.replaced  # Lightning asks whose method it is
+        self.__wrapped__ = self.replaced  # Lightning looks up the class that defines the method
         self._owner = owner
         self._name = name
         self._call = call
         vars(owner)[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what takes the method's place."""
+        """Call the replacement."""
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (self._owner, self._name)  # of an owner that has no attributes yet: its class's method
+        return getattr, (self._owner, self._name)  # the owner's copy has no attributes yet, so this is a class's method
 
     def remove(self) -> None:
-        """Give the object its own method back."""
+        """Restore the object's own method."""
         if self._is_own:
             vars(self._owner)[self._name] = self.replaced
         else:

@@ -1,4 +1,4 @@
-"""Files that only this user may read (mode 0600), and that have their name only once they are whole."""
+"""Files that only this user may read (mode 0600), and that appear under their name only when complete."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 @contextmanager
 def temporary_file(data: bytes, folder: Path) -> Iterator[Path]:
-    """Keep a file with this content in a folder, within the context."""
-    descriptor, name = tempfile.mkstemp(prefix=".swarm-key-", dir=folder)  # of the mode 0600 from the beginning
+    """Yield the path of a file with this content in a folder; delete the file when the context ends."""
+    descriptor, name = tempfile.mkstemp(prefix=".swarm-key-", dir=folder)  # created with mode 0600
     path = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -25,7 +25,7 @@ def temporary_file(data: bytes, folder: Path) -> Iterator[Path]:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is a file of that name; not where this user may not look, for then it can use none."""
+    """Return whether the file exists; False where this user has no access, because it cannot be used there."""
     try:
         return path.exists()
     except PermissionError:
@@ -33,7 +33,7 @@ def is_there(path: Path) -> bool:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Make a file of that name; `FileExistsError` if there is one, which stays as it is."""
+    """Create a file; `FileExistsError` if it exists already, and then it stays unchanged."""
     with temporary_file(data, path.parent) as written:
         try:
             path.hardlink_to(written)
@@ -45,6 +45,6 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def write_over(path: Path, data: bytes) -> None:
-    """Make a file of that name, in the place of the one that there may be."""
+    """Create a file, or replace the existing one."""
     with temporary_file(data, path.parent) as written:
         written.replace(path)

@@ -18,12 +18,12 @@ from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
 
-LOG: Final = "SWARM_LOG"  # environment variable with the level from which this package logs to stderr; it is inherited
+LOG: Final = "SWARM_LOG"  # environment variable: lowest level that this package logs to stderr; children inherit it
 _LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 def follow_environment() -> None:
-    """Show the log from the level that the environment names; without one, change nothing."""
+    """Log to stderr from the level that the environment names; without one, change nothing."""
     level = os.environ.get(LOG)
     if not level:
         return
@@ -31,7 +31,7 @@ def follow_environment() -> None:
         raise ConfigError(f"the variable {LOG} must be one of {', '.join(_LEVELS)}, got {level!r}. Set one, or none.")
     logger = logging.getLogger("lightning_swarm")
     logger.setLevel(level.upper())
-    if not logger.hasHandlers():  # else the script has said where logs go
+    if not logger.hasHandlers():  # else the script has configured logging
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
@@ -42,8 +42,8 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def leaving_on_signals(leave: Callable[[str], None]) -> Iterator[None]:
-    """Call `leave` with the name of the first signal; have each further one raise `SystemExit`, as a shell expects."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set signal handlers
+    """Call `leave` with the name of the first signal; each further signal raises `SystemExit`, as a shell expects."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     is_leaving = False
@@ -63,14 +63,14 @@ def leaving_on_signals(leave: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_NEW_OBJECTS: Final = 1_000_000  # between two collections; torch, Lightning and hivemind bring 500,000
-_usual_thresholds: list[tuple[int, int, int]] = []  # of the collector, while `collecting_rarely` has set others
+_NEW_OBJECTS: Final = 1_000_000  # between two collections; torch, Lightning and hivemind create 500,000
+_usual_thresholds: list[tuple[int, int, int]] = []  # the collector's thresholds before `collecting_rarely`
 
 
 @contextlib.contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Collect garbage rarely within the context, which is for imports, or until `collect_as_usual`."""
-    # Modules are not garbage, and the collector's passes over them took a seventh of their imports' CPU time.
+    """Collect garbage rarely during imports: until the context ends, or until `collect_as_usual`."""
+    # Modules are not garbage, and the collector's passes over them took a seventh of the imports' CPU time.
     if not _usual_thresholds:
         _usual_thresholds.append(gc.get_threshold())
         gc.set_threshold(_NEW_OBJECTS)
@@ -81,21 +81,21 @@ def collecting_rarely() -> Iterator[None]:
 
 
 def collect_as_usual() -> None:
-    """End `collecting_rarely`, if it is under way and the program has set no threshold of its own."""
+    """Restore the thresholds before `collecting_rarely`, unless the program has set its own."""
     while _usual_thresholds:
         thresholds = _usual_thresholds.pop()
         if gc.get_threshold()[0] == _NEW_OBJECTS:
             gc.set_threshold(*thresholds)
         if gc.get_freeze_count() == 0:
-            # This promotes all objects to the oldest generation, over which the next collections do not pass.
+            # This promotes all objects to the oldest generation, which the next collections skip.
             gc.freeze()
             gc.unfreeze()
 
 
 _OLDEST: Final = 2  # generation of the garbage collector
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt, from <malloc.h>
 _ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads other than the main one get memory in such pieces
-# The largest mmap threshold that glibc before 2.35 takes, and the largest that any version sets by itself.
+# The largest mmap threshold that glibc before 2.35 accepts, and the largest that any version sets by itself.
 _OLD_MAX_BYTES: Final = 32 << 20
 _KEPT_BYTES: Final = 1 << 30
 
@@ -107,7 +107,7 @@ def max_files() -> int:
 
 
 def give_memory_back() -> None:
-    """Give the kernel what was freed, where glibc would keep it: it is in pieces, between others that are in use."""
+    """Return freed memory to the kernel, also pieces between used ones, which glibc would keep."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -115,29 +115,29 @@ def give_memory_back() -> None:
 class ProcessSettings:
     """Changes how this process collects garbage, how many files it may open and, with `keeps_memory`, frees memory."""
 
-    # Until `close`, except the number of files: other code may have opened more by then.
+    # `close` undoes this, except the number of files: other code may have opened more by then.
     def __init__(self, *, keeps_memory: bool) -> None:
         self._froze = False
-        with contextlib.suppress(OSError, ValueError):  # where the hard limit is none that can be set
+        with contextlib.suppress(OSError, ValueError):  # some hard limits cannot be set as soft limits
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         gc.callbacks.append(self._freeze)
-        # The kernel would clear each page before it hands it out again: a step needs the memory of the step before.
+        # Each step needs as much memory as the step before. Pages that went back to the kernel would be cleared again.
         self._libc = ctypes.CDLL(None) if keeps_memory and platform.libc_ver()[0] == "glibc" else None
         if not self._keep(_ARENA_BYTES, _KEPT_BYTES, _ARENA_BYTES):
             self._keep(_OLD_MAX_BYTES, _KEPT_BYTES, _ARENA_BYTES)
 
     def close(self) -> None:
-        """Undo the changes, and give free memory back."""
+        """Undo the changes, and return free memory to the kernel."""
         gc.callbacks.remove(self._freeze)
         if self._froze:
             gc.unfreeze()
-        # The thresholds that glibc sets by itself once something large is freed, and its default pad.
+        # These are the thresholds that glibc sets by itself once a large block is freed, and its default pad.
         if self._libc is not None and self._keep(_OLD_MAX_BYTES, 2 * _OLD_MAX_BYTES, 128 << 10):
             self._libc.malloc_trim(0)
 
-    # To go through everything that torch and others brought stops every thread for a third of a second, and each peer
-    # that waits for this one. What the first such collection of a run leaves is no garbage: none goes through it again.
+    # A full collection over all objects of torch and other libraries stops every thread for a third of a second, and
+    # delays each peer that waits for this one. So the objects that survive the first one are excluded from later ones.
     def _freeze(self, phase: str, info: Mapping[str, int]) -> None:
         is_full = phase == "stop" and info["generation"] == _OLDEST
         if is_full and gc.get_freeze_count() == 0:  # else other code manages this
@@ -146,10 +146,10 @@ class ProcessSettings:
 
     def _keep(self, mmap_bytes: int, trim_bytes: int, pad_bytes: int) -> bool:
         """Set glibc's thresholds, and return whether it accepts them."""
-        # A block of `mmap_bytes` or more gets memory of its own, which is given back when the block is freed.
-        # `trim_bytes` may be free at the end of the main heap. `pad_bytes` are requested beyond what is needed, and a
-        # thread's piece of memory stays while less than that would be left.
-        # The mmap threshold first: only this one may be refused, and setting any of them ends glibc's own adjustment.
+        # A block of `mmap_bytes` or more gets its own mapping, which returns to the kernel when the block is freed.
+        # `trim_bytes` may be free at the end of the main heap. Each request to the kernel asks for `pad_bytes` more
+        # than needed, and a thread's piece of memory stays while less than that would be left.
+        # The mmap threshold comes first: only it may be refused, and setting any of them ends glibc's own adjustment.
         if self._libc is None or not self._libc.mallopt(_MMAP_THRESHOLD, mmap_bytes):
             return False
         self._libc.mallopt(_TRIM_THRESHOLD, trim_bytes)

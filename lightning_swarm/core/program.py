@@ -1,4 +1,4 @@
-"""How this program was started: where, and with which arguments, whatever it has changed of both since."""
+"""The folder and the arguments with which this program was started, even if it has changed them since."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
-# The package is imported first of all by most programs, and a folder may be gone by the time that a peer starts.
+# Most programs import this package first, so this is the initial folder. It may be gone when a peer starts.
 _imported_in: Path | None = None
 with contextlib.suppress(OSError):
     _imported_in = Path.cwd()
 
 
 def program() -> list[str]:
-    """The arguments that Python ran a program with: a script, or ``-m`` and a module, and the program's own.
+    """Return Python's arguments from the program on: a script, or ``-m`` and a module, then the program's own.
 
-    Programs take away from `sys.argv` what they have read, and set it for libraries that read it.
+    `sys.argv` may have changed: programs remove arguments that they have read, and set it for libraries.
     """
     return _program(sys.orig_argv[1:])
 
@@ -33,7 +33,7 @@ def _program(arguments: Sequence[str]) -> list[str]:
 
 
 def own_arguments(script: str) -> list[str]:
-    """The arguments of a script that runs; those of `sys.argv` where another program runs it, a profiler say."""
+    """Return the arguments of the running script; if another program runs it, such as a profiler, use `sys.argv`."""
     asked = program()
     if asked[:1] and _is_same(started_in() / asked[0], Path(script)):
         return asked[1:]
@@ -41,16 +41,16 @@ def own_arguments(script: str) -> list[str]:
 
 
 def module_arguments(name: str) -> list[str]:
-    """The same of a module that runs by ``-m``."""
+    """Return the arguments of a module that runs by ``-m``; else use `sys.argv`."""
     asked = program()
     return asked[2:] if asked[:2] == ["-m", name] else sys.argv[1:]
 
 
 def started_in() -> Path:
-    """The folder that this program was started in, or the first that is known."""
+    """Return the folder in which this program was started, or else the first known one."""
     asked, main = program(), getattr(sys.modules["__main__"], "__file__", None)
     if asked and main is not None and not asked[0].startswith("-"):
-        # Python has made an absolute path of the script's when it began.
+        # Python made the script's path absolute at the start, so the path without the given part is the folder.
         given, found = Path(asked[0]).parts, Path(main).parts
         if not Path(asked[0]).is_absolute() and Path(main).is_absolute() and ".." not in given:
             own = [part for part in given if part != "."]

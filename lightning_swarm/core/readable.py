@@ -1,6 +1,6 @@
 """Messages for people: peers by their short names, errors in one line and without libp2p's chains of causes.
 
-Other peers send much of a message: `printable` keeps it from steering a terminal, or forging a line of a log.
+Much of a message's text comes from other peers. `printable` keeps it from controlling a terminal or forging log lines.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from collections.abc import Sequence
 from typing import Final
 
 _SHORT_LENGTH: Final = 6
-_MAX_LENGTH: Final = 2000  # bounds the work of the patterns below, and the line
+_MAX_LENGTH: Final = 2000  # bounds the line, and the work of the patterns below
 _PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
 _DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
 _NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
-_ATTEMPT: Final = re.compile(r"\* \[[^\]]*\]")  # libp2p lists the addresses that it tried
+_ATTEMPT: Final = re.compile(r"\* \[[^\]]*\]")  # libp2p lists the addresses that it has tried
 _ERROR_NUMBER: Final = re.compile(r"\[Errno -?\d+\] ")
-_BACKOFF: Final = "dial backoff"  # libp2p tried a moment ago, and does not try again so soon
+_BACKOFF: Final = "dial backoff"  # libp2p tried this address a moment ago, and pauses
 
 
 def printable(text: str) -> str:
-    """A text with spaces for line ends and tabs, and "?" for characters that a terminal may obey, or show reordered."""
+    """Replace line ends and tabs by spaces, and characters that could control a terminal or reorder text by "?"."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
 def printable_lines(text: str) -> str:
-    """Like `printable`, but with the line ends of a traceback kept: for an error that is raised, not for a log."""
+    """Apply `printable` to each line. This keeps a traceback's lines: for errors that are raised, not for logs."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def short_name(peer_id: str) -> str:
-    """The end of a peer's id: all ids begin alike."""
+    """Return the end of a peer's id: all ids begin alike."""
     return printable(peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id)
 
 
 def shorten(text: str) -> str:
-    """A message as one line: short names of peers, and of a failed connection only its innermost cause."""
+    """Write a message as one line, with short names of peers and only the innermost cause of a failed connection."""
     if len(text) > _MAX_LENGTH:
         text = f"{text[: _MAX_LENGTH - 3]}..."
     line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(printable(text).split()))
@@ -55,13 +55,13 @@ _MAX_NAMED: Final = 5
 
 
 def few(names: Sequence[str]) -> str:
-    """List the first names, and say how many there are if these are not all."""
+    """List the first names, followed by the total number if there are more."""
     more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, indent: str = "", numbers: bool = False) -> list[str]:
-    """Align the columns of a table; with `numbers`, all but the first to the right."""
+    """Align the columns of a table to the left; with `numbers`, all but the first to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [
         [

@@ -1,4 +1,4 @@
-"""Classes that are written once and derived from two base classes: those of Lightning's two import trees."""
+"""Classes that are written once and derived from two base classes, one in each of Lightning's two import trees."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _T = TypeVar("_T")
 
 def written_once(base: type[Any], **attributes: Any) -> Callable[[type[_T]], type[_T]]:
     """Derive the decorated class from `base`; `rebased` derives it from another base class as well."""
-    # At run time the decorated class must not derive from `base` itself: it is put before it, and its `super()` reaches
-    # whichever base class it stands before. Type checkers pass over class decorators, so for them it has to derive from
-    # `base` by its own statement.
+    # At run time the decorated class must not derive from `base` itself: it precedes a base class in the list of bases,
+    # and its `super()` then reaches that base class. Type checkers ignore class decorators, so for them the class
+    # statement must name `base`.
     return lambda written: _derived(written, base, written.__module__, attributes)
 
 
@@ -35,7 +35,7 @@ def _derived(written: type[Any], base: type[Any], module: str, attributes: Mappi
 
 
 def _typed_as(base_init: Any, init: Any) -> FunctionType:
-    """A copy of `init`. Parameters that the base class has, too, get its types, by which command lines are checked."""
+    """Copy `init` with the base class's types for shared parameters; command lines are checked by these types."""
     typed = FunctionType(init.__code__, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
     typed.__kwdefaults__ = init.__kwdefaults__
     hints = get_type_hints(base_init)

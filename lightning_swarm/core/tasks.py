@@ -1,4 +1,4 @@
-"""Tasks with an owner: no task outlives it, and no failure of one goes unseen."""
+"""Tasks with an owner: no task outlives its owner, and no failure goes unnoticed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TaskOwner:
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to accept tasks. Twice is fine."""
+        """Begin to accept tasks. A second call does nothing."""
         if self._root is not None:
             return
         started = asyncio.Event()
@@ -42,7 +42,7 @@ class TaskOwner:
         return task
 
     async def close(self) -> None:
-        """Cancel and await all tasks; raise what a task raised: a bug, which ended all others."""
+        """Cancel and await all tasks. If a task has raised, which is a bug and cancels all tasks, raise its error."""
         self._stop.set()
         if self._root is not None:
             root, self._root = self._root, None
@@ -62,13 +62,13 @@ class TaskOwner:
 
 
 async def nothing() -> None:
-    """Do nothing, where a caller may have something done."""
+    """Do nothing: the default for an optional coroutine."""
 
 
 async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run all at once and return the results in order. The first failure cancels the rest and is raised."""
-    # This is no TaskGroup because there a failure wins over a cancellation: a caller that is cancelled while the other
-    # tasks are being cancelled would go on with the failure, perhaps for ever.
+    """Run all coroutines at once and return the results in order. The first failure cancels the rest and is raised."""
+    # In a TaskGroup a failure would win over a cancellation: a caller that is cancelled while the other tasks are being
+    # cancelled would go on with the failure, perhaps for ever.
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         if tasks:
@@ -80,7 +80,7 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel and await all tasks. Whatever they raise is dropped."""
+    """Cancel and await all tasks. Their errors are dropped."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -88,17 +88,17 @@ async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
     while running := [task for task in tasks if not task.done()]:
         try:
             await asyncio.wait(running)
-        except asyncio.CancelledError as error:  # the tasks have to end all the same
+        except asyncio.CancelledError as error:  # still wait for the tasks
             interrupted = error
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not complain
+            task.exception()  # retrieved, so that asyncio logs no warning
     if interrupted is not None:
         raise interrupted
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
-    """Wait at most `timeout` seconds for one of several things to happen. A failure of one is raised."""
+    """Wait until one of several coroutines ends, at most `timeout` seconds. Its failure is raised."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +109,7 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 
 async def first_found(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | None:
-    """Run all at once and return the first result that there is, in their order where several end at once."""
+    """Run all coroutines at once and return the first result that is not None; if several end at once, in order."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         running = tasks
@@ -125,8 +125,8 @@ async def first_found(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | N
 
 
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0) -> list[_T]:
-    """Do as `gather`, with at most `limit` at once, started in order and `turns_apart` turns of the loop apart."""
-    # With some turns, the first one's messages have left before the last one sends anything; with none all go together.
+    """Like `gather`, with at most `limit` at once, started in order and `turns_apart` turns of the loop apart."""
+    # With some turns, the first coroutine's messages leave before the last one sends any. With none, all go at once.
     slots = asyncio.Semaphore(limit)
     turns = [asyncio.Event() for _ in works]
 
@@ -146,5 +146,5 @@ async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *
         return await gather(map(run_one, turns, works))
     finally:
         for work in works:
-            work.close()  # a failure of another one may have kept it from starting
+            work.close()  # it may not have started, because another one failed
         await ended([starting])
