@@ -1,4 +1,4 @@
-"""Access to a run: the roles of its peers, what a certificate permits, and which role each method takes."""
+"""Access to a run: the roles of its peers, the permits of certificates, and the role that each method requires."""
 
 from __future__ import annotations
 
@@ -14,63 +14,63 @@ from lightning_swarm.network import PeerId
 class Role(enum.StrEnum):
     """A peer's role in a run. Each role has the rights of the roles that are listed before it."""
 
-    OBSERVER = "observer"  # look
-    SERVER = "server"  # compute, average, and, unless the run is audited, vote and coordinate
-    TRAINER = "trainer"  # and read data and, unless the run is audited, begin it and lead
-    KEEPER = "keeper"  # and decide in an audited run: the owner's own peers, and those that are trusted as they are
+    OBSERVER = "observer"  # may look
+    SERVER = "server"  # may compute, average, and, unless the run is audited, vote and coordinate
+    TRAINER = "trainer"  # may read data and, unless the run is audited, begin and lead it
+    KEEPER = "keeper"  # may decide in an audited run: the owner's own peers, and equally trusted peers
 
     def includes(self, other: Role) -> bool:
-        """Return whether this role may do all that the other one may."""
+        """Return whether this role has all rights of the other role."""
         return _RANKS[self] >= _RANKS[other]
 
 
 _RANKS: Final = {role: rank for rank, role in enumerate(Role)}
 
 
-INVITATION_BYTES: Final = 16  # of an invitation's number
+INVITATION_BYTES: Final = 16  # length of an invitation's number
 
 
 @dataclass(frozen=True)
 class Permit:
-    """A peer's permission by a verified certificate."""
+    """A peer's rights by a verified certificate."""
 
     role: Role
-    expires_at_s: float  # since the epoch
-    invitation: bytes  # its number, of `INVITATION_BYTES`
-    uses: int  # so many peers may come by this invitation
-    come_by_s: float = math.inf  # until then, since the epoch
+    expires_at_s: float  # seconds since the epoch
+    invitation: bytes  # its number, `INVITATION_BYTES` long
+    uses: int  # number of peers that may join by this invitation
+    come_by_s: float = math.inf  # end of the time for joining, in seconds since the epoch
 
 
 @dataclass(frozen=True)
 class Ban:
-    """The owner's verified word that a peer, or all that came by an invitation, take no part; or may again."""
+    """The owner's verified ban of a peer, or of all peers of an invitation; or the end of such a ban."""
 
     subject: str  # a peer's id, or the number of an invitation in hex
     is_lifted: bool
-    decided_at_ns: int  # since the epoch
+    decided_at_ns: int  # nanoseconds since the epoch
     reason: str
-    signed: bytes  # as the owner signed it, for others to verify
+    signed: bytes  # the signed form, which any peer can verify
 
     @property
     def is_of_invitation(self) -> bool:
-        """Return whether it concerns an invitation, not a peer."""
+        """Return whether it bans an invitation, not a single peer."""
         return len(self.subject) == 2 * INVITATION_BYTES
 
 
 class Credentials(Protocol):
-    """This peer's own certificate, and the means to verify those of others. Pure: no network, no clock."""
+    """This peer's certificate, and the means to verify other peers' certificates. Pure: no network, no clock."""
 
     @property
     def certificate(self) -> bytes:
-        """This peer's certificate, to be presented to others; at most 1 KiB."""
+        """This peer's certificate, to present to other peers; at most 1 KiB."""
         ...
 
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
-        """Return what a certificate permits a peer now (seconds since the epoch); else `AccessDenied` says why."""
+        """Return a peer's permit by its certificate at `now_s` (seconds since the epoch), or raise `AccessDenied`."""
         ...
 
     def verify_ban(self, signed: bytes) -> Ban:
-        """Return what the run's owner says of a peer or an invitation; else `AccessDenied` says why it is refused."""
+        """Return the ban that the run's owner has signed; `AccessDenied` if it is not the owner's."""
         ...
 
 
@@ -81,13 +81,13 @@ Certify: TypeAlias = Callable[[PeerId], Credentials]
 # ------------------------------------------------------------------ the rules
 
 MAY: Final[Mapping[str, Role | None]] = {
-    # Anybody: what it takes to find out who the other one is.
+    # Any peer may call these methods, by which two peers identify each other.
     "transport.ping": None,
     "transport.certify": None,
-    "transport.introduce": None,  # the secrets by which neighbours know each other past their daemons
+    "transport.introduce": None,  # returns the secrets that identify peers of one machine without their daemons
     **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
-    "peer.ban": Role.OBSERVER,  # whoever carries it: the owner has signed it
-    # Every server may come to coordinate, so servers may ask what coordinators ask.
+    "peer.ban": Role.OBSERVER,  # the owner's signature counts, not the peer that passes it on
+    # Every server may become the coordinator, so servers may call all methods that coordinators call.
     **dict.fromkeys(
         (
             *("run.join", "run.meet", "run.ready", "run.listen", "run.drain", "run.leave", "run.break_off"),
@@ -103,7 +103,7 @@ MAY: Final[Mapping[str, Role | None]] = {
         ),
         Role.SERVER,
     ),
-    # Trainers, one of which leads.
+    # Trainers call these methods; one of them is the lead.
     **dict.fromkeys(
         (
             *("run.claim", "run.enlist", "run.retire", "step.register", "step.renew", "step.change"),
@@ -116,12 +116,12 @@ MAY: Final[Mapping[str, Role | None]] = {
         Role.TRAINER,
     ),
 }
-"""The least role that may call each method; None: anybody. Nobody may call a method that is not here."""
+"""Method -> the least role that may call it; None: any peer. Methods that are not listed are refused."""
 
 ANSWERS: Final[Mapping[str, Role]] = {
-    # All peers answer these. What an observer answers only a person reads; a run is shown by its servers.
+    # All peers answer these methods. Observers' answers are for human readers only; servers answer `run.view`.
     **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "peer.ban"), Role.OBSERVER),
-    # A peer that keeps the state of the lead's loop may have to lead.
+    # A peer that keeps the state of the lead's loop may have to take over as the lead.
     **dict.fromkeys(
         (
             *("run.claim", "snapshot.keep_loop", "trainer.leads", "trainer.report", "trainer.report_metrics"),
@@ -131,4 +131,4 @@ ANSWERS: Final[Mapping[str, Role]] = {
         Role.TRAINER,
     ),
 }
-"""The least role of a peer that is asked by each method, where that is not `Role.SERVER`."""
+"""Method -> the least role of a peer that answers it, if this is not `Role.SERVER`."""

@@ -1,4 +1,4 @@
-"""Bounds, for each other peer and for all, on incoming bytes and streams that this peer holds."""
+"""Bounds on the incoming bytes and streams that this peer holds, for each other peer and for all together."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Hold, hold_all
 
 @dataclass(eq=False)
 class ByteBudget:
-    """Bytes that this peer may hold for others. They are taken before they are read."""
+    """Bytes of requests that this peer may hold for other peers, reserved before they are read."""
 
-    max_bytes: int  # of all peers
-    max_peer_bytes: int  # of each; a larger message counts as so many, so that the others have room beside it
+    max_bytes: int  # limit for all peers together
+    max_peer_bytes: int  # limit for each peer; a larger message counts as this many, which leaves room for other peers
     _by_peer: Counter[PeerId] = field(default_factory=Counter)
     _num_bytes: int = 0
-    _freed: asyncio.Event = field(default_factory=asyncio.Event)  # each time another one
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced at each release
 
     def take(self, peer: PeerId, num_bytes: int) -> bool:
-        """Take so many bytes on the account of a peer; false without room. Who holds none takes any number."""
+        """Reserve bytes for a peer; False without room. A peer's only message may exceed the limit of each peer."""
         num_bytes, held = min(num_bytes, self.max_peer_bytes), self._by_peer[peer]
         if (held and held + num_bytes > self.max_peer_bytes) or (
             self._num_bytes and self._num_bytes + num_bytes > self.max_bytes
@@ -36,7 +36,7 @@ class ByteBudget:
         return True
 
     def give_back(self, peer: PeerId, num_bytes: int) -> None:
-        """Give back what `take` took."""
+        """Release bytes that `take` has reserved."""
         num_bytes = min(num_bytes, self.max_peer_bytes)
         self._num_bytes -= num_bytes
         self._by_peer[peer] -= num_bytes
@@ -46,7 +46,7 @@ class ByteBudget:
         freed.set()
 
     def hold_of(self, peer: PeerId) -> Hold:
-        """Return what holds the requests of a peer within this budget; short ones are not counted."""
+        """Return the `Hold` of a peer's requests, which reserves bytes of this budget; short requests are free."""
 
         def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
             if num_bytes <= SMALL_BYTES:
@@ -57,7 +57,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def holding(self, peer: PeerId, num_bytes: int, *, timeout: float) -> AsyncIterator[None]:
-        """Hold bytes within this context, after waiting for room, `timeout` seconds at most; else `Busy`."""
+        """Reserve bytes within this context, waiting up to `timeout` seconds for room; else raise `Busy`."""
         try:
             async with asyncio.timeout(timeout):
                 while not self.take(peer, num_bytes):
@@ -76,7 +76,7 @@ class ByteBudget:
 
 @dataclass(eq=False)
 class StreamSlot:
-    """The place of a stream that another peer opened."""
+    """The slot of a stream that another peer has opened."""
 
     owner: Hashable
     hang_up: Callable[[], None]
@@ -84,35 +84,35 @@ class StreamSlot:
     num_busy: int = 0  # requests that are being answered
 
     def begin(self) -> None:
-        """Note a request."""
+        """Count a request that begins."""
         self.num_busy += 1
 
     def end(self) -> None:
-        """Note that a request is answered."""
+        """Count a request as answered."""
         self.num_busy -= 1
         self.since_s = now_s()
 
 
 @dataclass(eq=False)
 class StreamSlots:
-    """The streams that other peers have open here: each costs this process a file descriptor."""
+    """Limits the streams that other peers have open here: each costs this process a file descriptor."""
 
     max_in_all: int
     _by_owner: dict[Hashable, dict[StreamSlot, None]] = field(default_factory=dict)
     _num_open: int = 0
 
     def open(self, owner: Hashable, hang_up: Callable[[], None], *, at_most: int) -> StreamSlot | None:
-        """Give a new stream a place, for which others go if need be. None: all is full, and it has to go itself."""
+        """Assign a slot to a new stream, after closing another stream if necessary. None: the new one must close."""
         slot = StreamSlot(owner, hang_up, now_s())
         return slot if self.enter(slot, at_most=at_most) else None
 
     def enter(self, slot: StreamSlot, *, at_most: int) -> bool:
-        """Like `open`, for a stream that was counted elsewhere. False: it has to be closed."""
+        """Do as `open` for a slot of another `StreamSlots`. False: its stream must close."""
         own = self._by_owner.get(slot.owner, {})
         if not at_most:
             return False
         if len(own) >= at_most:
-            self._evict(own)  # the newest count: of the others its owner may not know any more
+            self._evict(own)  # the newest streams stay; the owner may have lost track of older ones
         elif self._num_open >= self.max_in_all and not self._evict_idle(self._all()):
             most = max(self._by_owner.values(), key=len)
             if len(most) <= len(own) + 1:
@@ -123,11 +123,11 @@ class StreamSlots:
         return True
 
     def of(self, owner: Hashable) -> list[StreamSlot]:
-        """Return the places of an owner's streams."""
+        """Return the slots of an owner's streams."""
         return list(self._by_owner.get(owner, ()))
 
     def close(self, slot: StreamSlot) -> None:
-        """Free a place. Twice is fine."""
+        """Free a slot. A second call does nothing."""
         slots = self._by_owner.get(slot.owner, {})
         if slot in slots:
             del slots[slot]
@@ -139,14 +139,14 @@ class StreamSlots:
         return (slot for slots in self._by_owner.values() for slot in slots)
 
     def _evict_idle(self, slots: Iterable[StreamSlot]) -> bool:
-        """Hang up the one of these streams that has been idle for longest; false if all are busy."""
+        """Hang up the stream that has been idle for longest; False if all are busy."""
         idle = min((slot for slot in slots if not slot.num_busy), key=lambda slot: slot.since_s, default=None)
         if idle is not None:
             self._hang_up(idle)
         return idle is not None
 
     def _evict(self, slots: Collection[StreamSlot]) -> None:
-        """Hang up an idle one of these streams, or the oldest."""
+        """Hang up the stream that has been idle for longest, or the oldest if all are busy."""
         if not self._evict_idle(slots):
             self._hang_up(next(iter(slots)))
 

@@ -1,4 +1,4 @@
-"""A peer's key pair: the file that keeps it, the peer id that contains its public key, and what it signs."""
+"""A peer's key pair: the file of the key, the peer id that contains the public key, and signatures."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lightning_swarm.network import PeerId
 _BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _DIGITS: Final = {letter: digit for digit, letter in enumerate(_BASE58)}
 # libp2p's encodings (github.com/libp2p/specs, peer-ids): protobuf, with the kind of a key and its bytes.
-_ED25519_PRIVATE: Final = bytes.fromhex("08011240")  # then the seed and the public key
-_ED25519_ID: Final = bytes.fromhex("002408011220")  # then the public key: the id is no hash
-_RSA_KEY: Final = bytes.fromhex("080012")  # then a length, and the key in DER
+_ED25519_PRIVATE: Final = bytes.fromhex("08011240")  # followed by the seed and the public key
+_ED25519_ID: Final = bytes.fromhex("002408011220")  # followed by the public key: the id is not a hash
+_RSA_KEY: Final = bytes.fromhex("080012")  # followed by a length, and the key in DER
 _SHA256_ID: Final = bytes.fromhex("1220")
 _KEY_BYTES: Final = 32
 _NUM_ID_BYTES: Final = len(_ED25519_ID) + _KEY_BYTES
@@ -37,21 +37,21 @@ _MAX_FILE_BYTES: Final = 16 << 10
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's key pair. An RSA key, which versions before wrote, names its peer, but signs nothing."""
+    """A peer's key pair. An RSA key, which earlier versions wrote, identifies its peer but cannot sign."""
 
-    # The id of an RSA key is a hash: a signature could not be verified by the id alone.
+    # The id of an RSA key is a hash, so a signature could not be verified by the id alone.
     peer_id: PeerId
-    encoded: bytes = field(repr=False)  # as libp2p's daemon reads it from a file
+    encoded: bytes = field(repr=False)  # the format of libp2p's daemon
     _key: Ed25519PrivateKey | None = field(repr=False, compare=False)
 
     @classmethod
     def generate(cls) -> Identity:
-        """Return a new one."""
+        """Generate a new Ed25519 key pair."""
         return cls._of(Ed25519PrivateKey.generate())
 
     @classmethod
     def decode(cls, encoded: bytes) -> Identity:
-        """Read what a file holds; `ValueError` if that is no private key."""
+        """Decode the content of a key file; `ValueError` if it is not a private key."""
         if encoded.startswith(_RSA_KEY):
             return cls(_rsa_id(encoded), encoded, None)
         seed = encoded[len(_ED25519_PRIVATE) :][:_KEY_BYTES]
@@ -63,12 +63,12 @@ class Identity:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Identity:
-        """Return the one with this secret, 32 bytes."""
+        """Return the key pair of a seed of 32 bytes."""
         return cls._of(Ed25519PrivateKey.from_private_bytes(seed))
 
     @property
     def seed(self) -> bytes:
-        """The secret of the key, 32 bytes, of which `from_seed` makes it again."""
+        """The secret of the key, 32 bytes, for `from_seed`."""
         assert self._key is not None
         return self._key.private_bytes_raw()
 
@@ -80,21 +80,21 @@ class Identity:
 
     @property
     def can_sign(self) -> bool:
-        """Return whether others can verify what this peer signs."""
+        """Return whether other peers can verify this peer's signatures."""
         return self._key is not None
 
     def sign(self, domain: bytes, message: bytes) -> bytes:
-        """Sign a message, 64 bytes. A signature holds in its `domain` only, so that none means two things."""
+        """Return the signature of a message, 64 bytes. It is valid in its `domain` only."""
         assert self._key is not None
         return self._key.sign(_in_domain(domain, message))
 
     def temporary_file(self) -> AbstractContextManager[Path]:
-        """Keep the key in a file that only this user may read, within the context."""
+        """Write the key to a file that only this user may read, and delete it when the context ends."""
         return temporary_file(self.encoded, Path(tempfile.gettempdir()))
 
 
 def public_key(peer: str) -> bytes | None:
-    """Return the Ed25519 key, 32 bytes, that a peer id contains; None for the id of an RSA key, and for other text."""
+    """Return the Ed25519 key (32 bytes) in a peer id; None for the id of an RSA key, and for any other text."""
     if _ED25519_NAME.fullmatch(peer) is None:
         return None
     number = 0
@@ -122,22 +122,22 @@ def is_signed(peer: str, domain: bytes, message: bytes, signature: bytes) -> boo
 
 @dataclass(frozen=True)
 class KeyUse:
-    """The purpose of a key, in the words of the errors about its file."""
+    """The purpose of a key, as parts of the errors about its file."""
 
-    setting: str  # that names the file
-    holder: str  # whose key it is
-    misuse: str  # what others could do with it
-    loss: str  # what a new key means
+    setting: str  # the setting that names the file
+    holder: str  # the owner of the key
+    misuse: str  # possible misuse by other users
+    loss: str  # consequence of a new key
 
 
 PEER_KEY: Final = KeyUse("`identity_path`", "this peer's", "pass for this peer", "with another id")
 
 
 def load_identity(path: Path, use: KeyUse = PEER_KEY) -> Identity:
-    """Read the identity in a file, made with a new key if it is not there; `ConfigError` says why it cannot be used."""
+    """Read the identity from a file, which is created with a new key if missing; `ConfigError` if it is unusable."""
     try:
         if not path.exists():
-            with suppress(FileExistsError):  # another process may have made one meanwhile: then that stays
+            with suppress(FileExistsError):  # another process may have created it meanwhile: then that file stays
                 write_new(path, Identity.generate().encoded)
         encoded = _read(path, use)
     except OSError as error:
@@ -149,12 +149,12 @@ def load_identity(path: Path, use: KeyUse = PEER_KEY) -> Identity:
 
 
 def _read(path: Path, use: KeyUse) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # the end of a pipe may never come
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # reading a pipe could block for ever
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             _refuse(path, use, "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file")
-        if status.st_uid == os.getuid() and status.st_mode & 0o077:  # as ssh does: another owner knows what it does
+        if status.st_uid == os.getuid() and status.st_mode & 0o077:  # like ssh, which accepts files of other owners
             _refuse(
                 path,
                 use,
@@ -192,7 +192,7 @@ def _rsa_id(encoded: bytes) -> PeerId:
 
 
 def _varint(number: int) -> bytes:
-    """Encode a length between 128 and 16383, which those of RSA keys are."""
+    """Encode a length between 128 and 16383, the range of RSA keys' lengths."""
     return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F))
 
 

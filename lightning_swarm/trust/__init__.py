@@ -1,1 +1,1 @@
-"""Access to a run: the owner's key, invitations, and certificates that anybody verifies offline."""
+"""Access to a run: the owner's key, invitations, and certificates that any peer can verify offline."""

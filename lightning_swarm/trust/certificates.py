@@ -1,7 +1,7 @@
-"""Invitations and bans, which a run's owner signs, and certificates, which name the peer that came by an invitation.
+"""Invitations and bans, which a run's owner signs, and certificates, which bind a peer to its invitation.
 
-The owner signs an invitation that has a key of its own. Whoever has its secret signs a certificate for one peer. So
-anyone who knows the owner's public key verifies a peer's certificate, without a server to ask.
+Each invitation has its own key pair: the owner signs its public key, and its secret key signs certificates of peers. So
+the owner's public key suffices to verify a peer's certificate, offline.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import INVITATION_BYTES, Role
 from lightning_swarm.network.identity import Identity, is_signed
 
-MAX_USES: Final = 4096  # all peers that came by an invitation are named where the run is shown
+MAX_USES: Final = 4096  # the view of a run lists all peers of an invitation
 MAX_TIME_S: Final = 1 << 36
 STAY_S: Final = 90 * 86400.0
-"""For how long a peer may stay, if its invitation does not say it otherwise."""
-MAX_REASON: Final = 100  # characters of the reason of a ban
+"""Seconds that a peer may stay, unless its invitation sets another time."""
+MAX_REASON: Final = 100  # characters of a ban's reason
 
-# Domains of signatures: none means two things.
+# Domains of signatures: a signature for one purpose is invalid for another.
 _INVITATION: Final = b"lightning_swarm/invitation/1"
 _CERTIFICATE: Final = b"lightning_swarm/certificate/1"
 _BAN: Final = b"lightning_swarm/ban/1"
@@ -35,34 +35,34 @@ Uses = Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]
 RunId = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 _Signature = Annotated[bytes, msgspec.Meta(max_length=_SIGNATURE_BYTES)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]  # a peer's id
-_Time = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_S)]  # in seconds since the epoch
+_Time = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_S)]  # seconds since the epoch
 
 
 class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Base of what is encoded here. No field has a default, so that none may be missing."""
+    """Base of the encoded classes. Fields have no defaults, so that decoding refuses missing ones."""
 
 
 class Invitation(_Record, frozen=True, tag=1):
-    """The owner's word that peers may come to a run. It is no secret; the key that it names is."""
+    """The owner's permission for peers to join a run. It is public; its secret key is in `SecretInvitation`."""
 
     run_id: RunId
     owner: _Name  # the public key that signs this, as an id
     number: InvitationNumber
     role: Role
-    uses: Uses  # so many peers may come by it
-    expires_at_s: _Time  # peers come before
-    stay_s: _Time  # and may stay for so long
+    uses: Uses  # number of peers that may join by it
+    expires_at_s: _Time  # end of the time for joining
+    stay_s: _Time  # seconds that a peer may stay
     key: _Name  # the public key that signs certificates, as an id
     signature: _Signature
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether its owner has signed it."""
+        """Return whether the owner has signed it."""
         return is_signed(self.owner, _INVITATION, _unsigned(self), self.signature)
 
 
 class Certificate(_Record, frozen=True, tag=2):
-    """An invitation, and the peer that came by it. It is public, and of no use to any other peer."""
+    """An invitation, and the peer that joined by it. It is public, and useless to any other peer."""
 
     invitation: Invitation
     peer: _Name
@@ -71,25 +71,25 @@ class Certificate(_Record, frozen=True, tag=2):
 
     @property
     def ends_at_s(self) -> int:
-        """The time, in seconds since the epoch, from which it is of no use any more."""
+        """The time at which it expires, in seconds since the epoch."""
         return self.issued_at_s + self.invitation.stay_s
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether the owner has signed the invitation, and whoever had that has signed this."""
+        """Return whether the owner has signed the invitation, and the invitation's key has signed this."""
         invitation = self.invitation
         return invitation.is_genuine and is_signed(invitation.key, _CERTIFICATE, _unsigned(self), self.signature)
 
 
 class SecretInvitation(_Record, frozen=True, tag=3):
-    """An invitation with the secret of its key: whoever has this may come."""
+    """An invitation with its secret key, by which any holder may join."""
 
     invitation: Invitation
     seed: Annotated[bytes, msgspec.Meta(min_length=_SEED_BYTES, max_length=_SEED_BYTES)]
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether the owner has signed the invitation, and the secret is that of its key."""
+        """Return whether the owner has signed the invitation, and the secret belongs to the invitation's key."""
         return self.invitation.is_genuine and Identity.from_seed(self.seed).peer_id == self.invitation.key
 
     def certify(self, peer: PeerId, *, now_s: float) -> Certificate:
@@ -98,24 +98,24 @@ class SecretInvitation(_Record, frozen=True, tag=3):
         signature = Identity.from_seed(self.seed).sign(_CERTIFICATE, encode(unsigned))
         return replace(unsigned, signature=signature)
 
-    def __repr__(self) -> str:  # the secret is for no log
+    def __repr__(self) -> str:  # keeps the secret out of logs
         return f"SecretInvitation({self.invitation!r})"
 
 
 class SignedBan(_Record, frozen=True, tag=4):
-    """The owner's word that a peer, or all that came by an invitation, take no part in a run; or may again."""
+    """The owner's ban of a peer, or of all peers of an invitation, from a run; or the end of such a ban."""
 
     run_id: RunId
     owner: _Name  # the public key that signs this, as an id
     subject: _Name  # a peer's id, or the number of an invitation in hex
     is_lifted: bool
-    decided_at_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # since the epoch: the newest word counts
+    decided_at_ns: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # nanoseconds since the epoch; the newest ban counts
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
     signature: _Signature
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether its owner has signed it."""
+        """Return whether the owner has signed it."""
         return is_signed(self.owner, _BAN, _unsigned(self), self.signature)
 
 
@@ -125,7 +125,7 @@ _T = TypeVar("_T", bound=_Record)
 def invite(
     owner: Identity, run_id: str, role: Role, *, uses: int, expires_at_s: float, stay_s: float
 ) -> SecretInvitation:
-    """Invite peers to a run, in its owner's name."""
+    """Create an invitation to a run, signed by its owner."""
     key = Identity.generate()
     unsigned = Invitation(
         run_id=run_id,
@@ -143,7 +143,7 @@ def invite(
 
 
 def ban(owner: Identity, run_id: str, subject: str, reason: str, *, is_lifted: bool, decided_at_ns: int) -> SignedBan:
-    """Ban a peer or an invitation from a run, or lift the ban, in the owner's name."""
+    """Create a ban of a peer or an invitation from a run, or the end of a ban, signed by the owner."""
     unsigned = SignedBan(
         run_id=run_id,
         owner=owner.peer_id,
@@ -162,7 +162,7 @@ def encode(record: _Record) -> bytes:
 
 
 def decode(data: bytes, kind: type[_T]) -> _T:
-    """Decode a record of a class, or of one of several; `ValueError` refuses all bytes but what `encode` gives."""
+    """Decode a record of one class, or of a union of classes; `ValueError` if `encode` would write other bytes."""
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it has {len(data)} bytes, and may have {_MAX_BYTES}")
     try:

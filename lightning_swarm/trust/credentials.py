@@ -12,19 +12,19 @@ from lightning_swarm.trust.certificates import Certificate, Invitation, SignedBa
 
 _EXPIRED: Final = "it expired"
 _IN_THE_FUTURE: Final = "in the future"
-_CLOCK_SKEW_S: Final = 60.0  # as between peers that announce something
+_CLOCK_SKEW_S: Final = 60.0  # the same as in the directory
 
 
 @dataclass(frozen=True)
 class RunCredentials:
-    """A peer's certificate for a run, and the means to verify those of others."""
+    """A peer's certificate for a run, and the means to verify other peers' certificates."""
 
     run_id: str
-    owner: PeerId  # whose key invites to this run: the root of all its certificates
+    owner: PeerId  # its key signs the run's invitations: the root of all certificates
     certificate: bytes
 
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
-        """Return what a certificate permits a peer now (seconds since the epoch); else `AccessDenied` says why."""
+        """Return a peer's permit by its certificate at `now_s` (seconds since the epoch), or raise `AccessDenied`."""
         try:
             shown = decode(certificate, Certificate)
         except ValueError as error:
@@ -47,7 +47,7 @@ class RunCredentials:
         )
 
     def verify_ban(self, signed: bytes) -> Ban:
-        """Return what the owner says of a peer or an invitation; `AccessDenied` if it is not the owner's word."""
+        """Return the ban that the owner has signed; `AccessDenied` if it is malformed or not signed by the owner."""
         try:
             said = decode(signed, SignedBan)
         except ValueError as error:
@@ -69,7 +69,7 @@ class RunCredentials:
 
 
 def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None) -> str | None:
-    """Say why an invitation is not one to a run; None if it is. Without an owner, any will do."""
+    """Return why an invitation is not valid for a run; None if it is. Without `owner`, any owner is accepted."""
     if invitation.run_id != run_id:
         return f"this invitation is for run {invitation.run_id!r}, not {run_id!r}"
     if owner not in (None, invitation.owner):
@@ -78,7 +78,7 @@ def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None
 
 
 def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None:
-    """Say why an invitation or a certificate is not valid now (seconds since the epoch); None if it is."""
+    """Return why an invitation or a certificate is invalid at `now_s` (seconds since the epoch); None if valid."""
     end_s = admission.ends_at_s if isinstance(admission, Certificate) else admission.expires_at_s
     if (late_s := now_s - end_s) >= 0:
         return f"{_EXPIRED} {_in_words(late_s)} ago"
@@ -92,7 +92,7 @@ def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None
 
 
 def is_untimely(denial: str) -> bool:
-    """Return whether another peer denied access by its clock, which this peer's clock did not."""
+    """Return whether another peer denied access because of its clock, with which this peer's may disagree."""
     return _EXPIRED in denial or _IN_THE_FUTURE in denial
 
 

@@ -1,4 +1,4 @@
-"""The line of text in which an invitation is handed over, and what is wrong with one."""
+"""Invitations as lines of text, and errors that explain why a line cannot be used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnyInvitation: TypeAlias = SecretInvitation | Certificate  # a certificate is fo
 
 
 def check_is_file_name(text: str) -> None:
-    """Refuse an invitation itself where the name of its file belongs. The error does not repeat it."""
+    """Refuse an invitation's text in place of its file's name. The error does not repeat the text."""
     if text.strip().startswith(_KIND):
         raise ConfigError(
             "`invite` must be the name of a file with an invitation, got an invitation itself: command lines and "
@@ -37,10 +37,10 @@ def from_text(text: str, source: str) -> AnyInvitation:
 
     Args:
         text: The line; space around it does not matter.
-        source: Where it comes from, for the errors, which never repeat the line.
+        source: Its origin, for the errors, which never repeat the line.
 
     Raises:
-        ConfigError: There is none, it is not whole, or it is not what an owner signed. The message says which.
+        ConfigError: The line is no invitation, is incomplete, or was not signed by its owner. The message says which.
     """
     line = text.strip()
     if not line.startswith(_KIND):
@@ -69,14 +69,14 @@ def refuse(source: str, why: str, remedy: str) -> NoReturn:
 
 
 def _payload(line: str) -> bytes | None:
-    """Return the payload of a line of this version; None if it is not whole."""
+    """Return the payload of a line of this version; None if it was cut or changed."""
     text = line.removeprefix(_PREFIX)
     try:
         payload = base64.b64decode((text + "=" * (-len(text) % 4)).encode(), altchars=b"-_", validate=True)
     except ValueError:
         return None
     data = payload[:-_CHECKSUM_BYTES]
-    return data if _line(data) == line else None  # its checksum, and no other spelling of it
+    return data if _line(data) == line else None  # checks the checksum, and refuses any other spelling
 
 
 def _line(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The key of a run's owner, and what it signs."""
+"""The key of a run's owner, which signs invitations and bans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_swarm.trust.certificates import STAY_S, Certificate, SecretInvita
 _USE: Final = KeyUse(
     "the file of the owner's key", "the owner's", "invite to the run", "and earlier invitations to the run are void"
 )
-OWN_S: Final = 10 * 365 * 86400.0  # for how long the owner's own peers are certified: longer than any run
+OWN_S: Final = 10 * 365 * 86400.0  # stay of the owner's own peers: longer than any run
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Owner:
 
     @classmethod
     def load(cls, run_id: str, path: Path) -> Owner:
-        """Read the key in a file, made with its folder if it is not there; `ConfigError` says what is wrong with it."""
+        """Read the key from a file; create both file and folder if missing. `ConfigError` if the key is unusable."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -46,13 +46,13 @@ class Owner:
         return cls(run_id, key)
 
     def invite(self, role: Role, *, uses: int, expires_at_s: float, stay_s: float = STAY_S) -> SecretInvitation:
-        """Invite peers to the run: they come before a time, and may stay for so long."""
+        """Invite peers to the run: they join before `expires_at_s`, and may stay for `stay_s` seconds."""
         return invite(self.key, self.run_id, role, uses=uses, expires_at_s=expires_at_s, stay_s=stay_s)
 
     def certify(
         self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float, stay_s: float = STAY_S
     ) -> Certificate:
-        """Invite one peer, in public: nobody keeps the secret of the invitation."""
+        """Certify one peer by an invitation of its own, whose secret is discarded."""
         invitation = self.invite(role, uses=1, expires_at_s=expires_at_s, stay_s=stay_s)
         return invitation.certify(peer, now_s=now_s)
 
@@ -61,11 +61,11 @@ class Owner:
         return ban(self.key, self.run_id, subject, reason, is_lifted=is_lifted, decided_at_ns=now_ns)
 
     def certify_own(self, peer: PeerId, *, now_s: float) -> Certificate:
-        """Certify the owner's own peer."""
+        """Certify one of the owner's own peers as a keeper."""
         return self.certify(peer, Role.KEEPER, now_s=now_s, expires_at_s=now_s + OWN_S, stay_s=OWN_S)
 
 
 def owner_file(folder: Path, run_id: str) -> Path:
-    """Return the path of a run's owner's key in a folder. The id may have characters that no file's name should."""
+    """Return the path of the owner's key for a run. An id that is unfit for a file name is hashed."""
     name = run_id if re.fullmatch(r"\w[\w.-]*", run_id, re.ASCII) else hashlib.sha256(run_id.encode()).hexdigest()
     return folder / f"{name}.owner"
