@@ -1,4 +1,4 @@
-"""Stages that a server does not hold, with the weights of those that do: a keeper judges by them."""
+"""Stages that a server borrows: it fetches their weights from the servers that hold them, to settle contradictions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
-# Of the time that an audit may take. One server is asked after the other, but none keeps the rest waiting for long.
+# Shares of a call's timeout: for asking all servers one after another, without waiting long for any; and for proofs.
 _ASKING: Final = 1 / 8
 _PROVING: Final = 1 / 4
 
@@ -38,15 +38,15 @@ class BorrowedStages:
     def __init__(self, context: ServerContext, steps: StepHandlers, model: Callable[[], PeerModel]) -> None:
         self._context, self._transport, self._events = context, context.transport, context.events
         self._steps, self._model = steps, model
-        # By index, with the generation and the version whose weights they have.
+        # stage index -> ((generation, version) of its weights, stage)
         self._stages: dict[int, tuple[tuple[int, int], Stage]] = {}
         self._borrowing = asyncio.Lock()
-        self._failures = Counter[PeerId]()  # who gave nothing, or nothing in time, is asked last
+        self._failures = Counter[PeerId]()  # failed or late answers; the servers with the most are asked last
 
     async def get(self, index: int, version: int) -> Stage:
-        """Return a stage with the weights of a version: this server's own, or a borrowed one.
+        """Return a stage with the weights of a version: this server's own stage, or a borrowed one.
 
-        Raises `PeerError` if nobody gives its weights, or nobody's are those that most servers of the stage have.
+        Raises `PeerError` if no server sends the weights that most servers of the stage have.
         """
         if index in self._steps.stages:
             return self._steps.stage(index)
@@ -62,8 +62,8 @@ class BorrowedStages:
             return stage
 
     async def _fetch(self, run: RunState, stage: Stage, version: int) -> None:
-        """Bring a borrowed stage to a version."""
-        self._stages.pop(stage.index, None)  # it is of no version meanwhile
+        """Load the weights of a version into a borrowed stage."""
+        self._stages.pop(stage.index, None)  # its weights belong to no version meanwhile
         request = StateRequest(
             stage_index=stage.index, step=version, generation=run.manifest.generation, optimizer=False
         )
@@ -77,7 +77,7 @@ class BorrowedStages:
         await self._context.compute(load)
 
     async def _first(self, peers: Sequence[PeerId], request: StateRequest) -> dict[str, Tensor]:
-        """Ask one server after the other, and return the first confirmed weights."""
+        """Ask one server after another, and return the first confirmed weights."""
         left, running = list(peers), dict[asyncio.Task[dict[str, Tensor]], PeerId]()
         pause_s = self._context.limits.call_timeout * _ASKING / max(1, len(peers))
         try:
@@ -106,7 +106,7 @@ class BorrowedStages:
             peer, STATE, Message(encode(request)), timeout=limits.call_timeout, max_bytes=limits.max_message_bytes
         )
         weights = named(decode(message.body, StageState).names, message.tensors)
-        # Or a liar's weights would convict whoever computes with the right ones.
+        # False weights from a malicious server would convict a server that computed with the right ones.
         timeout = limits.call_timeout * _PROVING
         confirmation = Confirmation(self._transport, self._context.membership.run, timeout, self._events)
         await confirmation.check(peer, request, lambda: parts_of_weights(weights))

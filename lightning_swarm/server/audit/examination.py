@@ -1,7 +1,7 @@
-"""Compares the sums and means of a stage's members with what they answered, and with what they committed to.
+"""Compares the sums and means of a stage's members with their answers and with their commitments.
 
-Nobody is convicted on another member's word. A member contradicts itself, or its commitment, or the mean that it holds
-of its own part is not that of what it says that it was given.
+One member's word never convicts another. A member is false if it contradicts itself or its commitment, or if its own
+part of the mean is not the mean of the sums that it reports to have received.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from lightning_swarm.server.averaging import deterministic
 from lightning_swarm.server.averaging.all_reduce import part_digest, squared_norm
 from lightning_swarm.server.averaging.projection import bucket_norms, part_digests, parts_of, project_parts, sum_parts
 
-_SAME: Final = 1e-9  # how far sketches in float64 of one vector may be apart that two machines make
+_SAME: Final = 1e-9  # largest relative distance of two machines' float64 sketches of one vector
 
 
 @dataclass(frozen=True)
 class _MeanNumbers:
-    """What follows from one mean."""
+    """Numbers computed from one mean."""
 
     means: Sequence[float]  # its projections
-    norms: Sequence[float]  # of the elements in each of them
+    norms: Sequence[float]  # norms of the elements in each projection
     squared_norm: float
-    wrong: Sequence[bool]  # for each part, whether rounding does not explain how it differs from the true mean
+    wrong: Sequence[bool]  # part -> whether it differs from the true mean by more than rounding
 
 
 class Examination:
-    """The vectors of one stage in one round, which come one after the other, in the roster's order."""
+    """Examines the vectors of one stage in one round, which arrive one after another, in the roster's order."""
 
     def __init__(self, request: ExamineRequest, members: Sequence[PeerId], *, exact: bool) -> None:
         if {*members} != request.answers.keys():
@@ -55,14 +55,14 @@ class Examination:
         self._told = request.told
         self._dtype = DTYPES[request.dtype]
         self._bounds, self._size = self._scale.bounds(len(members)), num_buckets(len(members))
-        self._given: dict[PeerId, list[bytes]] = {}  # digests of the parts of each member's sum
+        self._given: dict[PeerId, list[bytes]] = {}  # member -> digests of the parts of its sum
         self._total: Tensor | None = None
-        self._sizes: Tensor | None = None  # the sum of the sizes of what is added up
-        self._known: dict[tuple[bytes, ...], _MeanNumbers] = {}  # by the digests of a mean's parts
-        self.mean: Tensor = torch.empty(0)  # the true one, once `reduce` was called
+        self._sizes: Tensor | None = None  # sum of the members' absolute values
+        self._known: dict[tuple[bytes, ...], _MeanNumbers] = {}  # digests of a mean's parts -> its numbers
+        self.mean: Tensor = torch.empty(0)  # the true mean, after `reduce`
 
     def kind(self, of: Literal["sum", "mean"]) -> Tensor:
-        """Return a vector without values, of the shape and dtype of what members hold."""
+        """Return a vector without values, with the shape and dtype of the members' vectors."""
         length = self._scale.length
         if of == "sum" and self._exact:
             return torch.empty(2, length + 1, dtype=torch.int64, device="meta")
@@ -71,7 +71,7 @@ class Examination:
     # ------------------------------------------------------------------ sums
 
     def take_sum(self, peer: PeerId, values: Tensor | None) -> None:
-        """Compare a member's sum with its commitment and its projections; None: it sent no such vector."""
+        """Compare a member's sum with its commitment and its projections; None: it sent no vector of this kind."""
         if values is None or sum_digest(values) != self._commitments.get(peer):
             self.lies[peer] = f"{peer} shows another sum of gradients than it committed to"
             return
@@ -94,20 +94,20 @@ class Examination:
             self._sizes += values.abs()
 
     def _is_sketch(self, told: ToldSketch, values: Tensor) -> bool:
-        """Tell whether a sketch is that of a sum."""
+        """Return whether a sketch matches a sum."""
         found = sketch_of(0, values, told.seed, exact=self._exact)
         if not all(map(math.isfinite, found.values)):
             return not all(map(math.isfinite, told.values))
         return math.dist(told.values, found.values) <= _SAME * math.hypot(*found.values)
 
     def _part(self, values: Tensor, bounds: slice) -> list[Tensor]:
-        """Return a part of a sum as members give it."""
+        """Return a part of a sum in the form in which members send it."""
         return [values[0, bounds], values[1, bounds], values[:, -1]] if self._exact else [values[bounds]]
 
     # ------------------------------------------------------------------ means
 
     def reduce(self) -> None:
-        """Make the mean of all sums, to the same bits as members on a CPU do."""
+        """Compute the mean of all sums, with the same bits as members on a CPU."""
         assert self._total is not None
         if not self._exact:
             self.mean = torch.div(self._total, self._weight)
@@ -120,11 +120,11 @@ class Examination:
         self._learn(self.mean)
 
     def needs_mean(self, peer: PeerId) -> bool:
-        """Tell whether a member holds a mean that was not seen yet."""
+        """Return whether a member holds a mean that has not been examined yet."""
         return tuple(self._answers[peer].parts) not in self._known
 
     def take_mean(self, peer: PeerId, mean: Tensor | None) -> None:
-        """Compare a member's mean with its digests; None: it sent no such vector."""
+        """Compare a member's mean with its digests; None: it sent no vector of this kind."""
         if mean is None or self._learn(mean) != tuple(self._answers[peer].parts):
             self.lies[peer] = f"{peer} shows another mean than it answered for"
 
@@ -141,7 +141,7 @@ class Examination:
     def _is_wrong(self, part: Tensor, bounds: slice) -> bool:
         true = self.mean[bounds]
         equal = (part == true) | (part.isnan() & true.isnan())
-        if self._exact:  # any device makes the same bits of whole numbers
+        if self._exact:  # integer sums have the same bits on any device
             return not bool(equal.all())
         assert self._sizes is not None
         rounding = self._scale.rounding(len(self.members)) / self._scale.divisor
@@ -151,10 +151,10 @@ class Examination:
     # ------------------------------------------------------------------ verdict
 
     def judge(self) -> None:
-        """Find who contradicts itself, and who contradicts whom, once all sums and means are there."""
+        """Find members that contradict themselves or each other, once all sums and means are there."""
         for peer in self.members:
             answer, known = self._answers[peer], self._mean_of(peer)
-            if known is None:  # it lies, as was found
+            if known is None:  # already found to be false
                 continue
             right = same_numbers(answer.means, known.means, known.norms)
             if not right or not same_numbers([answer.squared_norm], [known.squared_norm]):
@@ -186,10 +186,10 @@ class Examination:
         self.contradictions.append(Contradiction(reducer=reducer, other=other, reason=reason))
 
     def reply(self) -> ExamineReply:
-        """Say what was found."""
+        """Return the findings."""
         norm = None
         if self._known and not self.lies:
-            # Where members contradict each other, all get the mean that was made here, which is the first one known.
+            # If members contradict each other, all receive the mean computed here, which is the first known one.
             known = next(iter(self._known.values())) if self.contradictions else self._mean_of(self.members[0])
             norm = known.squared_norm if known is not None else None
         return ExamineReply(lies=self.lies, contradictions=self.contradictions, unreached={}, squared_norm=norm)

@@ -1,4 +1,4 @@
-"""Answers what audits ask of a server: sketches of its sums, the work that it kept, and others' work done again."""
+"""Answers a server's calls in audits: it sketches its sums, shows its kept work, and recomputes other servers' work."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from lightning_swarm.server.handlers import checked_inputs, draws_of, raising_st
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
-_LAST: Final[Priority] = (2,)  # after all microbatches that wait
-_FOR_OTHERS: Final[Priority] = (2, 1)  # what another server asks for, and nobody ordered that here
-_MAX_ORDERS: Final = 8  # of which sums are kept
-_SHOWN_AT_ONCE: Final = 2  # microbatches, to one auditor
-_FARTHEST: Final = sys.float_info.max  # the most that a message holds
+_LAST: Final[Priority] = (2,)  # runs after all waiting microbatches
+_FOR_OTHERS: Final[Priority] = (2, 1)  # requests of other servers, which the coordinator has not announced here
+_MAX_ORDERS: Final = 8  # audit orders whose sums are kept
+_SHOWN_AT_ONCE: Final = 2  # microbatches shown to one auditor at a time
+_FARTHEST: Final = sys.float_info.max  # the largest number in a message
 _MAX_OVERFLOWING: Final = 1e-3  # share of a tensor's elements
 
 _T = TypeVar("_T")
@@ -65,22 +65,22 @@ _Order = tuple[int, int, int]  # generation, step, number
 
 @dataclass(eq=False)
 class _Recomputed:
-    """What this server computed again of another one's work in one stage."""
+    """Another server's work in one stage, recomputed by this server."""
 
     stage: Stage
     total: GradientSum
     claims: dict[Receipt, bytes] = field(default_factory=dict)
-    origins: dict[int, Origin] = field(default_factory=dict)  # batch -> its weight and trainer, as they came first
+    origins: dict[int, Origin] = field(default_factory=dict)  # batch -> its weight and trainer, as first received
     refused: set[Receipt] = field(default_factory=set)
     unheard: set[Receipt] = field(default_factory=set)
     magnitude: float = 0.0
     precision: str = ""
     distance: float | None = None
     num_taken: int = 0  # microbatches that were computed, or are about to be
-    early: dict[int, _Inputs] = field(default_factory=dict)  # of microbatches that came before their turn, by place
+    early: dict[int, _Inputs] = field(default_factory=dict)  # place -> inputs of a microbatch that came before its turn
 
     def take_next(self) -> _Inputs | None:
-        """Return the inputs of the microbatch that is added next; None: they have not come."""
+        """Return the inputs of the microbatch to add next; None if they have not come yet."""
         inputs = self.early.pop(self.num_taken, None)
         self.num_taken += inputs is not None
         return inputs
@@ -88,13 +88,13 @@ class _Recomputed:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a microbatch is computed from once more, and the results to compare with."""
+    """Data to recompute a microbatch, and the audited server's results for comparison."""
 
     request: AuditRequest
-    origin: Origin  # of its batch, as it came
+    origin: Origin  # weight and trainer of its batch, as received
     call: ForwardCall
     gradients: serialization.Tree
-    # The output, which of its tensors require grad, and the input's gradient, to be compared with.
+    # The audited server's output, the `requires_grad` flags of the output's tensors, and the input's gradient.
     results: tuple[serialization.Tree, Sequence[bool], serialization.Tree] | None = None
 
 
@@ -106,8 +106,8 @@ class AuditHandlers:
         self._membership, self._sums = context.membership, steps.sums
         self._borrowed = borrowed
         self._timeout = context.limits.call_timeout
-        self._shown = defaultdict[PeerId, asyncio.Semaphore](lambda: asyncio.Semaphore(_SHOWN_AT_ONCE))  # by caller
-        self._found: dict[_Order, dict[tuple[PeerId, int], _Recomputed]] = {}  # by order: whose work, of which stage
+        self._shown = defaultdict[PeerId, asyncio.Semaphore](lambda: asyncio.Semaphore(_SHOWN_AT_ONCE))  # one a caller
+        self._found: dict[_Order, dict[tuple[PeerId, int], _Recomputed]] = {}  # order -> (audited, stage) -> work
         max_bytes, membership = context.limits.max_message_bytes, self._membership
         context.transport.handle_call(SKETCH, self._handle_sketch)
         context.transport.handle_call(FINDINGS, self._handle_findings)
@@ -136,23 +136,23 @@ class AuditHandlers:
         request = decode(message.body, KeptWorkRequest)
         run = self._membership.run
         run.check_generation(request.generation)
-        # Who holds another stage sees nothing of this one's, and nobody before all is settled.
+        # Only the coordinator and servers of the stage see its work, and only after the sums are frozen.
         in_stage = request.stage_index < len(run.rosters) and any(
             member.peer_id == caller for member in run.rosters[request.stage_index]
         )
         if caller != run.coordinator and not in_stage:
             raise ProtocolError(f"{caller} holds no copy of stage {request.stage_index}, and audits nothing of it")
-        # Else one that asks for much would keep this server from its audits.
+        # Otherwise a caller with many requests could keep this server from its own audits.
         async with self._shown[caller]:
-            self._membership.run.check_generation(request.generation)  # it may have changed meanwhile
+            self._membership.run.check_generation(request.generation)  # may have changed meanwhile
             return await self._show(request, _LAST if caller == run.coordinator else _FOR_OTHERS)
 
     async def _show(self, request: KeptWorkRequest, priority: Priority) -> Message:
         self._sums.check_is_frozen(request.step, request.stage_index)
         read = partial(self._sums.kept_work, request.step, request.stage_index, request.receipt)
         try:
-            work = await asyncio.to_thread(read)  # perhaps from a file
-        except OSError as error:  # who refuses is convicted, and a disk that breaks is no lie
+            work = await asyncio.to_thread(read)  # the work may be in a file
+        except OSError as error:  # a server that refuses is convicted, but a broken disk is no refusal
             raise Busy(f"what was kept of {request.receipt} cannot be read: {error}") from error
         its_input = work.call.inputs if request.stage_index == 0 else work.call.inputs[0]
         output, requires_grad, input_gradients = None, list[bool](), None
@@ -172,7 +172,7 @@ class AuditHandlers:
         reply = KeptWorkReply(structure=structure, wants_grad=list(work.call.wants_grad), requires_grad=requires_grad)
         return Message(encode(reply), tuple(tensors))
 
-    # ------------------------------------------------------------------ others' work
+    # ------------------------------------------------------------------ other servers' work
 
     async def _handle_audit(self, caller: PeerId, message: Message) -> Message:
         self._membership.run.check_trainer(caller)
@@ -189,35 +189,35 @@ class AuditHandlers:
         stage = await self._stage_for(request)
         found = self._recomputed((key.generation, key.step, request.order), request.audited, stage)
         if request.place < found.num_taken or request.place in found.early:
-            return Message()  # it came twice
+            return Message()  # a duplicate
         if found.refused or found.unheard:
-            return Message()  # the sum will lack a microbatch, so the coordinator decides whatever the others are
+            return Message()  # the sum will lack a microbatch anyway, so the coordinator settles it without the rest
         try:
             inputs = await self._inputs(stage, request, message, Origin(request.weight, caller))
-        except _UNHEARD:  # that proves nothing: it is not there, or the link is slow
+        except _UNHEARD:  # no proof against the audited server: it may be gone, or the link slow
             found.unheard.add(key.receipt)
             raise
         if inputs is None:
             found.refused.add(key.receipt)
             return Message()
         found.early.setdefault(request.place, inputs)
-        # A sum's bits depend on the order of adding, so this adds as the audited server did.
+        # A sum's bits depend on the order of adding, so this server adds in the audited server's order.
         while (inputs := found.take_next()) is not None:
             await self._compute_again(found, inputs, run.weights_version(key.step))
         return Message()
 
     async def _compute_again(self, found: _Recomputed, inputs: _Inputs, version: int) -> None:
         if found.origins.setdefault(inputs.request.key.first, inputs.origin) != inputs.origin:
-            return  # the sum will lack it, for no weight of its batch is the right one for certain
+            return  # not added, because it is uncertain which weight of its batch is the right one
         try:
             await self._submit(found.stage, version, partial(_enter, found, inputs))
         except OutOfMemory:
-            raise  # that is this server's own, and convicts nobody
+            raise  # this server lacks memory, which says nothing about the audited server
         except SwarmError:
-            found.refused.add(inputs.request.key.receipt)  # what the audited server gave cannot be computed
+            found.refused.add(inputs.request.key.receipt)  # the audited server sent data that cannot be computed
 
     async def _stage_for(self, request: AuditRequest) -> Stage:
-        """The stage to compute with; only the coordinator borrows one, to judge."""
+        """Return the stage to compute with; only the coordinator borrows one, to settle a contradiction."""
         run = self._membership.run
         if run.coordinator != self._transport.peer_id:
             return self._sums.stage(request.stage_index)
@@ -227,14 +227,14 @@ class AuditHandlers:
         newest = (self._membership.run.manifest.generation, self._sums.version)
         self._found = {one: found for one, found in self._found.items() if one[:2] >= newest}
         if order not in self._found and len(self._found) >= _MAX_ORDERS:
-            del self._found[next(iter(self._found))]  # what it found was asked for long ago
+            del self._found[next(iter(self._found))]  # the coordinator has read these findings long ago
         units = self._found.setdefault(order, {})
         if (audited, stage.index) not in units:
             units[audited, stage.index] = _Recomputed(stage, stage.new_sum())
         return units[audited, stage.index]
 
     async def _inputs(self, stage: Stage, request: AuditRequest, message: Message, origin: Origin) -> _Inputs | None:
-        """Collect what the microbatch is computed from; None: the audited server does not give what it has to keep."""
+        """Collect the data to recompute a microbatch; None if the audited server refuses its part."""
         brought = serialization.unflatten(request.structure, message.tensors)
         if not isinstance(brought, tuple) or len(brought) != 2:
             raise ProtocolError("an audit brings a pair: inputs with extras, and gradients")
@@ -302,13 +302,13 @@ class AuditHandlers:
         return encode(await self._context.compute(compute))
 
 
-_UNHEARD: Final = (Unreachable, DeadlineExceeded, Busy, Damaged)  # errors of who gave no answer, or did not hear it
-_ELSEWHERE: Any = object()  # stands for a source: the input is at the audited server
+_UNHEARD: Final = (Unreachable, DeadlineExceeded, Busy, Damaged)  # errors that do not prove a refusal
+_ELSEWHERE: Any = object()  # placeholder for a source: the audited server has the input
 
 
 @dataclass(frozen=True)
 class _Results:
-    """A microbatch computed again."""
+    """Results of a recomputed microbatch."""
 
     output: serialization.Tree
     requires_grad: list[bool]
@@ -318,7 +318,7 @@ class _Results:
 
 
 def _recompute(stage: Stage, call: ForwardCall, gradients: serialization.Tree) -> _Results:
-    """Compute a microbatch forward and backward; on the compute thread."""
+    """Recompute a microbatch forward and backward; runs on the compute thread."""
     forward = stage.computation.forward(call)
     if forward.graph is None:
         raise ProtocolError("an audit is of a microbatch with gradients")
@@ -327,7 +327,7 @@ def _recompute(stage: Stage, call: ForwardCall, gradients: serialization.Tree) -
 
 
 def _enter(found: _Recomputed, inputs: _Inputs) -> None:
-    """Compute a microbatch again, and enter what came of it; on the compute thread."""
+    """Recompute a microbatch, and add its results to the findings; runs on the compute thread."""
     stage, request = found.stage, inputs.request
     again = _recompute(stage, inputs.call, inputs.gradients)
     found.total.add(again.parameter_gradients, request.weight)
@@ -345,7 +345,7 @@ def _enter(found: _Recomputed, inputs: _Inputs) -> None:
 
 
 def magnitude_of(gradients: Sequence[Tensor], weight: float) -> float:
-    """Return the norm of a microbatch's gradients, by which rounding is measured: of no numbers nothing is rounded."""
+    """Return the weighted norm of a microbatch's gradients, the scale of rounding; 0 if a gradient is not finite."""
     magnitude = weight * math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in gradients))
     if math.isfinite(magnitude):
         return magnitude
@@ -360,7 +360,7 @@ def _distance(
     *,
     precision: str,
 ) -> float:
-    """Return how far the results of another server are from those that were computed again."""
+    """Return the distance between an audited server's results and the recomputed ones, as in `relative_distance`."""
     pairs = [
         (stage.codecs.activations, output, again.output),
         (stage.codecs.gradients, input_gradients, again.input_gradients),
@@ -376,7 +376,7 @@ def _distance(
 
 
 def relative_distance(one: serialization.Tree, other: serialization.Tree, *, may_overflow: bool) -> float:
-    """Return the largest distance of two trees' tensors, relative to their norms; infinite if the trees differ."""
+    """Return the largest distance of two trees' tensors, relative to the other's norm; infinite if the trees differ."""
     (structure, tensors), (expected, others) = serialization.flatten(one), serialization.flatten(other)
     if structure != expected or [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in others]:
         return math.inf
@@ -389,7 +389,7 @@ def _tensor_distance(one: Tensor, other: Tensor, *, may_overflow: bool) -> float
     if not one.numel():
         return 0.0
     wide, its_wide = one.to(torch.float64), other.to(torch.float64)
-    # What overflows on one kind of machine may just not do so on another; but that is rare.
+    # A number that overflows on one kind of machine may stay finite on another, but this is rare.
     finite = wide.isfinite() & its_wide.isfinite()
     if int((wide.isfinite() ^ its_wide.isfinite()).sum()) > (_MAX_OVERFLOWING * one.numel() if may_overflow else 0):
         return math.inf

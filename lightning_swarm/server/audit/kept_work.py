@@ -1,4 +1,4 @@
-"""What a server keeps of a microbatch until its step is decided, and what it claims of it."""
+"""A server's work on microbatches, kept until their step is decided, and the digests that it claims for it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptWork:
-    """A microbatch as a server computed it: enough to compute it again, and digests of all that came and went."""
+    """A microbatch as a server computed it: the data to recompute it, and digests of its inputs and results."""
 
     call: ForwardCall
-    gradients: serialization.Tree  # of the outputs, as they came
+    gradients: serialization.Tree  # gradients of the outputs, as received
     claim: bytes  # see `CLAIM_BYTES`
 
     @classmethod
@@ -39,9 +39,9 @@ class KeptWork:
         gradients: serialization.Tree,
         input_gradients: serialization.Tree,
         *,
-        is_first: bool,  # the stage's input is the pipeline's own
+        is_first: bool,  # the stage's input is the pipeline's input
     ) -> KeptWork:
-        """Make it of a forward and a backward that are done."""
+        """Return the kept work of a finished forward and backward."""
         parts = [
             tree_digest(call.inputs if is_first else call.inputs[0], call.wants_grad),
             output_digest,
@@ -63,25 +63,25 @@ class _SpilledWork:
 class KeptWorks:
     """Keeps the work of one stage in one step: up to `max_bytes` of tensors in memory, the rest in a file."""
 
-    # The compute thread keeps work, and other threads read what is kept.
+    # The compute thread adds work, and other threads read it.
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._works: dict[Receipt, KeptWork | _SpilledWork] = {}
         self._file = TensorFile()
-        self.used_bytes = 0  # in memory
+        self.used_bytes = 0  # bytes in memory
 
     def __contains__(self, receipt: Receipt) -> bool:
         return receipt in self._works
 
     def keep(self, receipt: Receipt, work: KeptWork) -> None:
-        """Keep what a microbatch was computed from."""
+        """Keep the work on a microbatch."""
         structure, tensors = serialization.flatten((work.call.inputs, work.call.extras, work.gradients))
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if self.used_bytes + num_bytes > self._max_bytes:
             try:
                 places = self._file.write(tensors)
             except OSError as error:
-                self._max_bytes = sys.maxsize  # who cannot show its work is left out of the step
+                self._max_bytes = sys.maxsize  # a server that cannot show its work is excluded from the step
                 _log.warning("No room in %s for what audits may ask for; it stays in memory: %s", gettempdir(), error)
             else:
                 call = replace(work.call, inputs=(), extras={})
@@ -91,12 +91,12 @@ class KeptWorks:
         self._works[receipt] = work
 
     def claim(self, receipt: Receipt) -> bytes:
-        """Return what is claimed of a microbatch."""
+        """Return the digests that this server claims for a microbatch."""
         work = self._works[receipt]
         return work.claim if isinstance(work, KeptWork) else work.without_tensors.claim
 
     def get(self, receipt: Receipt) -> KeptWork:
-        """Return what a microbatch was computed from."""
+        """Return the work on a microbatch."""
         work = self._works[receipt]
         if isinstance(work, KeptWork):
             return work
@@ -107,12 +107,12 @@ class KeptWorks:
 
 
 def output_digest(result: ForwardResult) -> bytes:
-    """Return the digest of a forward's output, as the next stage gets it."""
+    """Return the digest of a forward's output, as the next stage receives it."""
     return tree_digest(result.output, result.requires_grad)
 
 
 def sum_digest(values: Tensor) -> bytes:
-    """BLAKE3 of a gradient sum, of whichever kind."""
+    """Return the BLAKE3 digest of a gradient sum, in floats or in fixed point."""
     return digest([values], b"sum;")
 
 
@@ -121,6 +121,6 @@ def sketch_of(stage_index: int, values: Tensor, seed: int, *, exact: bool) -> St
     if not exact:
         return StageSketch(stage_index=stage_index, values=project(values, seed).tolist())
     found = project(deterministic.quotient(values[:, :-1], 1.0), seed)
-    if not deterministic.is_whole(values[:, -1]):  # a gradient that was no number is only noted
+    if not deterministic.is_whole(values[:, -1]):  # a fixed-point sum only marks that a gradient was not finite
         found.fill_(math.nan)
     return StageSketch(stage_index=stage_index, values=found.tolist())

@@ -1,6 +1,6 @@
-"""A server's part in checking the means of an audited run: it projects what it holds, and shows it when asked.
+"""A server's part in checking the means of an audited run: it projects its sums and means, and sends them on request.
 
-Where projections do not agree, the coordinator's own server examines the sums and the means themselves.
+If projections disagree, the coordinator's own server examines the sums and the means themselves.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
-_TRIES = 3  # of a vector that is damaged on its way
+_TRIES = 3  # attempts to fetch a vector that arrives damaged
 
 
 class MeanChecks:
-    """Answers the coordinator's questions about a round's sums and means, and examines those of others for it."""
+    """Answers the coordinator's requests about a round's sums and means, and examines other servers' for it."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         self._transport, self._compute = context.transport, context.compute
         self._membership, self._me = context.membership, context.me.peer_id
         self._timeout = context.limits.call_timeout
-        self._durations = Durations()  # of fetching a vector
+        self._durations = Durations()  # times to fetch a vector
         self._sums, self._rounds = steps.sums, steps.rounds
         transport, max_bytes = context.transport, context.limits.max_message_bytes
         transport.handle_call(PROJECT, self._handle_project)
@@ -63,7 +63,7 @@ class MeanChecks:
             REPLACE_MEAN, self._handle_replacement, max_bytes=max_bytes, admit=self._check_coordinator
         )
 
-    # ------------------------------------------------------------------ what is held here
+    # ------------------------------------------------------------------ this server's vectors
 
     def _held(self, caller: PeerId, closing: Closing) -> HeldRound:
         """Return the result of a round; refuse any caller but the coordinator, and a round that is not held here."""
@@ -86,7 +86,7 @@ class MeanChecks:
             for index, stage in stages
         ]
         found = await self._compute(lambda: [work() for work in works])
-        self._held(caller, closing)  # else the step was decided, and the sums were used for another one
+        self._held(caller, closing)  # refuses if the step was decided meanwhile, and its sums reused
         return encode(ProjectReply(stages=found))
 
     async def _handle_vector(self, caller: PeerId, message: Message) -> Message:
@@ -95,11 +95,11 @@ class MeanChecks:
         vector = stage.sum_of(request.closing.step).values
         if request.of == "mean":
             vector = held.gradients[stage.index]
-        # Not copied: nobody adds to a frozen sum, and no record is decided while the coordinator waits for this.
+        # No copy is needed: a frozen sum does not change, and no record is decided while the coordinator waits here.
         return Message(b"", (to_cpu(vector),))
 
     async def _handle_replacement(self, caller: PeerId, message: Message) -> Message:
-        """Hold the mean that the coordinator made of all sums, because members do not agree on theirs."""
+        """Hold the coordinator's mean of all sums from now on, because the members' means disagree."""
         request = decode(message.body, MeanReplacement)
         held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
         own = held.gradients[stage.index]
@@ -109,10 +109,10 @@ class MeanChecks:
         self._rounds.replace_mean(request.closing, stage.index, message.tensors[0].to(own.device))
         return Message()
 
-    # ------------------------------------------------------------------ what others hold
+    # ------------------------------------------------------------------ other servers' vectors
 
     async def _handle_examine(self, caller: PeerId, body: bytes) -> bytes:
-        """Compare the vectors of a stage's members with their answers; asked by the coordinator beside this server."""
+        """Compare the vectors of a stage's members with their answers, for the coordinator in this process."""
         request = decode(body, ExamineRequest)
         closing = request.closing
         if caller != self._me:
@@ -132,7 +132,7 @@ class MeanChecks:
         return [member.peer_id for member in self._sums.run.present(closing.absent)[index]]
 
     async def _examine(self, request: ExamineRequest, examination: Examination) -> None:
-        """Fetch one vector after another, for each may take as much memory as the stage."""
+        """Fetch one vector after another, because each may take as much memory as the stage."""
         for peer in examination.members:
             if request.drawn is None or peer in request.drawn:
                 vector = await self._fetch(peer, request, "sum", examination)
@@ -152,12 +152,12 @@ class MeanChecks:
     async def _fetch(
         self, peer: PeerId, request: ExamineRequest, of: Literal["sum", "mean"], examination: Examination
     ) -> Tensor | None:
-        """Fetch a vector; None: what came is none of the right kind."""
+        """Fetch a vector; None if the answer has another dtype or shape."""
         asked = VectorRequest(closing=request.closing, stage_index=request.stage_index, of=of)
         wanted = examination.kind(of)
         max_bytes = wanted.numel() * wanted.itemsize
         begin_s = now_s()
-        deadline_s = begin_s + self._patience_s  # of all tries, for the coordinator waits no longer
+        deadline_s = begin_s + self._patience_s  # shared by all attempts, because the coordinator waits no longer
         for left in reversed(range(_TRIES)):
             try:
                 timeout = max(0.0, deadline_s - now_s())
@@ -190,7 +190,7 @@ class MeanChecks:
 
 
 class _Unreached(SwarmError):
-    """A member did not give what was asked for."""
+    """A member did not answer a request for a vector, or to hold a mean."""
 
     def __init__(self, peer: PeerId, error: SwarmError) -> None:
         super().__init__(f"{peer} did not show what it holds: {error}")
