@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from lightning_swarm.network.access import Permit
 
 PeerId = NewType("PeerId", str)
-"""A peer's identity: the base58 text of its Ed25519 public key. Of an RSA key, which some peers have, it is a hash."""
+"""A peer's identity: the base58 text of its Ed25519 public key, or of the hash of its RSA key."""
 
 MAX_CALL_BYTES = 1 << 20
-"""Longest body of a call or of its answer. Calls share a stream, and a long one would hold up the others."""
+"""Longest body of a call or of its answer. Calls share a stream, and a long body would delay other calls."""
 
 SMALL_BYTES = 64 << 10
-"""Most tensor bytes of a message that travels on the stream of the calls. More would hold up the calls."""
+"""Most tensor bytes of a message on the stream of the calls. A larger message would delay the calls."""
 
 MAX_STREAM_BYTES = 8 << 30
 """Default cap on the bytes of all tensors of one message. It is checked before memory is allocated."""
@@ -42,37 +42,37 @@ class Message:
 
 
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
-"""``(caller, body) -> body``. The caller is authenticated. A `SwarmError` travels back to it by its name."""
+"""``(caller, body) -> body``. The caller is authenticated. A `SwarmError` is sent back by its name."""
 
 StreamHandler = Callable[[PeerId, Message], Awaitable[Message]]
 """``(caller, message) -> message``, both with tensors."""
 
 
 Admit = Callable[[PeerId], None]
-"""Looks at a caller, and raises a `SwarmError` if it may not call."""
+"""Checks a caller, and raises a `SwarmError` if it may not call."""
 
 
 @dataclass
 class Traffic:
-    """Bytes, framing included, that this peer exchanged with others, by ``(other peer, method)``."""
+    """Bytes, framing included, that this peer has exchanged, by ``(other peer, method)``."""
 
     sent_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
     received_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
 
     def totals(self) -> tuple[int, int]:
-        """Return all bytes sent and all bytes received; any thread may ask."""
+        """Return all bytes sent and all bytes received. Safe from any thread."""
         # Copied at once: the loop's thread may add an entry meanwhile.
         return sum(list(self.sent_bytes.values())), sum(list(self.received_bytes.values()))
 
 
-_SHORT_BYTES: Final = 4 << 10  # up to this length, a message takes as long as an empty one
-_LONG_BYTES: Final = 64 << 10  # from this length on, a message tells the bandwidth
+_SHORT_BYTES: Final = 4 << 10  # messages up to this length measure the round trip
+_LONG_BYTES: Final = 64 << 10  # messages of this length or more measure the bandwidth
 _MAX_LINKS: Final = 1024
 
 
 @dataclass(frozen=True)
 class TransferSample:
-    """The length of a long message, and the seconds of its exchange, with the message the other way."""
+    """The length of a long message, and the seconds of its exchange, the message in the other direction included."""
 
     num_bytes: int
     took_s: float
@@ -80,18 +80,18 @@ class TransferSample:
 
 @dataclass
 class LinkEstimate:
-    """The link to a peer at its best: an exchange that waited, or shared the link, does not count against it."""
+    """The best samples of the link to a peer. Slower exchanges, which waited or shared the link, are ignored."""
 
-    round_trip_s: float | None = None  # of a small call and its answer; None: there was none
-    sent: TransferSample | None = None  # the fastest request with tensors; None: there was none long enough
-    received: TransferSample | None = None  # the fastest answer with tensors, likewise
+    round_trip_s: float | None = None  # fastest short call with its answer; None: no sample
+    sent: TransferSample | None = None  # fastest long request; None: no sample
+    received: TransferSample | None = None  # fastest long answer; None: no sample
 
 
 class LinkEstimates(dict[str, LinkEstimate]):
     """Link estimates by peer id, for the first thousand peers."""
 
     def add_sample(self, peer: str, *, sent_bytes: int, received_bytes: int, took_s: float) -> None:
-        """Count one exchange: bytes of the request and of the answer, and seconds from one to the other."""
+        """Add the sample of an exchange: bytes of the request and of the answer, and the seconds between them."""
         if peer not in self and len(self) >= _MAX_LINKS:
             return
         link = self.setdefault(peer, LinkEstimate())
@@ -114,7 +114,7 @@ class Transport(ABC):
     traffic: Traffic
     links: LinkEstimates
     on_refused: Callable[[int], None]
-    """Called with the number of requests refused since the last call: their peers' certificates do not permit them."""
+    """Called with the number of requests refused since the last call because certificates did not permit them."""
 
     @property
     @abstractmethod
@@ -124,7 +124,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Return whether this peer can send nothing any more."""
+        """Return whether this peer can no longer send anything."""
 
     @abstractmethod
     def handle_call(self, method: str, handler: CallHandler) -> None:
@@ -135,7 +135,8 @@ class Transport(ABC):
         self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES, admit: Admit | None = None
     ) -> None:
         """Answer the streams of `method`. Requests with more tensor bytes than `max_bytes` are refused unread."""
-        # So are those of callers that `admit` refuses. A method without `admit` takes little of one caller at once.
+        # Requests of callers that `admit` refuses are refused unread, too. Without `admit`, each caller may have fewer
+        # bytes under way.
 
     @abstractmethod
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
@@ -145,31 +146,31 @@ class Transport(ABC):
         # - DeadlineExceeded: no answer came in time;
         # - ProtocolError: the body or the answer is too long, or the method is unknown there;
         # - AccessDenied: this peer's certificate does not permit the call there;
-        # - Untrusted: that peer shows no certificate of this run, so it was not asked;
-        # - any other SwarmError that the handler raised: it travels by its name.
+        # - Untrusted: that peer shows no certificate of this run, so nothing was sent to it;
+        # - any other SwarmError that the handler raised, which is sent by its name.
 
     @abstractmethod
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
     ) -> Message:
-        """Send one message with tensors and return the answer, which has tensors, too. Raises what `call` raises."""
+        """Send one message with tensors and return the answer, which has tensors, too. Raises the errors of `call`."""
         # The tensors are only read and may be shared, but must not change until this returns. An answer with more than
-        # `max_bytes` of tensors is refused before memory is allocated. If neither it nor the request may have more
-        # than `SMALL_BYTES`, the exchange costs no more than a call does.
+        # `max_bytes` of tensors is refused before memory is allocated. If `max_bytes` and the request are at most
+        # `SMALL_BYTES`, the exchange costs no more than a call.
 
     @abstractmethod
     async def ping(self, peer: PeerId) -> float:
-        """Return the seconds until a peer answers, though it computes; `Unreachable` if it is silent for too long."""
+        """Return the seconds until a peer answers, even if it computes; `Unreachable` if it is silent for too long."""
         # There is no need to ping before a call: during an exchange its peer is pinged, and `Unreachable` is raised
-        # soon after it fell silent. So a call's `timeout` may be as long as the work that it asks for.
+        # soon after it falls silent. So a call's `timeout` may be as long as the requested work.
 
     @abstractmethod
     def permit_of(self, peer: PeerId) -> Permit | None:
-        """Return what the certificate permits that a peer has shown; None: it has shown none, or all peers may call."""
+        """Return the permit of a peer's certificate; None: it has shown none, or all peers may call."""
 
     @abstractmethod
     async def certify(self, peer: PeerId) -> Permit | None:
-        """Like `permit_of`, after showing each other the certificates if need be. Raises what `call` raises."""
+        """Like `permit_of`, after exchanging certificates if necessary. Raises the errors of `call`."""
 
     @property
     @abstractmethod
@@ -179,11 +180,11 @@ class Transport(ABC):
     @property
     @abstractmethod
     def bans(self) -> list[bytes]:
-        """The newest word of the run's owner on each peer and invitation that was ever banned."""
+        """The newest signed ban of each peer or invitation that was ever banned, lifted bans included."""
 
     @abstractmethod
     def ban(self, signed: bytes) -> None:
-        """Heed the owner's word on a peer or an invitation; `AccessDenied` if it is not, or if all peers may call."""
+        """Apply the owner's ban, or its end; `AccessDenied` if the owner did not sign it, or if all peers may call."""
 
     @abstractmethod
     async def connect(self, addresses: Sequence[str]) -> None:
@@ -191,26 +192,26 @@ class Transport(ABC):
 
     @abstractmethod
     async def identify(self, address: str) -> PeerId | None:
-        """Return the id of the peer that answers at an address (``/ip4/…/tcp/…``); None if none is found there."""
+        """Return the id of the peer that answers at an address (``/ip4/…/tcp/…``); None if no peer is found."""
 
     @abstractmethod
     async def addresses(self) -> tuple[str, ...]:
-        """Return the full addresses (``/ip4/…/tcp/…/p2p/<peer id>``) under which others can reach this peer."""
+        """Return the full addresses (``/ip4/…/tcp/…/p2p/<peer id>``) by which other peers can reach this one."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop serving. Every exchange that is still going on ends with `Unreachable`. Twice is fine."""
+        """Stop serving, and end all open exchanges with `Unreachable`. A second call does nothing."""
 
 
 MAX_RECORD_BYTES: Final = 64 << 10
 """Longest value of an announcement."""
 
 MAX_RECORD_TTL_S: Final = 86_400.0
-"""Longest life of an announcement. One that claims to live longer is malformed."""
+"""Longest life of an announcement. A longer one is malformed."""
 
 
 def check_record(key: str, value: bytes, ttl_s: float) -> None:
-    """Refuse to announce what other peers would leave out."""
+    """Refuse an announcement that other peers would ignore."""
     if len(value) > MAX_RECORD_BYTES:
         raise ProtocolError(f"An announcement has at most {MAX_RECORD_BYTES} bytes, got {len(value)} for {key!r}.")
     if not 0 < ttl_s <= MAX_RECORD_TTL_S:
@@ -222,12 +223,12 @@ class Directory(ABC):
 
     @abstractmethod
     async def announce(self, key: str, value: bytes, *, ttl_s: float) -> None:
-        """Publish `value` in place of this peer's earlier one; `Unreachable` if there are others and none stored it."""
+        """Publish `value` in place of this peer's earlier one; `Unreachable` if there are peers and none stored it."""
 
     @abstractmethod
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
-        """Return the announcements under `key` that have not expired. Malformed ones of others are left out."""
+        """Return the announcements under `key` that have not expired. Malformed ones are left out."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Leave the directory. Twice is fine."""
+        """Leave the directory. A second call does nothing."""

@@ -15,7 +15,7 @@ from lightning_swarm.network import PeerId
 _SHORT: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})/(?P<peer>\w+)")
 _PLACE: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})")
 _LONG: Final = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^\s/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<peer>\w+)")
-# Loopback and link-local addresses, and those of private networks, of which two may have the same ones.
+# Loopback, link-local and private addresses, which several machines may share.
 _AMBIGUOUS: Final = tuple(
     map(
         ipaddress.ip_network,
@@ -30,9 +30,9 @@ _PEER_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")  # a key, or its ha
 
 @dataclass(frozen=True)
 class HostPort:
-    """A host and TCP port where a peer listens, or where others find it."""
+    """A host and TCP port where a peer listens, or where other peers reach it."""
 
-    host: str  # an IP address, or a name if others are to resolve it
+    host: str  # an IP address, or a name that other machines resolve
     port: int  # 0 lets the system choose
 
     @classmethod
@@ -59,7 +59,7 @@ class HostPort:
         return cls(found["ip6"] or found["host"], int(found["port"]))
 
     def further(self, rank: int) -> HostPort:
-        """Return the address of the machine's peer number `rank`, which is as many ports further on."""
+        """Return the address of the machine's peer number `rank`, whose port is higher by `rank`."""
         return HostPort(self.host, self.port + rank if self.port else 0)
 
     @property
@@ -105,7 +105,7 @@ class Address:
 
     @classmethod
     def parse_all(cls, texts: Iterable[str]) -> list[Address]:
-        """Read the texts that are addresses, and leave out the others."""
+        """Read the texts that are addresses, and skip all other texts."""
         found = []
         for text in texts:
             with suppress(ConfigError):
@@ -139,12 +139,12 @@ class Address:
 
 
 def widest(addresses: Sequence[Address]) -> Address:
-    """Choose one of a peer's addresses, one that other machines can use if there is any."""
+    """Choose one of a peer's addresses, preferably one that other machines can use."""
     return min(addresses, key=lambda address: address.place.is_loopback)
 
 
 def host_of(maddrs: Sequence[str]) -> str:
-    """Return the host of a peer's full addresses, one that other machines know if possible; "" if there is none."""
+    """Return the host of a peer's full addresses, preferably one that other machines can use; "" if there is none."""
     hosts = [parts[2] for parts in (maddr.split("/") for maddr in maddrs) if len(parts) > 2]
     return min(hosts, key=lambda host: HostPort(host, 0).is_loopback, default="")
 

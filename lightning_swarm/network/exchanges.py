@@ -1,4 +1,4 @@
-"""Exchanges with other peers that are under way, so that they can be ended before their time."""
+"""Registers of open exchanges with other peers, so that they can be ended early."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_swarm.network.rpc import Guard
 
 
 class OpenExchanges:
-    """The exchanges that are under way, by whatever each of them is known by."""
+    """The open exchanges that this peer has begun, each under a key."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[PeerId, Callable[[], None]]] = {}  # ordered, so that a run repeats exactly
 
     def open(self, exchange: Hashable, peer: PeerId, end: Callable[[], None]) -> None:
-        """Have `end` and `end_all` call this to end an exchange, until `close`."""
+        """Register an exchange until `close`. The methods `end` and `end_all` end it by the callback `end`."""
         self._open[exchange] = peer, end
 
     def close(self, exchange: Hashable) -> None:
-        """Note that an exchange has ended, if it had begun."""
+        """Remove an exchange from the register, if it is there."""
         self._open.pop(exchange, None)
 
     def end(self, peer: PeerId) -> None:
@@ -40,21 +40,21 @@ class OpenExchanges:
 
 
 def end_now(limit: asyncio.Timeout) -> None:
-    """Let a deadline pass."""
+    """Expire a timeout now, unless it has expired already."""
     if not limit.expired():
         limit.reschedule(now_s())
 
 
 class OpenAnswers(Guard):
-    """The tasks that answer other peers, each its own request. Every request has one, so it costs little."""
+    """The tasks that answer other peers' requests, one task each. It runs for every request, so it must be cheap."""
 
     def __init__(self) -> None:
-        self.gate: Gatekeeper | None = None  # the present one: a request may outlive the one that let it in
+        self.gate: Gatekeeper | None = None  # the current gate; a request may outlive the gate that admitted it
         self._caller_of: dict[asyncio.Task[Any], PeerId] = {}  # ordered, so that a run repeats exactly
-        self._ended: dict[asyncio.Task[Any], bool] = {}  # and whether they are cancelled already
+        self._ended: dict[asyncio.Task[Any], bool] = {}  # task to end -> whether it is cancelled already
 
     def end(self, caller: PeerId) -> None:
-        """Cancel the answers to a caller soon. The task that runs now may be one, and be done before."""
+        """Cancel the answers to a caller on the loop's next turn. The running task may be one, and end before."""
         for task, peer in self._caller_of.items():
             if peer == caller and task not in self._ended:
                 self._ended[task] = False
@@ -76,7 +76,7 @@ class OpenAnswers(Guard):
 
     def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
         """See `Guard`."""
-        if self._ended.get(task) and not task.uncancel():  # else somebody else cancels it, too
+        if self._ended.get(task) and not task.uncancel():  # else other code has cancelled it, too
             self.check_answered(caller, method)
             raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
 
@@ -87,6 +87,6 @@ class OpenAnswers(Guard):
             self._ended.pop(task, None)
 
     def check_answered(self, caller: PeerId, method: str) -> None:
-        """See `Guard`. No timer tells when a certificate ends."""
+        """See `Guard`. This also finds expired certificates, for which there is no timer."""
         if self.gate is not None:
             self.gate.check_answered(caller, method)

@@ -36,17 +36,17 @@ def new_bytes(n: int) -> Tensor:
 
 
 class BufferPool:
-    """Reuses memory that is needed again and again, in the same sizes, once nothing refers to it any more."""
+    """Reuses buffers of recurring sizes once nothing refers to them any more."""
 
-    # Linux clears each page that it hands out. In a process whose memory has been in use for a while that takes as long
-    # as ten passes over it: 0.15 s for 50 MB were measured.
+    # Linux clears each page before a process gets it. In a process whose memory has been in use for a while, this takes
+    # as long as ten passes over the page: 0.15 s for 50 MB were measured.
     def __init__(self, num_spare: int, max_bytes: int) -> None:
-        self._max_bytes = max_bytes  # of an unused piece that is kept
-        # The newest unused pieces. Any thread may use this: `deque`'s methods are atomic.
+        self._max_bytes = max_bytes  # largest unused buffer that is kept
+        # The newest unused buffers. Any thread may use them, because `deque`'s methods are atomic.
         self._spare = deque[npt.NDArray[np.uint8]](maxlen=num_spare)
 
     def new_bytes(self, n: int) -> Tensor:
-        """Do as the function `new_bytes`."""
+        """Do as the function `new_bytes`, but reuse memory where possible."""
         if n < _HUGE_BYTES:
             return torch.empty(n, dtype=torch.uint8)
         raw = self._take(n)
@@ -147,7 +147,7 @@ class FixedHeader:
     kind: Kind
     exchange_id: int  # chosen by the caller, repeated by the answer
     control_bytes: int
-    payload_bytes: int  # of all tensors
+    payload_bytes: int  # bytes of all tensors
     control_checksum: int
 
     @property
@@ -162,10 +162,10 @@ class Head:
 
     kind: Kind
     exchange_id: int  # chosen by the caller, repeated by the answer
-    method: str  # for an error: its name
-    body: bytes  # for an error: its text
+    method: str  # or the name of an error
+    body: bytes  # or the text of an error
     specs: tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each tensor
-    payload_bytes: int  # of all tensors
+    payload_bytes: int  # bytes of all tensors
 
     def check_size(self, max_bytes: int) -> None:
         """Refuse more than `max_bytes` of tensors, before any memory is allocated for them."""
@@ -181,7 +181,7 @@ class Head:
 
 
 def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Iterator[Buffer]:
-    """Return the buffers that make up a message, to be written in order, or refuse a message that cannot travel."""
+    """Return the buffers that make up a message, in the order of writing, or refuse a message that cannot be sent."""
     check_outgoing(method, message)
     views = [to_bytes(tensor) for tensor in message.tensors]
     specs = tuple(map(spec_of, message.tensors))
@@ -193,7 +193,7 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
     if payload_bytes <= _JOIN_BYTES:
         payload = b"".join(views)
         return iter((b"".join((head, payload, _TRAILER.pack(_END, crc32(payload)))),))
-    # The payload is read as its chunks are taken; of contiguous tensors only the first and last 64 KiB are copied.
+    # The payload is read when its chunks are written. Contiguous tensors are not copied, but for 64 KiB at both ends.
     return _buffers(head, views)
 
 
@@ -240,7 +240,7 @@ def take_tensors(data: bytes, head: Head) -> tuple[Tensor, ...]:
 
 
 async def read_fixed_header(reader: Reader) -> FixedHeader:
-    """Read the beginning of a message: `read_control` must follow. After an error the stream is of no more use."""
+    """Read the beginning of a message: `read_control` must follow. After an error the stream is unusable."""
     return _parse_fixed_header(await reader.readexactly(HEADER_BYTES))
 
 
@@ -250,11 +250,11 @@ async def read_control(reader: Reader, fixed: FixedHeader) -> Head:
 
 
 async def read_head(reader: Reader) -> Head:
-    """Read a message, except its tensors: `read_tensors` must follow. After an error the stream is of no more use."""
+    """Read a message, except its tensors: `read_tensors` must follow. After an error the stream is unusable."""
     return await read_control(reader, await read_fixed_header(reader))
 
 
-# A byte now and then would hold the room of the whole message for ever. Thirty streams may share 1 Mb/s still.
+# Without a least rate, a trickle of bytes could hold a message's room for ever. Thirty streams may still share 1 Mb/s.
 _MIN_BYTES_PER_S: Final = 4 << 10
 
 
@@ -296,7 +296,7 @@ def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
 
 
 def check_outgoing(method: str, message: Message) -> None:
-    """Refuse a message that cannot travel."""
+    """Refuse a message that cannot be sent."""
     if len(method) > MAX_METHOD_CHARS:
         raise ProtocolError(f"A method's name has at most {MAX_METHOD_CHARS} characters, got {len(method)}.")
     if len(message.body) > MAX_CALL_BYTES:

@@ -1,4 +1,4 @@
-"""The gate: peers known by their certificates, and what each of them may ask and be asked."""
+"""The gate: the permits of peers with verified certificates, and checks of requests in both directions."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class _Known(NamedTuple):
 
     certificate: bytes
     permit: Permit
-    expires_at_s: float  # since the epoch
+    expires_at_s: float  # seconds since the epoch
     may_call: frozenset[str]
     answers: frozenset[str]
 
 
 class _Failing(NamedTuple):
-    """A peer whose certificates did not hold."""
+    """A peer whose certificates were refused."""
 
     in_a_row: int
-    next_s: float  # when the next one is looked at, since the epoch
+    next_s: float  # earliest time to verify its next certificate, in seconds since the epoch
     reason: str
 
 
 class Gatekeeper:
-    """Knows the permits of other peers, and lets pass what they permit."""
+    """Keeps the permits of other peers, and refuses requests that they do not permit."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class Gatekeeper:
         self._on_cut_off = on_cut_off  # called when the certificate of a known peer permits nothing any more
         self._on_banned = on_banned  # called when this peer itself is banned
         self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
-        # The peers used last come last. One that is forgotten shows its certificate again, so members lose nothing.
+        # Recently used peers come last. A forgotten peer shows its certificate again, so members lose nothing.
         self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
         self._failing: OrderedDict[PeerId, _Failing] = OrderedDict()
-        self._bans: dict[str, Ban] = {}  # the newest of each peer and invitation
-        # Peers that had a permit, or would have one, and the ban for which they have none; None: it has expired.
+        self._bans: dict[str, Ban] = {}  # peer or invitation -> its newest ban
+        # Peer without a permit -> the ban that took or denied it; None: its certificate has expired.
         self._cut_off: OrderedDict[PeerId, Ban | None] = OrderedDict()
         self.refusals = RefusalLog(on_refused)
 
     def permit_of(self, peer: PeerId) -> Permit | None:
-        """Return what a peer's certificate permits; None: it has shown none, or that one has expired."""
+        """Return the permit of a peer's certificate; None: it has shown none, or its certificate has expired."""
         if peer == self.own:
             return self.credentials.verify(peer, self.credentials.certificate, now_s=self._wall_s())
         known = self._find(peer)
@@ -100,7 +100,7 @@ class Gatekeeper:
                 short_name(peer),
             )
             return None
-        if len(self._permits) > _MAX_PERMITS // 2:  # else none is forgotten soon
+        if len(self._permits) > _MAX_PERMITS // 2:  # else no peer is forgotten soon
             self._permits.move_to_end(peer)
         return known
 
@@ -131,23 +131,23 @@ class Gatekeeper:
         if self.lets_call(caller, method):
             return
         self.check_answered(caller, method)
-        self.check_caller(caller, method)  # also one that was forgotten: nothing was done yet, so it may ask again
+        self.check_caller(caller, method)  # also refuses a forgotten caller, which may repeat: nothing was done yet
 
     def _why_cut_off(self, peer: PeerId) -> str:
-        """Say why a peer's certificate permits nothing any more; empty: as far as is known, it does."""
+        """Return why a peer's certificate permits nothing any more; empty if no reason is known."""
         if self._find(peer) is not None:
             return ""
-        ban = self._standing_ban(peer) or self._cut_off.get(peer)  # also one that has shown no certificate yet
+        ban = self._standing_ban(peer) or self._cut_off.get(peer)  # the peer may have shown no certificate yet
         if ban is not None:
             return f"it {banned(ban)}"
         return "its certificate has expired" if peer in self._cut_off else ""
 
     def knows(self, peer: PeerId) -> bool:
-        """Return whether another peer has shown a certificate that holds."""
+        """Return whether another peer has shown a valid certificate."""
         return self._find(peer) is not None
 
     def certify(self, peer: PeerId, certificate: bytes) -> None:
-        """Verify the certificate that a peer shows, and note what it permits; else `AccessDenied` or `Busy`."""
+        """Verify a peer's certificate and store its permit, or raise `AccessDenied` or `Busy`."""
         known = self._find(peer)
         if known is not None and known.certificate == certificate:
             return
@@ -162,7 +162,7 @@ class Gatekeeper:
                 f"another certificate of {peer} is looked at in {wait_s:.0f} s, for {failing.in_a_row} did not hold. "
                 f"The last reason: {failing.reason}"
             )
-        # Before it is verified, so that it counts whatever goes wrong.
+        # The attempt counts before the certificate is verified, so that it counts even if that fails unexpectedly.
         pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.in_a_row, 20), _LONGEST_PAUSE_S)
         failing = self._failing[peer] = _Failing(failing.in_a_row + 1, at_s + pause_s, "Its certificate did not hold.")
         _keep_newest(self._failing, peer, _MAX_FAILING)
@@ -195,11 +195,11 @@ class Gatekeeper:
 
     @property
     def bans(self) -> list[bytes]:
-        """The owner's newest word on each peer and invitation that was ever banned."""
+        """The newest signed ban of each peer or invitation that was ever banned, lifted bans included."""
         return [ban.signed for ban in self._bans.values()]
 
     def ban(self, signed: bytes) -> None:
-        """Heed the owner's word on a peer or an invitation, unless a newer one is known; else `AccessDenied`."""
+        """Apply a ban, or its end, unless a newer one is known; `AccessDenied` if the owner did not sign it."""
         if any(known.signed == signed for known in self._bans.values()):
             return
         ban = self.credentials.verify_ban(signed)
@@ -208,14 +208,14 @@ class Gatekeeper:
             return
         self._bans[ban.subject] = ban
         if ban.is_lifted:
-            self._failing.clear()  # whom it concerns is not kept waiting, nor taken for gone
+            self._failing.clear()  # the peers concerned may come back at once, and no longer count as gone
             for peer in [peer for peer, one in self._cut_off.items() if one is not None and one.subject == ban.subject]:
                 del self._cut_off[peer]
             return
         for peer in [peer for peer, one in self._permits.items() if self._ban_of(peer, one.permit) is ban]:
             self._cut(peer, ban)
             _log.warning("%s %s", short_name(peer), banned(ban))
-        with suppress(AccessDenied):  # it has expired, which others tell it
+        with suppress(AccessDenied):  # this peer's certificate has expired, which other peers will report
             own = self.credentials.verify(self.own, self.credentials.certificate, now_s=self._wall_s())
             if self._ban_of(self.own, own) is ban:
                 self._on_banned(ban)
@@ -260,9 +260,9 @@ class Gatekeeper:
         return known is not None and method in known.answers
 
     def check_answers(self, peer: PeerId, method: str) -> None:
-        """Refuse to ask a peer what its certificate does not permit it to answer."""
+        """Refuse to send a request that the peer's certificate does not permit it to answer."""
         known = self._find(peer)
-        if known is not None and (method in known.answers or method not in MAY):  # else it refuses that itself
+        if known is not None and (method in known.answers or method not in MAY):  # the peer refuses unknown methods
             return
         if known is None:
             raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
@@ -270,7 +270,7 @@ class Gatekeeper:
         raise Untrusted(_beyond(peer, known.permit.role, f"be asked for `{method}`", least))
 
     def refuse(self, caller: PeerId, error: AccessDenied) -> NoReturn:
-        """Raise the error, and count what was refused."""
+        """Count a refusal, and raise its error."""
         self.refusals.note(caller, str(error))
         raise error
 
@@ -289,7 +289,7 @@ def _uncertified(own: PeerId, caller: PeerId) -> str:
 
 
 def banned(ban: Ban) -> str:
-    """Say whom a ban concerns, and why."""
+    """Return the words that say that a peer is banned, and why."""
     what = "came by an invitation that was banned" if ban.is_of_invitation else "was banned"
     return f"{what} from this run by its owner, who gives the reason: {printable(ban.reason) or 'none'}"
 
@@ -301,7 +301,7 @@ def _beyond(peer: PeerId, role: Role, does: str, least: Role) -> str:
     )
 
 
-# ------------------------------------------------------------------ what people see of it
+# ------------------------------------------------------------------ the log of refusals
 
 _GRACE_S: Final = 5.0  # a member that was forgotten is refused, and shows its certificate at once
 _INTERVAL_S: Final = 60.0
@@ -316,7 +316,7 @@ class _Refused:
 
 @dataclass(eq=False)
 class RefusalLog:
-    """Warns of peers that are refused: once a minute of each, with a count, for a few of them at a time."""
+    """Warns about refused peers: once a minute for each, with a count, and for a few peers at a time."""
 
     on_refused: Callable[[int], None] = lambda _: None  # called with each warning, and the number of requests
     _refused: dict[PeerId, _Refused] = field(default_factory=dict)
@@ -337,7 +337,7 @@ class RefusalLog:
         one.count += 1
 
     def forget(self, peer: PeerId) -> None:
-        """Tell nothing of a peer that has shown its certificate meanwhile."""
+        """Drop the refusals of a peer that has shown its certificate meanwhile."""
         one = self._refused.pop(peer, None)
         self.total -= 0 if one is None else one.count
 

@@ -16,13 +16,13 @@ from lightning_swarm.network.rpc import Channel
 PINGS_PER_SILENCE: Final = 4
 """Pings in a row that go unanswered before a peer counts as silent, so that one lost ping does no harm."""
 
-_LONGEST_LOOK_S: Final = 2.5  # between two looks at the exchanges with a peer
-_AGAIN_S: Final = 1.25  # a request that has no answer by then is sent again at the next look
+_LONGEST_LOOK_S: Final = 2.5  # longest time between two checks of the exchanges with a peer
+_AGAIN_S: Final = 1.25  # a request without an answer is sent again at the first check after this time
 
-_ROUND_TRIPS: Final = 4  # a peer may be silent for so many of its round trips, even if that exceeds the limit
-_LONGEST: Final = 6  # but never for more than so many times the limit
+_ROUND_TRIPS: Final = 4  # a peer may be silent for this many of its round trips, even beyond the limit
+_LONGEST: Final = 6  # longest silence of such a peer, as a multiple of the limit
 _FADING: Final = 0.9
-_MAX_KNOWN: Final = 256  # beyond so many peers, those without an exchange are forgotten, with their round trips
+_MAX_KNOWN: Final = 256  # beyond this number, peers without an exchange are forgotten, with their round trips
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Exchange:
     num_again: int = 0
 
     def look(self, now_s: float, *, is_moving: bool) -> None:
-        """Repeat the request if no answer has come: the first time after a moment, then twice as long each time."""
+        """Repeat the request if no answer has come: first after a moment, then after twice as long each time."""
         if self.send_again is None or (self.is_large and is_moving):
             return
         if now_s - self.begun_s >= _AGAIN_S * 2**self.num_again:
@@ -54,7 +54,7 @@ class _WatchedPeer:
         self.pings: set[asyncio.Task[None]] = set()
         self.num_moved_bytes = 0
         self.heard_s = 0.0
-        self.round_trip_s = 0.0  # the slowest of late; old ones fade
+        self.round_trip_s = 0.0  # slowest recent round trip; older samples fade
         self.due_s = 0.0
         self.tick: asyncio.TimerHandle | None = None
 
@@ -70,19 +70,19 @@ class _WatchedPeer:
 class Liveness:
     """Watches the peers of current exchanges, and ends the exchanges of a peer that falls silent."""
 
-    silence_s: float  # how long a peer may be silent, at least: longer where round trips are slow
+    silence_s: float  # seconds that a peer may be silent; more where round trips are slow
     _ping: Callable[[PeerId], Coroutine[Any, Any, None]]  # returns when the peer has answered anything, else raises
     _spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]  # runs a ping in a task that has an owner
     _watched: dict[PeerId, _WatchedPeer] = field(default_factory=dict)
 
     def patience_s(self, peer: PeerId) -> float:
-        """Seconds that `peer` may be silent."""
+        """Return the seconds that `peer` may be silent."""
         watched = self._watched.get(peer)
         slow_s = 0.0 if watched is None else _ROUND_TRIPS * watched.round_trip_s
         return min(max(self.silence_s, slow_s), _LONGEST * self.silence_s)
 
     def _interval_s(self, peer: PeerId) -> float:
-        """Seconds between two looks at a peer."""
+        """Return the seconds between two checks of a peer."""
         return min(self.patience_s(peer) / PINGS_PER_SILENCE, _LONGEST_LOOK_S)
 
     @contextmanager
@@ -115,7 +115,7 @@ class Liveness:
             watched.channels.discard(channel)
 
     def heard(self, peer: PeerId) -> None:
-        """Note that `peer` has answered something."""
+        """Record an answer of `peer` as a sign of life."""
         if (watched := self._watched.get(peer)) is not None:
             watched.heard_s = asyncio.get_running_loop().time()
 
@@ -141,11 +141,11 @@ class Liveness:
     def _on_tick(self, peer: PeerId, watched: _WatchedPeer) -> None:
         watched.tick = None
         if not watched.exchanges:
-            return  # the timer outlives exchanges, so that short ones cost none
+            return  # the timer outlives exchanges, so that short exchanges need no new timer
         now_s = asyncio.get_running_loop().time()
         interval_s = self._interval_s(peer)
         if (late_s := now_s - watched.due_s) > interval_s:
-            watched.heard_s += late_s  # this process was suspended or blocked, and could hear nothing
+            watched.heard_s += late_s  # this process was suspended or blocked, and could receive nothing
         num_moved_bytes = sum(channel.num_moved_bytes for channel in watched.channels)
         is_moving = num_moved_bytes != watched.num_moved_bytes
         if is_moving:  # a sign of life
@@ -156,13 +156,13 @@ class Liveness:
                 if not exchange.limit.expired():
                     exchange.silent_s = silent_s
                     exchange.limit.reschedule(now_s)
-            watched.heard_s = now_s  # the next exchange is as patient
+            watched.heard_s = now_s  # the next exchange waits as long again
             return
         if silent_s >= interval_s / 2:
             ping = self._spawn(self._ping_once(peer, watched))
             watched.pings.add(ping)
             ping.add_done_callback(watched.pings.discard)
-        if silent_s < 1.5 * interval_s:  # a peer that answers nothing would get them all at once later
+        if silent_s < 1.5 * interval_s:  # a silent peer would receive all repeats at once later
             for exchange in tuple(watched.exchanges):
                 exchange.look(now_s, is_moving=is_moving)
         self._arm(peer, watched)
@@ -181,7 +181,7 @@ class Liveness:
 
 
 async def alive_among(transport: Transport, peers: Iterable[PeerId], *, timeout: float | None = None) -> set[PeerId]:
-    """Ping some peers, and return those that answer within `timeout` seconds, or as long as the transport waits."""
+    """Ping peers, and return the peers that answer within `timeout` seconds; None: as long as the transport waits."""
 
     async def answers(peer: PeerId) -> bool:
         try:

@@ -25,7 +25,7 @@ class WireTap(Tap, Protocol):
 
     @property
     def is_on_wires(self) -> bool:
-        """False: it damages nothing any more, and need not be shown what goes over wires."""
+        """Return whether it may still damage messages; else it need not see them."""
         ...
 
     def damages(
@@ -41,9 +41,9 @@ class MemoryNetwork:
     def __init__(
         self,
         *,
-        latency_s: float = 0.0,  # of each request, and of each answer
-        silence_s: float = SILENCE_S,  # without a sign of life, after which peers count another one as gone
-        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # of single peers; their latency comes on top
+        latency_s: float = 0.0,  # delay of each request and of each answer
+        silence_s: float = SILENCE_S,  # silence after which a peer counts as gone
+        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # peer -> its link, with additional latency
     ) -> None:
         self.tap: WireTap | None = None  # on all wires
         self.silence_s = silence_s
@@ -53,7 +53,7 @@ class MemoryNetwork:
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
         self.wires: dict[_Wire, None] = {}  # ordered, so that a run repeats exactly
-        # Each peer's announcement by its key, and when it expires.
+        # key -> peer -> (announcement, time of expiry)
         self.records: defaultdict[str, dict[PeerId, tuple[bytes, float]]] = defaultdict(dict)
         self._numbers = itertools.count(1)
 
@@ -83,7 +83,7 @@ class MemoryNetwork:
         return MemoryDirectory(self, transport)
 
     def kill(self, peer: PeerId) -> None:
-        """End a peer as `kill -9` does: its own exchanges and those with it break."""
+        """End a peer as `kill -9` does: all exchanges from it and to it break."""
         self._peers[peer].die()
 
     def freeze(self, peer: PeerId) -> None:

@@ -1,4 +1,4 @@
-"""Requests that are sent again while no answer comes: both sides of it, for every transport."""
+"""Requests that are sent again while no answer comes: the caller's and the answering side, for every transport."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_swarm.network.rpc import Responder
 
 _T = TypeVar("_T")
 _Request: TypeAlias = tuple[PeerId, int, str, bytes]
-_REPEAT_BITS: Final = 48  # of an exchange id, below the number of the repeat
+_REPEAT_BITS: Final = 48  # bits of the first request's id; the number of the repeat stands above them
 
 
 def repeated_id(exchange_id: int, num_repeats: int) -> int:
-    """Return the exchange id of a repeat: the answering peer finds the first one's id in it."""
+    """Return the exchange id of a repeat, which contains the id of the first request."""
     return exchange_id | num_repeats << _REPEAT_BITS
 
 
@@ -30,11 +30,10 @@ def first_id_of(exchange_id: int) -> int:
 
 
 # A peer that answers pings but not a request may compute for long, or may have missed the request. The caller cannot
-# tell the two apart, so it sends the request again beside the first one, which goes on. The answering peer runs the
-# handler once for both. Where only the answer was lost the handler runs again, and repeats nothing that has to happen
-# once.
+# tell the two apart, so it sends the request again, and still waits for the answer to the first. The answering peer
+# runs the handler once for both. If only the answer was lost, the handler runs again, so it must be safe to repeat.
 class RepeatedSend(Generic[_T]):
-    """Sends one request, again at each look of its exchange that finds no answer, and takes the first answer."""
+    """Sends one request, repeats it at each `Exchange.look` that finds no answer, and returns the first answer."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class RepeatedSend(Generic[_T]):
                 await ended(self._again)
 
     def _send_again(self) -> None:
-        if self._answers:  # an error, and the first request still has no answer
+        if self._answers:  # a repeat was answered by an error, and the first request still has no answer
             end_now(self._first)
         else:
             self._again.append(self._spawn(self._repeat(len(self._again) + 1)))
@@ -75,7 +74,7 @@ class RepeatedSend(Generic[_T]):
             self._answers.append(await self._send(number))
         except SwarmError as error:
             self._answers.append(error)
-            # The first answer may be on its way: one that is given once is gone for the repeat.
+            # The first answer may be under way. An answer that can be fetched only once is gone for the repeat.
             if self._exchange.is_large or isinstance(error, Unreachable):
                 return
         end_now(self._first)
@@ -102,7 +101,7 @@ class RunningAnswers:
 
     async def _run(self, request: _Request, respond: Responder, message: Message) -> Message:
         self._running[request] = running = asyncio.get_running_loop().create_future()
-        answer: Message | None = None  # of a cancelled request: a repeat that joined it runs by itself
+        answer: Message | None = None  # stays None if the request is cancelled; then a repeat runs the handler itself
         try:
             answer = await respond(message)
             return answer

@@ -18,11 +18,11 @@ class RoleTransport(Transport):
         self,
         transport: Transport,
         calls: Iterable[str],
-        streams: Mapping[str, int],  # each with the most tensor bytes of a request
+        streams: Mapping[str, int],  # method -> most tensor bytes of a request
         *,
         idle: str = "does not coordinate",
     ) -> None:
-        self._idle = idle  # says in the error what a peer that does not play the role does not do
+        self._idle = idle  # words for the error of a peer that does not play the role
         self.traffic = transport.traffic
         self._transport = transport
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}

@@ -1,4 +1,4 @@
-"""Request and answer over a two-way channel of bytes: both sides of it, for every transport."""
+"""Request and answer over a two-way channel of bytes: both sides, for every transport."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Channel:
         return self._sent_bytes + self._received_bytes
 
     def take_counts(self) -> tuple[int, int]:
-        """Return the bytes sent and received since the last time."""
+        """Return the bytes sent and received since the last call."""
         counts = self._sent_bytes, self._received_bytes
         self._sent_bytes = self._received_bytes = 0
         return counts
@@ -97,56 +97,56 @@ class Channel:
 
 Responder = Callable[[Message], Awaitable[Message]]
 Hold = Callable[[int], AbstractAsyncContextManager[None]]
-"""Makes a context in which there is room for so many bytes of a request. It waits for that, or raises `Busy`."""
+"""Makes a context that reserves this many bytes for a request: it waits for room, or raises `Busy`."""
 
 
 def hold_all(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
-    """Have room for everything."""
+    """Reserve nothing: there is room for everything."""
     return nullcontext()
 
 
 class Guard(Protocol):
-    """Admits requests to their handlers, and can end their answers before their time."""
+    """Admits requests to their handlers, and can end their answers early."""
 
     def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
-        """Note that the running task answers a caller, and return it, or refuse the request: the caller may not ask.
+        """Register the running task as an answer to a caller and return it, or refuse a caller that may not call.
 
-        The request's tensors, or its turn, may have taken a while to come.
+        The caller's permit may have changed while its tensors, or its turn, were awaited.
         """
         ...
 
     def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
-        """Raise what the caller is told if the guard, and nobody else, has cancelled the task."""
+        """Raise the error for the caller if the guard, and no other code, has cancelled the task."""
         ...
 
     def leave(self, task: asyncio.Task[Any]) -> None:
-        """Note that the handler is done."""
+        """Unregister a task whose handler is done."""
         ...
 
     def check_answered(self, caller: PeerId, method: str) -> None:
-        """Refuse to hand out an answer: the caller may not ask any more."""
+        """Refuse to send an answer if the caller may not call any more."""
         ...
 
 
 class ServedMethod(NamedTuple):
     """A method that this peer answers."""
 
-    max_bytes: int  # of tensors that a request may bring
+    max_bytes: int  # most tensor bytes of a request
     respond: Responder
-    hold: Hold = hold_all  # for the tensors of the request, until it is answered
+    hold: Hold = hold_all  # reserves room for the request's tensors until it is answered
     caller: PeerId = PeerId("")
     guard: Guard | None = None
 
 
 class Tap(Protocol):
-    """Sees and changes a peer's exchanges, also those with itself; by their bodies tests find where a fault is due."""
+    """Sees and changes a peer's exchanges, also with itself. Tests use it to place faults by the bodies of messages."""
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
         """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
         ...
 
     def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
-        """Note that the answer to a call has come back to `caller`."""
+        """React to the answer of a call that has come back to `caller`."""
         ...
 
 
@@ -165,7 +165,7 @@ async def ask(
         except (OSError, EOFError) as error:
             problem = str(error) or type(error).__name__
             raise Unreachable(f"The connection broke during `{method}`: {problem}.") from error
-        # A server that answers before it has read everything refuses the request: the channel is of no more use then.
+        # A server that answers before it has read everything refuses the request: then the channel is unusable.
         return answer, sending.done() and not sending.cancelled() and sending.exception() is None
 
 
@@ -179,11 +179,11 @@ def check_answer(head: Head, exchange_id: int, method: str) -> None:
 
 async def serve(
     channel: Channel,
-    find: Callable[[Head], ServedMethod],  # or raises a `SwarmError`, before the tensors are read
+    find: Callable[[Head], ServedMethod],  # may raise a `SwarmError`, before the tensors are read
     count: Callable[[str, Channel], None],  # is called after each request
     *,
     idle_timeout: float,
-    hold: Hold = hold_all,  # for what a request is without its tensors
+    hold: Hold = hold_all,  # reserves room for a request without its tensors
 ) -> None:
     """Answer the requests that come over a channel, one after the other, until it ends or one is refused unread."""
     while True:
@@ -214,7 +214,7 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Served
         work = answer_to(head, served, message)
         async with _in_background(work) as working, _in_background(channel.read(1)) as hangup:
             await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
-            if hangup.done():  # nobody wants the answer any more, so the handler is cancelled
+            if hangup.done():  # the caller no longer waits for the answer, so the handler is cancelled
                 raise EOFError("the caller is gone, or does not wait for its answers")
             answer = working.result()
     await channel.send(answer, stall_timeout=STALL_TIMEOUT_S)
@@ -228,7 +228,7 @@ async def answer_to(
     try:
         if guard is None:
             answer = await served.respond(message)
-        else:  # in line: a coroutine around each request is what a gate would cost most
+        else:  # written inline, because a coroutine around each request would be the gate's largest cost
             task = guard.enter(served.caller, head.method)
             try:
                 answer = await served.respond(message)

@@ -1,4 +1,4 @@
-"""Tensors as bytes: which ones can travel, and how. Nothing here is ever pickled."""
+"""Tensors as bytes: the tensors that can be sent, and their encoding. Nothing here is ever pickled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DTYPES: Final = {
         torch.complex128,
     )
 }
-"""Dtypes that can travel, by their names on the wire."""
+"""Dtypes that can be sent, by their names on the wire."""
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -56,7 +56,7 @@ class TensorSpec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Raise `ProtocolError` if a tensor cannot travel."""
+    """Raise `ProtocolError` if a tensor cannot be sent."""
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise ProtocolError(
             f"Dense CPU tensors of {', '.join(DTYPES)} can travel, got {tensor.dtype} ({tensor.layout}) on "
@@ -67,12 +67,12 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Describe a tensor that can travel."""
+    """Describe a tensor that can be sent."""
     return TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def parse_spec(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape that a description stands for; refuse one that no tensor can have."""
+    """Return the dtype and shape of a description; refuse a description that fits no tensor."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         raise ProtocolError(f"The dtype of a tensor is one of {', '.join(DTYPES)}, got {spec.dtype[:32]!r}.")
@@ -90,7 +90,7 @@ def to_bytes(tensor: Tensor) -> memoryview:
 
 
 def from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Make the tensor whose bytes `buffer` holds, without a copy; refuse bytes that are not of this dtype."""
+    """Make the tensor whose bytes `buffer` holds, without a copy; refuse bytes that are invalid for the dtype."""
     # torch computes nonsense with a bool that is neither 0 nor 1.
     if dtype is torch.bool and buffer.numel() and int(buffer.max()) > 1:
         raise ProtocolError("A bool tensor holds a byte that is neither 0 nor 1.")

@@ -63,16 +63,16 @@ PING: Final = "transport.ping"
 SILENCE_S: Final = 10.0
 """Seconds without a sign of life after which the exchanges with a peer are ended."""
 
-_IDLE_TIMEOUT_S: Final = 60.0  # longer than the other side keeps an idle stream, so that no request meets a closing one
+_IDLE_TIMEOUT_S: Final = 60.0  # longer than callers keep idle streams, so that no request meets a closing stream
 
-# Of requests that are not answered yet. Of strangers: whoever knows no more than this peer's address may call.
+# Limits on unanswered requests of strangers, for all together and for each: any peer with this one's address may call.
 _STRANGERS_BYTES: Final = 512 << 20
 _STRANGER_BYTES: Final = 64 << 20
 _FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: their number is bounded
 
 
 class CutOff(asyncio.Event):
-    """Is set when nobody can reach this peer any more, though it did not close its transport."""
+    """Is set when no peer can reach this one any more, although it did not close its transport."""
 
     reason: str = ""
 
@@ -91,7 +91,7 @@ class BaseTransport(Transport):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_handlers: dict[str, CallHandler] = {}
         self._stream_handlers: dict[str, tuple[StreamHandler, int, Admit | None]] = {}
-        self._budget = ByteBudget(receive_bytes, receive_bytes // 2)  # of callers that a method admitted
+        self._budget = ByteBudget(receive_bytes, receive_bytes // 2)  # requests whose callers `admit` has accepted
         self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
         self._asking = OpenExchanges()
         self._answering = OpenAnswers()
@@ -151,7 +151,7 @@ class BaseTransport(Transport):
     async def _ask_large(
         self, exchange: Exchange, peer: PeerId, method: str, message: Message, max_bytes: int
     ) -> Message:
-        """Exchange messages over a stream of their own; repeat a request without tensors while nothing moves."""
+        """Exchange messages over a separate stream; repeat a request without tensors while no bytes move."""
         exchange.is_large = True
         send = partial(self._send_large, peer, method, message, max_bytes, next(self._exchange_ids))
         return await (send(0) if message.tensors else RepeatedSend(exchange, send, self._spawn).first_answer())
@@ -240,7 +240,7 @@ class BaseTransport(Transport):
         self._gate.ban(signed)
 
     def _on_banned(self, ban: Ban) -> None:
-        """Have everything that waits for others end with the reason: nobody answers this peer any more."""
+        """End all waits for other peers with the reason, because no peer answers this one any more."""
         self.cut_off.reason = f"This peer {banned(ban)}. Ask the owner."
         self.cut_off.set()
 
@@ -261,10 +261,10 @@ class BaseTransport(Transport):
         self.on_refused(num_requests)
 
     def _on_certified(self, peer: PeerId) -> None:
-        """Enter that a peer has shown a certificate."""
+        """React to a peer's verified certificate; subclasses override this."""
 
     def _on_cut_off(self, peer: PeerId) -> None:
-        """End what is under way, in both directions, with a peer whose certificate permits nothing any more."""
+        """End all exchanges, in both directions, with a peer whose certificate permits nothing any more."""
         self._answering.end(peer)
         self._asking.end(peer)
 
@@ -299,7 +299,7 @@ class BaseTransport(Transport):
         """Carry a message with tensors to `peer` and the answer back, or raise `Unreachable`."""
 
     async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
-        """Make the encoded answer to an encoded call."""
+        """Return the encoded answer to an encoded call."""
         method = ""
         try:
             with self._counting(caller, len(request)) if len(request) > _FREE_BYTES else nullcontext():
@@ -311,14 +311,14 @@ class BaseTransport(Transport):
                 answer = b"".join(await answer_to(head, served, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
-        # Who may call a method of members is known.
+        # A caller that passed the check of a members' method is known.
         account = caller if method and MAY.get(method) is not None else self._account_of(caller)
         self.traffic.received_bytes[account, method] += len(request)
         self.traffic.sent_bytes[account, method] += len(answer)
         return answer
 
     def _account_of(self, caller: PeerId) -> PeerId:
-        """Return the peer to count bytes for. Strangers share one entry, for they can change their ids."""
+        """Return the peer to count bytes for. Strangers share one entry, because they can change their ids."""
         return caller if self._gate is None or self._gate.knows(caller) else PeerId("")
 
     @contextmanager
@@ -332,12 +332,12 @@ class BaseTransport(Transport):
             self._strangers_budget.give_back(caller, num_bytes)
 
     def _check_size(self, caller: PeerId, num_bytes: int) -> None:
-        """Refuse a stranger's long message unread, by the gate that there is now: a stream may outlive a gate."""
+        """Refuse a stranger's long message unread. The current gate decides, because a stream may outlive a gate."""
         if self._gate is not None:
             self._gate.check_size(caller, num_bytes)
 
     def _find(self, caller: PeerId, head: Head, *, joins: bool = False) -> ServedMethod:
-        """Find what answers a request; with `joins`, a repeat is answered like the request that it repeats."""
+        """Find the handler of a request; with `joins`, a repeat shares the answer of the request that it repeats."""
         served = self._served(caller, head)
         if joins:
             served = served._replace(respond=self._running.joining(caller, head, served.respond))
@@ -389,15 +389,15 @@ class BaseTransport(Transport):
             self._count(peer, method, channel)
 
     async def _serve_channel(self, channel: Channel, caller: PeerId, slot: StreamSlot | None = None) -> None:
-        """Answer the messages with tensors that `caller` sends over a channel, and note in `slot` when it is busy."""
+        """Answer the messages with tensors that `caller` sends over a channel, and mark `slot` as busy meanwhile."""
 
         def find(head: Head) -> ServedMethod:
             if slot is not None:
                 slot.begin()
-            return self._find(caller, head, joins=not head.payload_bytes)  # no others are repeated
+            return self._find(caller, head, joins=not head.payload_bytes)  # only these are repeated
 
         def count(method: str, channel: Channel) -> None:
-            if slot is not None and slot.num_busy:  # else the request was no message
+            if slot is not None and slot.num_busy:  # else the bytes were no valid request
                 slot.end()
             # Unknown method names share one entry, or strangers could fill the memory by making up names.
             known = method in self._call_handlers or method in self._stream_handlers
@@ -412,7 +412,7 @@ class BaseTransport(Transport):
         await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S, hold=hold)
 
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
-        """Count the bytes that went over a channel since the last time."""
+        """Count the bytes that went over a channel since the last count."""
         sent_bytes, received_bytes = channel.take_counts()
         if sent_bytes:
             self.traffic.sent_bytes[peer, method] += sent_bytes
@@ -467,7 +467,7 @@ class BaseTransport(Transport):
             self._serving.discard(task)
 
     def _break_off(self) -> None:
-        """End all exchanges, those of this peer and those that it answers, and allow no new ones."""
+        """End all exchanges, in both directions, and allow no new exchange."""
         self._closed = True
         self._liveness.close()
         for task in self._serving:
