@@ -223,7 +223,7 @@ class Directory(ABC):
 
     @abstractmethod
     async def announce(self, key: str, value: bytes, *, ttl_s: float) -> None:
-        """Publish `value` in place of this peer's earlier one; `Unreachable` if there are peers and none stored it."""
+        """Replace this peer's announcement under `key`; `Unreachable` if there are other peers and none stored it."""
 
     @abstractmethod
     async def read(self, key: str) -> Mapping[PeerId, bytes]:

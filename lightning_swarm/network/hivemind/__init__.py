@@ -34,25 +34,25 @@ _NUM_ATTEMPTS: Final = 3
 PORT_PATIENCE_S = 10.0
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.5
-_KNOWS_NOBODY: Final = "find any peer in table"  # said for a moment, until a daemon knows whom it is connected to
+_KNOWS_NOBODY: Final = "find any peer in table"  # a daemon's error until its first connection is in its table
 _NUM_LOOKS: Final = 20
 _LOOK_PAUSE_S: Final = 0.1
-_BOOTSTRAP: Final = "bootstrap peers"  # stands in the daemon's last words when the initial peers failed, not the daemon
-_TAKEN: Final = "answers already"  # when a running peer has this one's key
+_BOOTSTRAP: Final = "bootstrap peers"  # part of the daemon's last message if the initial peers failed, not the daemon
+_TAKEN: Final = "answers already"  # part of the error if a running peer has the same key
 _LOOPBACK: Final = HostPort("127.0.0.1", 0)
 
 
 async def start(
     *,
     listen: HostPort = _LOOPBACK,  # ``0.0.0.0`` for all addresses
-    announce: Sequence[str] = (),  # multiaddresses under which others find this peer; empty: those it listens on
-    identity_path: str | None = None,  # file of the private key, made if it is not there; None: a new identity
+    announce: Sequence[str] = (),  # multiaddresses that other peers use; empty: the addresses it listens on
+    identity_path: str | None = None,  # file of the private key, created if missing; None: a new identity
     initial_peers: Sequence[str] = (),  # full addresses of peers to join; empty begins a new network
-    startup_timeout: float = 60.0,  # of each attempt to start the daemon
-    silence_timeout: float = SILENCE_S,  # without a sign of life, after which exchanges with another peer are ended
-    receive_bytes: int = MAX_STREAM_BYTES,  # of tensors that peers may have under way to this one, all together
-    certify: Certify | None = None,  # gives the peer credentials before it is reached; None: all peers may call
-    neighbours: bool = True,  # reach peers of this machine past the daemons; not for measurements and emulated networks
+    startup_timeout: float = 60.0,  # seconds for each attempt to start the daemon
+    silence_timeout: float = SILENCE_S,  # seconds without a sign of life after which exchanges with a peer end
+    receive_bytes: int = MAX_STREAM_BYTES,  # tensor bytes that all peers together may have under way to this one
+    certify: Certify | None = None,  # makes credentials before other peers can call; None: all peers may call
+    neighbours: bool = True,  # bypass the daemons between peers of this machine; not for emulated networks
 ) -> tuple[HivemindTransport, HivemindDirectory]:
     """Start this process's peer on the running loop. The caller closes the directory first, the transport last."""
     try:
@@ -71,7 +71,7 @@ async def start(
         transport.set_credentials(certify(transport.peer_id))
     try:
         await transport.open()
-        # An address behind a router that does not lead back inside is silent until the timeout.
+        # If a router does not route its outer address back inside, the check gets no answer until the timeout.
         await gather(_check_answers(transport, place) for place in announce)
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
@@ -97,8 +97,8 @@ def _identity(path: str | None, *, is_local: bool) -> Identity:
 
 
 async def _check_free(listen: HostPort) -> None:
-    """Refuse a port that stays in use: two daemons would share it, and each get some of the other's connections."""
-    # The daemon of a peer that was killed a moment ago may still end.
+    """Refuse a port that stays in use: two daemons would share it, and each would get connections of the other."""
+    # The daemon of a recently killed peer may still be ending.
     end_s = now_s() + PORT_PATIENCE_S
     while _bind_error(listen) == errno.EADDRINUSE and now_s() < end_s:  # noqa: ASYNC110 - another process sets no event
         await asyncio.sleep(_POLL_S)
@@ -113,7 +113,7 @@ def _bind_error(listen: HostPort) -> int | None:
     """Return the number of the system's error for an address and port; None if this process may listen there."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections may linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
             probe.bind((listen.host, listen.port))
     except OSError as error:
         return error.errno or errno.EINVAL
@@ -124,7 +124,7 @@ async def _start_daemon(
     listen: str,
     announce: Sequence[str],
     key_path: str,
-    known_as: PeerId | None,  # a peer of this id may run already; None: the key is new
+    known_as: PeerId | None,  # the id of an existing key, whose peer may be running; None: the key is new
     initial_peers: Sequence[str],
     startup_timeout: float,
 ) -> P2P:
@@ -132,7 +132,7 @@ async def _start_daemon(
     problem: Exception | None = None
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
-            # No relaying, no hole punching, no mapping of ports: peers are reached at the addresses that they announce.
+            # No relaying, hole punching or port mapping: peers are reached only at their announced addresses.
             with on_its_own():
                 if known_as is not None and initial_peers and await _is_running(known_as, initial_peers):
                     raise P2PDaemonError(f"{known_as} {_TAKEN}")
@@ -141,7 +141,7 @@ async def _start_daemon(
                     host_maddrs=[listen],
                     announce_maddrs=list(announce) or None,
                     identity_path=key_path,
-                    check_if_identity_free=False,  # hivemind can do so for RSA keys only
+                    check_if_identity_free=False,  # hivemind can check only RSA keys
                     startup_timeout=startup_timeout,
                     auto_nat=False,
                     nat_port_map=False,
@@ -180,7 +180,7 @@ async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:
 
 
 def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:
-    """Say what to check when the daemon did not start."""
+    """Return advice for a daemon that did not start."""
     if _TAKEN in problem:
         return (
             f"`identity_path` must name a key that no other running peer has ({problem}). End that peer, or name "

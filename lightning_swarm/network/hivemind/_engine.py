@@ -1,4 +1,4 @@
-"""The used parts of hivemind, imported without the import's side effects on the process."""
+"""The parts of hivemind that this package uses, imported without side effects on the process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.multiprocessing
 
 @contextmanager
 def _process_settings_kept() -> Iterator[None]:
-    # The import sets the start method to fork, torch's sharing strategy to files, and the name of a log level, all for
-    # parts of hivemind that are not used here.
+    # The import sets the start method to fork, torch's sharing strategy to files, and the name of a log level. Only
+    # unused parts of hivemind need these settings.
     start_method = multiprocessing.get_start_method(allow_none=True)
     sharing_strategy = torch.multiprocessing.get_sharing_strategy()
     level_name = logging.getLevelName(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Calls between peers: all calls to one peer share a stream that stays open, and are answered in any order."""
+"""Calls between peers. All calls to one peer share a persistent stream, and are answered in any order."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ MAX_CALLS: Final = 4096
 """Calls of one stream that are answered at once; for more, this peer is busy. A trainer may wait for as many results as
 a server holds calls (`Limits.max_pending_calls`), and ask for other things meanwhile."""
 
-_IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the other side's patience
+_IDLE_S: Final = 30.0  # idle time after which a stream is closed; shorter than the other side's patience
 _PATIENCE_S: Final = 60.0
-_CALLS_PER_TURN: Final = 32  # of the loop
+_CALLS_PER_TURN: Final = 32  # calls read before other tasks of the loop run
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
-_OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would keep others waiting for room
+_OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would block too many openings
 _READ_BYTES: Final = 1 << 18
-_MAX_UNSENT_BYTES: Final = 16 << 20  # calls that were given up, or answers, to a peer that does not read
+_MAX_UNSENT_BYTES: Final = 16 << 20  # abandoned calls, or answers, for a peer that does not read
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
-# libp2p's own unary calls cost the daemon two to three times the work, and open a stream each time.
+# libp2p's own unary calls cost the daemon two to three times the work, and open a stream for each call.
 @dataclass(eq=False)
 class OutgoingCalls:
     """Sends calls to other peers, over one stream to each."""
 
     _open_stream: Callable[[PeerId], Awaitable[Stream]]
-    _spawn: Spawn  # runs a task for as long as the transport is open
+    _spawn: Spawn  # runs a task while the transport is open
     _patience_s: Callable[[PeerId], float]  # how long a peer may be silent
     _openings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_OPENING))
     _streams: dict[PeerId, asyncio.Task[_PeerStream]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class OutgoingCalls:
             opening = self._streams[peer] = self._spawn(self._open(peer))
             opening.add_done_callback(lambda _: self._forget_ended(peer))
         if not opening.done():
-            # Not awaited itself, for a cancelled call must not end it: other calls may need the same stream.
+            # Awaiting the task itself would cancel it with this call, but other calls may need the same stream.
             await asyncio.wait({opening})
         if opening.cancelled():
             raise Unreachable(f"The transport was closed before a stream to {peer} was open.")
@@ -86,7 +86,7 @@ class OutgoingCalls:
 def _has_ended(opening: asyncio.Task[_PeerStream]) -> bool:
     if not opening.done():
         return False
-    # `exception()` also marks a failure as retrieved: perhaps no call waits for it any more.
+    # `exception()` also marks a failure as retrieved, because no call may be waiting for it any more.
     return opening.cancelled() or opening.exception() is not None or opening.result().ended
 
 
@@ -116,7 +116,7 @@ class _PeerStream:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[exchange_id] = answer
         try:
-            # No waiting until the request is sent: other calls may keep the stream full, and the answer proves it.
+            # Sending is not awaited: other calls may keep the stream full, and the answer proves that it was sent.
             self._stream.write_soon(request)
             self._silent_since_s = now_s() if self._silent_since_s is None else self._silent_since_s
             return await answer
@@ -134,12 +134,12 @@ class _PeerStream:
             self._stream.write_soon(framing.encode_cancel(exchange_id))
         since_s = self._silent_since_s
         is_silent = since_s is not None and now_s() - since_s >= self._patience_s(self._peer)
-        # The connection may be dead without an error, and the peer reachable by a new one.
+        # The connection may be dead without an error, and the peer may be reachable by a new connection.
         if is_silent or self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
             self._stream.close()
 
     async def read(self) -> None:
-        """Hand out answers until the stream ends, or has been idle for too long."""
+        """Deliver answers to their calls until the stream ends, or has been idle for too long."""
         problem, incoming = "it hung up", _IncomingMessages(self._stream.channel)
         try:
             while True:
@@ -153,7 +153,7 @@ class _PeerStream:
                     continue
                 self._silent_since_s = None
                 answer = self._answers.get(head.exchange_id)
-                if answer is not None and not answer.done():  # else the call was given up
+                if answer is not None and not answer.done():  # else the call was cancelled
                     answer.set_result(data)
         except TimeoutError:
             problem = f"an answer stopped half way for {STALL_TIMEOUT_S:g} s"
@@ -168,14 +168,14 @@ class _PeerStream:
 
 
 class _IncomingMessages:
-    """Reads whole messages off a stream, as many bytes at a time as are there: each read costs a timer."""
+    """Reads whole messages off a stream, in reads as large as possible, because each read costs a timer."""
 
     def __init__(self, channel: Channel, refuse: Callable[[FixedHeader], bool] = lambda _: False) -> None:
         self._channel = channel
-        self._refuse = refuse  # whether a message is to be dropped as it comes
+        self._refuse = refuse  # returns whether to drop a message unread
         self._num_dropping = 0  # bytes of such a message that are still to come
         self._data = bytearray()
-        self._head: FixedHeader | None = None  # of the message that `_data` begins with, once its header is here
+        self._head: FixedHeader | None = None  # header of the message at the start of `_data`, once it has come
 
     @property
     def is_partial(self) -> bool:
@@ -184,7 +184,7 @@ class _IncomingMessages:
 
     async def next(self, idle_timeout: float) -> tuple[FixedHeader, bytes]:
         """Read the next message; `TimeoutError` if none begins for `idle_timeout` seconds, or one stops half way."""
-        # Of a message that is refused only the header is returned, before the rest has come.
+        # A refused message is returned as its header alone, before the rest has come.
         while (message := self._split()) is None:
             async with asyncio.timeout(STALL_TIMEOUT_S if self.is_partial else idle_timeout):
                 data = await self._channel.read(_READ_BYTES)
@@ -194,7 +194,7 @@ class _IncomingMessages:
         return message
 
     def _split(self) -> tuple[FixedHeader, bytes] | None:
-        """Take a message off the bytes that have come, if it is complete."""
+        """Split the first message off the received bytes, if it is complete."""
         if self._num_dropping:
             num_dropped = min(self._num_dropping, len(self._data))
             del self._data[:num_dropped]
@@ -218,7 +218,7 @@ async def answer_calls(
     serve: Callable[[bytes], Awaitable[bytes]],
     spawn: Spawn,
     slot: StreamSlot,
-    check: Callable[[int], None] | None = None,  # raises if a call of so many bytes is to be refused unread
+    check: Callable[[int], None] | None = None,  # raises if a call of this many bytes must be refused unread
 ) -> None:
     """Answer the encoded calls of a stream by `serve`, all at once, until it ends or breaks the protocol."""
     answers = _Answers(stream, serve, spawn, slot, check)
@@ -226,7 +226,7 @@ async def answer_calls(
     stream.gather_writes()
     try:
         for number in itertools.count(1):
-            if number % _CALLS_PER_TURN == 0:  # so that thousands of calls at once hold nobody else up
+            if number % _CALLS_PER_TURN == 0:  # thousands of calls at once must not block other tasks
                 await asyncio.sleep(0)
             try:
                 head, request = await incoming.next(_PATIENCE_S)
@@ -240,7 +240,7 @@ async def answer_calls(
         return
     finally:
         stream.close()
-        await ended(list(answers.tasks.values()))  # cancels the handlers whose caller hung up
+        await ended(list(answers.tasks.values()))  # cancels the handlers, because the caller hung up
 
 
 @dataclass(eq=False)
@@ -250,19 +250,19 @@ class _Answers:
     _stream: Stream
     _serve: Callable[[bytes], Awaitable[bytes]]
     _spawn: Spawn
-    _slot: StreamSlot  # is told when the stream is busy
+    _slot: StreamSlot  # counts the requests under way
     _check: Callable[[int], None] | None = None
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by exchange id
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # exchange id -> its task
 
     def refuse(self, head: FixedHeader) -> bool:
-        """Answer a call that is refused unread by the error; false: it is to be read."""
+        """Return whether a call is refused unread, after answering it by the error."""
         if self._check is None:
             return False
         try:
             self._check(head.num_bytes)
         except SwarmError as error:
             self._stream.write_soon(b"".join(framing.encode_error(head.exchange_id, error)))
-            if self._stream.is_full:  # it does not read its answers
+            if self._stream.is_full:  # the caller does not read its answers
                 self._stream.close()
             return True
         return False
@@ -274,7 +274,7 @@ class _Answers:
             if exchange_id in self.tasks:
                 self.tasks[exchange_id].cancel()
         elif exchange_id != first_id_of(exchange_id) and first_id_of(exchange_id) in self.tasks:
-            return  # the request that it repeats came by this stream, so its answer comes, too
+            return  # the first request came by this stream, so its answer does, too
         elif exchange_id in self.tasks:
             raise ProtocolError(f"call {exchange_id} came twice")
         elif len(self.tasks) >= MAX_CALLS:  # waiting here would delay cancellations

@@ -1,4 +1,4 @@
-"""The libp2p daemon's process, awaited without SIGCHLD, which is in no terminal's group and dials from any port."""
+"""The libp2p daemon's process: outside the terminal's process group, dialing from any port, awaited without SIGCHLD."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing_extensions import override
 from lightning_swarm.network.hivemind._engine import P2P
 
 
-# Cancelling a task cancels the future that it waits for at once, but hivemind's client forgets the call only when the
-# task runs again. If the answer is read between the two, the client sets the result of a cancelled future. That raises
-# in the task that reads for all calls, and from then on no call of this process is ever answered.
+# Cancelling a task cancels its awaited future at once, but hivemind's client forgets the call only when the task runs
+# again. If the answer arrives in between, the client sets the result of a cancelled future. That raises in the task
+# that reads the answers of all calls, and from then on no call of this process is ever answered.
 class _Answer(asyncio.Future[Any]):
     """A future that ignores an answer once it is done or cancelled."""
 
@@ -38,12 +38,12 @@ class _Answer(asyncio.Future[Any]):
 class _PendingCalls(dict[UUID, asyncio.Future[Any]]):
     @override
     def __setitem__(self, call_id: UUID, _: asyncio.Future[Any], /) -> None:
-        # The client reads the future that it waits for from here.
+        # The client looks up the future to await in this dict.
         super().__setitem__(call_id, _Answer())
 
 
 def steady(p2p: P2P) -> asyncio.Task[None]:
-    """Make a connected client ignore late answers; return the task without which no call is answered any more."""
+    """Make a connected client ignore late answers; return its reading task, which every call depends on."""
     control = p2p._client.control
     control._pending_calls = _PendingCalls(control._pending_calls)
     reading: asyncio.Task[None] = control._read_task
@@ -60,9 +60,9 @@ _DIALING: Final = {"LIBP2P_TCP_REUSEPORT": "false"}
 
 @contextmanager
 def on_its_own() -> Iterator[None]:
-    """Put a daemon that the running loop starts within this context in no terminal's group; it dials from any port."""
-    # A Ctrl-C at a terminal goes to its whole foreground group: a daemon in it would be gone before its peer could say
-    # goodbye through it, or fetch the trained weights. hivemind starts the daemon itself and lets nobody pass options.
+    """Start daemons within this context in a session of their own, and let them dial from any port."""
+    # Ctrl-C ends all processes of the terminal's foreground group. A daemon in this group would end before its peer
+    # could leave the run or fetch the trained weights. hivemind starts the daemon itself, without options for this.
     loop: Any = asyncio.get_running_loop()
     start = loop.subprocess_exec
 
@@ -77,15 +77,15 @@ def on_its_own() -> Iterator[None]:
 
 
 SOCKETS: Final = Path("/tmp")
-"""The folder of the daemons' sockets, fixed by hivemind whatever TMPDIR says."""
+"""The folder of the daemons' sockets; hivemind ignores TMPDIR."""
 
-_BEGINNING_S: Final = 60.0  # between the making of a socket's file and the moment when its process listens, at most
+_BEGINNING_S: Final = 60.0  # longest time from the creation of a socket's file until its process listens
 
 
 def remove_dead_sockets(folder: Path = SOCKETS) -> None:
-    """Remove the sockets that killed peers of this user left; those of living processes and of other users stay."""
+    """Remove sockets of this user's killed peers; sockets of live processes and of other users stay."""
     for path in folder.glob("hivemind-p2p*.sock"):
-        with suppress(OSError):  # another peer has removed it, or it may not be looked at
+        with suppress(OSError):  # another peer has removed it, or access is denied
             status = path.lstat()
             is_own = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid()
             if is_own and time.time() - status.st_mtime > _BEGINNING_S and _is_dead(path):
@@ -93,8 +93,8 @@ def remove_dead_sockets(folder: Path = SOCKETS) -> None:
 
 
 def _is_dead(path: Path) -> bool:
-    """Return whether no process has a socket of this name, without connecting to the one that may."""
-    # A socket of another type cannot be connected: the error says whether that is for the type, or for want of one.
+    """Return whether no process listens on this socket, without connecting to it."""
+    # A socket of the wrong type cannot connect. The error shows whether the type is wrong or no process listens.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(str(path))
@@ -107,13 +107,13 @@ def _is_dead(path: Path) -> bool:
 
 async def exited(pid: int) -> None:
     """Return when the child process `pid` has ended."""
-    # It is not reaped here: hivemind may still signal the pid, which must not be another process's by then. And not
-    # awaited by SIGCHLD: torch's DataLoader takes over the signal's handler as soon as it starts workers.
+    # It is not reaped here, because hivemind may still signal the pid, which must not belong to another process then.
+    # SIGCHLD is of no use: torch's DataLoader replaces the signal's handler as soon as it starts workers.
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except (AttributeError, OSError):  # no Linux, or one that is too old
+    except (AttributeError, OSError):  # not Linux, or too old a kernel
         while not _has_ended(pid):  # noqa: ASYNC110 - another process sets no event
             await asyncio.sleep(_POLL_S)
         return

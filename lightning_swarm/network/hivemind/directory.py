@@ -19,7 +19,7 @@ from lightning_swarm.network.transport import BaseTransport
 
 _TIMEOUT_S: Final = 15.0
 _LEAVE_TIMEOUT_S: Final = 1.0
-_NEWER_S: Final = 0.001  # hivemind tells records apart by their expiry: a record that ends so much later is newer
+_NEWER_S: Final = 0.001  # hivemind orders records by expiry, so a newer record must expire at least this much later
 _NODE_ID_BITS: Final = 160
 
 
@@ -48,11 +48,11 @@ class HivemindDirectory(Directory):
             async with asyncio.timeout(_TIMEOUT_S):
                 node = await BoundedNode.create(
                     p2p,
-                    # hivemind would draw the id from `random`, which `seed_everything` makes equal in all peers.
+                    # hivemind would draw the id from `random`, which `seed_everything` seeds equally in all peers.
                     node_id=DHTID(secrets.randbits(_NODE_ID_BITS)),
                     initial_peers=list(initial_peers) or None,
                     record_validator=OwnRecordsOnly(is_local=is_local),
-                    cache_locally=False,  # peers read the newest records, and keep none for others in a cache
+                    cache_locally=False,  # peers read the newest records, and cache none
                     cache_on_store=False,
                     cache_nearest=0,
                 )
@@ -74,7 +74,7 @@ class HivemindDirectory(Directory):
         check_record(key, value, ttl_s)
         self._check_open()
         expires_at = time.time() + ttl_s
-        # hivemind keeps the record that lives longest, so a new one must live longest; its real end is inside.
+        # hivemind keeps the record that lives longest, so a new record must outlive the old. It contains its real end.
         stored_until = max(expires_at, self._stored_until.get(key, 0.0) + _NEWER_S)
         self._stored_until[key] = stored_until
         key_id = DHTID.generate(source=key)
@@ -87,7 +87,7 @@ class HivemindDirectory(Directory):
                 raise Unreachable(
                     f"No other peer stored what {self._transport.peer_id} announced under {key!r}.{self._why}"
                 )
-        # Also here, for other peers may leave or not have come yet: a joining peer is given what is stored here.
+        # Also stored here, because other peers may leave or not have come yet: joining peers receive this copy.
         self._node.protocol.storage.store(
             key_id, GuardedSerializer.dumps(record), stored_until, subkey=self._transport.peer_id
         )
@@ -111,7 +111,7 @@ class HivemindDirectory(Directory):
         self._node.is_alive = False
         if (refreshing := self._node.cache_refresh_task) is not None:
             refreshing.cancel()
-        # hivemind's shutdown asks the daemon, and would wait for ever if it is dead.
+        # hivemind's shutdown calls the daemon, and would wait for ever if the daemon is dead.
         if not self._transport.closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):

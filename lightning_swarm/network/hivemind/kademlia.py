@@ -1,4 +1,4 @@
-"""hivemind's Kademlia protocol within bounds: what one peer may ask for, and what it and all together may store."""
+"""hivemind's Kademlia protocol with limits on requests and on stored records, for each peer and in all."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from lightning_swarm.network.hivemind._engine import (
 )
 from lightning_swarm.network.hivemind.records import GuardedSerializer, latest_expiry
 
-MAX_KEYS: Final = 64  # of one request
-MAX_REQUEST_BYTES: Final = 256 << 10  # of the records of one request
+MAX_KEYS: Final = 64  # limit of one request
+MAX_REQUEST_BYTES: Final = 256 << 10  # limit of one request's records
 _MAX_ANSWER_BYTES: Final = 2 << 20  # hivemind's messages have up to 4 MiB
-_MAX_KEY_BYTES: Final = 1 << 20  # of the records under one key, which are read together
+_MAX_KEY_BYTES: Final = 1 << 20  # limit of the records under one key, which are read together
 _MAX_KEYS_IN_ALL: Final = 1024
-_MAX_PEER_BYTES: Final = 1 << 20  # of the records that one peer stored here, its own and those that it passed on
+_MAX_PEER_BYTES: Final = 1 << 20  # limit of the records that one peer stored here, its own or passed on
 _MAX_BYTES_IN_ALL: Final = 16 << 20
-_RECORD_BYTES: Final = 256  # that a record takes besides its value
-_MAX_NEIGHBOURS: Final = 64  # in an answer; a bucket has 20
-_MAX_NODES: Final = 4096  # in the routing table
+_RECORD_BYTES: Final = 256  # overhead of a record besides its value
+_MAX_NEIGHBOURS: Final = 64  # limit of an answer; a bucket has 20
+_MAX_NODES: Final = 4096  # limit of the routing table
 _NODE_ID_BYTES: Final = 20
-# A search asks each other peer once or twice. What costs as much time as some requests, counts as so many.
+# Budget of one peer, in small requests. A search asks each peer once or twice. Costly operations count as several.
 _REQUESTS_PER_S: Final = 32.0
 _BURST: Final = 512.0
 _BYTES_PER_REQUEST: Final = 16 << 10
 _RECORDS_PER_REQUEST: Final = 8
-_NODE_COST: Final = 64.0  # all records are looked at, and it may get some
+_NODE_COST: Final = 64.0  # a new node makes hivemind go through all records, and may be sent some
 _MAX_CALLERS: Final = 1024
 _SWEEP_S: Final = 1.0
 
 
 @dataclass
 class RequestRates:
-    """Tells which peers ask for too much: each may ask for so much a second, and for more at once after a pause."""
+    """Limits each peer's rate of requests; after a pause, a peer may send a burst."""
 
     _left: dict[Hashable, tuple[float, float]] = field(
         default_factory=dict
-    )  # by peer: what it may ask for, and since when
+    )  # peer -> (requests left, time of that count)
 
     def charge(self, peer: Hashable, cost: float, now_s: float) -> None:
         """Count a request, or refuse it with `Busy`."""
         left, at_s = self._left.pop(peer, (_BURST, now_s))
         left = min(_BURST, left + (now_s - at_s) * _REQUESTS_PER_S) - cost
         self._left[peer] = (left if left >= 0 else left + cost), now_s
-        if len(self._left) > _MAX_CALLERS:  # the one that has been silent for longest
+        if len(self._left) > _MAX_CALLERS:  # forget the peer that has been silent for longest
             del self._left[next(iter(self._left))]
         if left < 0:
             raise Busy(
@@ -70,7 +70,7 @@ class RequestRates:
 class Quotas:
     """Counts the bytes of stored records: by key, by the peer that stored them, and in all."""
 
-    # By key and subkey: who stored the record, its bytes, and when it expires.
+    # (key, subkey) -> (peer that stored the record, bytes, time of expiry)
     _records: dict[tuple[Hashable, Hashable], tuple[Hashable, int, float]] = field(default_factory=dict)
     _by_key: Counter[Hashable] = field(default_factory=Counter)
     _by_peer: Counter[Hashable] = field(default_factory=Counter)
@@ -80,7 +80,7 @@ class Quotas:
     def take(
         self, peer: Hashable, key: Hashable, subkey: Hashable, num_bytes: int, *, expires_at: float, now_s: float
     ) -> bool:
-        """Count a record in place of the one before it. False: there is no room for it, and nothing has changed."""
+        """Count a record in place of its predecessor. False: there is no room, and nothing has changed."""
         num_bytes += _RECORD_BYTES
         before = self._records.get((key, subkey), (None, 0, 0.0))
         if not self._has_room(peer, key, num_bytes, before) and not (
@@ -110,7 +110,7 @@ class Quotas:
         )
 
     def _sweep(self, now_s: float) -> bool:
-        """Forget what has expired, now and then; true if it was done."""
+        """Forget expired records, unless the last sweep was a moment ago; return whether it was done."""
         if now_s < self._swept_s + _SWEEP_S:
             return False
         self._swept_s = now_s
@@ -129,10 +129,10 @@ class Quotas:
 
 
 class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
-    """Looks at the size of each message before its content, and stores no more than `Quotas` allow."""
+    """Checks the size of each message before its content, and stores no more than `Quotas` allow."""
 
     serializer = GuardedSerializer
-    _rpc_handlers = None  # hivemind keeps them with the class
+    _rpc_handlers = None  # hivemind keeps these two as class attributes
     _stub_type = None
 
     def __init__(self, **options: Any) -> None:
@@ -144,7 +144,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
         return str(DHTProtocol._get_handle_name(namespace, method_name))
 
-    # ------------------------------------------------------------------ what other peers ask for
+    # ------------------------------------------------------------------ requests of other peers
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         """See `DHTProtocol`."""
@@ -162,7 +162,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         return await super().rpc_find(request, context)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        """See `DHTProtocol`. Nothing is cached for others."""
+        """See `DHTProtocol`. Records for the cache are refused."""
         columns = request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache
         for column in columns:
             _check_number(len(column), MAX_KEYS, "records are stored")
@@ -183,7 +183,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         self._rates.charge(context.remote_id, cost, time.time())
 
     def _store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires_at: float) -> bool:
-        """Store a record, or a dictionary of them; true if all of it was valid, newer than what was, and had room."""
+        """Store a record, or a dictionary of records; True if all were valid, newer than the stored, and had room."""
         if tag == self.IS_DICTIONARY:
             found = self.serializer.loads(value)
             if not isinstance(found, DictionaryDHTValue):
@@ -191,7 +191,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
             records = [(subkey, *record) for subkey, record in found.data.items()]
         else:
             records = [(self.serializer.loads(tag), value, expires_at)]
-        # Before any is verified, which costs as much time as some of the smallest requests.
+        # Charged before any record is verified, because verifying takes time, too.
         self._rates.charge(sender, len(records) / _RECORDS_PER_REQUEST, time.time())
         stored = [self._store_one(sender, key, *record) for record in records]
         return all(stored)
@@ -218,11 +218,11 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
     # ------------------------------------------------------------------ the routing table
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        """See `DHTProtocol`. A peer has one node id, the newest, and the table has an end."""
+        """See `DHTProtocol`. A peer has one node id, its newest, and the table is bounded."""
         table = self.routing_table
         former_id = table.get(peer_id=peer_id)
         if responded and node_id is not None and former_id != node_id:
-            is_taken = table.get(node_id=node_id) is not None  # by another peer
+            is_taken = table.get(node_id=node_id) is not None  # another peer has this node id
             if is_taken or (former_id is None and len(table.uid_to_peer_id) >= _MAX_NODES):
                 return
             with suppress(Busy):
@@ -233,16 +233,16 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
             return
         await super().update_routing_table(node_id, peer_id, responded)
 
-    # ------------------------------------------------------------------ what other peers answer
+    # ------------------------------------------------------------------ answers of other peers
 
     async def call_store(self, *arguments: Any, **options: Any) -> list[bool] | None:
-        """See `DHTProtocol`. A peer that refuses counts like one that does not answer: another one is asked."""
-        # Of several answers hivemind believes the last, and a single refusal would hide that others store a record.
+        """See `DHTProtocol`. A refusal counts like no answer: hivemind asks another peer."""
+        # hivemind uses the last of several answers, so one refusal would hide that other peers have stored the record.
         stored = await super().call_store(*arguments, **options)
         return list(stored) if stored is not None and any(stored) else None
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Take out of an answer what is not valid, so that one such record hides no others."""
+        """Remove invalid records from an answer, so that the valid records remain."""
         for subkey, (value, expires_at) in list(dictionary.data.items()):
             if not self._is_valid(key_bytes, subkey, value, expires_at):
                 del dictionary[subkey]
@@ -254,7 +254,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
 
 
 class _CheckedStub:
-    """Sends requests to a peer, and refuses answers that are longer than any."""
+    """Sends requests to a peer, and refuses answers beyond the limits."""
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub
@@ -266,7 +266,7 @@ class _CheckedStub:
         response = await self._stub.rpc_find(request, timeout=timeout)
         _check_number(len(response.results), len(request.keys), "answers have come")
         for result in response.results:
-            # A search ends with an answer that claims to live for ever, whatever other peers would have answered.
+            # Otherwise an answer that claims to live for ever would end a search before other peers answer.
             result.expiration_time = min(result.expiration_time, latest_expiry(time.time()))
             for ids in (result.nearest_node_ids, result.nearest_peer_ids):
                 _check_number(len(ids), _MAX_NEIGHBOURS, "neighbours are named")
@@ -286,14 +286,14 @@ def _check_number(number: int, most: int, what: str) -> None:
 
 
 def _drop_ghosts(storage: Any) -> None:
-    """Make an end of the entries that hivemind's storage leaves in its heap for each record that was replaced."""
+    """Remove the entries that hivemind's storage leaves in its heap for each replaced record."""
     if len(storage.expiration_heap) > 2 * len(storage.data) + 16:
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)
 
 
 def _bounded(create: FunctionType) -> FunctionType:
-    """A copy of a function of hivemind's that makes a `BoundedProtocol`. hivemind's own users have its own protocol."""
+    """Copy a function of hivemind so that it makes a `BoundedProtocol`. hivemind itself stays unchanged."""
     names = {**create.__globals__, DHTProtocol.__name__: BoundedProtocol}
     copy = FunctionType(create.__code__, names, create.__name__, create.__defaults__, create.__closure__)
     copy.__kwdefaults__ = create.__kwdefaults__

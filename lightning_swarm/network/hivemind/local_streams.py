@@ -1,4 +1,4 @@
-"""Streams between peers of one machine, past their daemons, which cost milliseconds of processor time for every MiB."""
+"""Streams between peers of one machine that bypass their daemons, which cost milliseconds of CPU time per MiB."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_swarm.network.hivemind.streams import Stream
 _log = logging.getLogger(__name__)
 
 INTRODUCE: Final = "transport.introduce"
-"""The method by which a peer tells a caller the two secrets."""
+"""The method that returns the two secrets to a caller."""
 
 _CALLER: Final = b"caller"
 _LISTENER: Final = b"listener"
-_SECRET_BYTES: Final = 32  # of SHA-256
-# magic, the caller's secret, lengths of the protocol's name and of the caller's id; these follow.
+_SECRET_BYTES: Final = 32  # length of a SHA-256
+# magic, the caller's secret, lengths of the protocol's name and of the caller's id; then the name and the id
 _GREETING: Final = struct.Struct(f"<4s{_SECRET_BYTES}sBB")
 _MAGIC: Final = b"LSWN"
 _MAX_GREETING: Final = 64  # connections whose peers are not known yet
@@ -32,29 +32,29 @@ _MAX_GREETING: Final = 64  # connections whose peers are not known yet
 Serve = Callable[[str, PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """``(protocol, caller, reader, writer)``: answer the requests that come over a neighbour's stream.
 
-The protocol's name is whatever the neighbour sent."""
+The protocol's name is unchecked text from the neighbour."""
 
 
 # libp2p still proves the identity of the other end. A peer that finds a socket with another peer's name asks that peer,
-# over the daemon, for two secrets: one that it sends over the socket, and one that it must receive there. So another
-# user of the machine can impersonate neither of them, except with processes in the network namespaces of both.
+# over the daemon, for two secrets: it sends the first over the socket, and must receive the second there. So another
+# user of the machine can impersonate neither peer, except with processes in the network namespaces of both.
 class LocalPeers:
     """Opens streams to other peers of this machine, and accepts theirs."""
 
     def __init__(
         self, peer: PeerId, introduce: Callable[[PeerId], Awaitable[bytes]], serve: Serve, *, greeting_s: float
     ) -> None:
-        self._peer = peer  # this one
+        self._peer = peer  # this peer
         self._introduce = introduce  # asks a peer for the secrets of `INTRODUCE`, over its daemon
         self._serve = serve
-        self._greeting_s = greeting_s  # after so many seconds without a greeting the daemon is tried
+        self._greeting_s = greeting_s  # seconds to wait for a greeting before using the daemon
         self._key = secrets.token_bytes(_SECRET_BYTES)
         self._introductions: dict[PeerId, bytes] = {}
         self._greeting: set[asyncio.Task[Any]] = set()  # tasks of connections whose peers are not known yet
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Accept connections of neighbours. Where this is impossible, they come through the daemon."""
+        """Accept connections of neighbours. Where this is impossible, neighbours use the daemon."""
         if sys.platform != "linux":
             return
         listening = socket.socket(socket.AF_UNIX)
@@ -75,7 +75,7 @@ class LocalPeers:
             self._server = None
 
     async def answer(self, caller: PeerId, body: bytes) -> bytes:
-        """Answer `INTRODUCE`: the secret that `caller` has to send, and the one that it will receive."""
+        """Answer `INTRODUCE`: return the secret that `caller` must send, then the secret that it will receive."""
         if body:
             raise ProtocolError(f"{INTRODUCE} takes no arguments, got {len(body)} bytes")
         return self._secret(_CALLER, caller) + self._secret(_LISTENER, caller)
@@ -100,7 +100,7 @@ class LocalPeers:
     async def _greet(
         self, peer: PeerId, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Prove this peer's identity, and check the other one's."""
+        """Prove this peer's identity, and check the other peer's."""
         if peer not in self._introductions:
             self._introductions[peer] = await self._introduce(peer)
         own, expected = self._introductions[peer][:_SECRET_BYTES], self._introductions[peer][_SECRET_BYTES:]
@@ -120,7 +120,7 @@ class LocalPeers:
             writer.transport.abort()
             _log.debug("A connection past the daemon was refused: %s", error)
             return
-        except asyncio.CancelledError:  # this peer's loop ends, and asyncio would log the cancellation as a failure
+        except asyncio.CancelledError:  # this peer's loop ends; asyncio would log the cancellation as a failure
             writer.transport.abort()
             return
         await self._serve(protocol, caller, reader, writer)
@@ -148,8 +148,8 @@ class LocalPeers:
 
 
 def _name(peer: PeerId) -> str:
-    # Names of Linux's abstract kind end with their process, and are visible in one network namespace only: peers in
-    # containers with networks of their own use the daemons.
+    # Linux's abstract socket names end with their process, and are visible only in one network namespace: peers in
+    # containers with their own networks use the daemons.
     return f"\0lightning_swarm/{peer}"
 
 

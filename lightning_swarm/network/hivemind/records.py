@@ -1,4 +1,4 @@
-"""The records of the directory: how they are encoded, and who may make which; each peer signs its own."""
+"""The records of the directory: their encoding, their signatures by the announcing peers, and their validation."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     """A peer's announcement, as it is stored in the DHT."""
 
     value: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
-    # Unix time. The DHT's own expiry may be later: the DHT keeps the record that lives longest, so a record that
-    # replaces a longer-lived one has to claim to live longer still.
+    # Unix time. The DHT's own expiry may be later: the DHT keeps the record that lives longest, so a replacement must
+    # claim to outlive its predecessor.
     expires_at: float
-    # By the peer under whose name it is stored: of the key, that name, the DHT's expiry, and the two fields above. So
-    # nobody can store it under another name or key, or for longer, in place of a newer one. Empty: the peer has an RSA
-    # key, and cannot sign.
+    # The announcing peer signs the key, its own id, the DHT's expiry, and the two fields above. So no other peer can
+    # store the record under another id or key, or for longer, in place of a newer one. Empty if the peer has an RSA
+    # key, which cannot sign.
     signature: Annotated[bytes, msgspec.Meta(max_length=_SIGNATURE_BYTES)] = b""
 
 
@@ -52,7 +52,7 @@ _decoder = msgspec.msgpack.Decoder(Announcement)
 
 
 def pack(identity: Identity, key: DHTID, value: bytes, *, expires_at: float, stored_until: float) -> bytes:
-    """Encode an announcement of the peer with this identity, signed if that can sign."""
+    """Encode an announcement of the peer with this identity, signed if its key can sign."""
     if not identity.can_sign:
         return msgspec.msgpack.encode(Announcement(value, expires_at))
     signed = _signed(key.to_bytes(), identity.peer_id, stored_until, Announcement(value, expires_at))
@@ -85,16 +85,16 @@ _Records = Annotated[list[tuple[_ShortText, _ShortBytes, float]], msgspec.Meta(m
 _bytes_decoder = msgspec.msgpack.Decoder(_ShortBytes)
 _text_decoder = msgspec.msgpack.Decoder(_ShortText)
 _extension_decoder = msgspec.msgpack.Decoder(msgspec.msgpack.Ext)
-_dictionary_decoder = msgspec.msgpack.Decoder(tuple[float, float, _Records])  # two bounds, of which none is believed
+_dictionary_decoder = msgspec.msgpack.Decoder(tuple[float, float, _Records])  # two bounds, which are ignored
 
 
 class GuardedSerializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's serializer, for what the directory has: names, bytes, and dictionaries of records."""
+    """hivemind's serializer, limited to the directory's data: names, bytes, and dictionaries of records."""
 
-    # hivemind decodes whatever comes: 1 KB of nested msgpack would end the process, and 4 MB of nothing block its loop.
+    # hivemind decodes any data: 1 KB of nested msgpack would end the process, and 4 MB of empty values block its loop.
     @classmethod
     def loads(cls, buf: bytes) -> object:
-        """Decode bytes that came from a stranger."""
+        """Decode untrusted bytes."""
         first = buf[0] if buf else None
         try:
             if first in _EXTENSIONS:
@@ -114,12 +114,12 @@ def _to_dictionary(packed: msgspec.msgpack.Ext) -> DictionaryDHTValue:
 
 
 class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
-    """Lets only what a peer announced under its own name, for a bounded time, into the DHT and out of it."""
+    """Admits to the DHT, and from it, only records that a peer announced under its own id, for a bounded time."""
 
     def __init__(self, *, is_local: bool) -> None:
-        # No other machine reaches this peer. Then peers with RSA keys, which cannot sign, are believed.
+        # If no other machine reaches this peer, unsigned records of peers with RSA keys are accepted.
         self._is_local = is_local
-        # Digests of what was verified, the latest last: each reading brings the same records from several peers.
+        # Digests of verified records, the latest last: each read brings the same records from several peers.
         self._verified: dict[bytes, None] = {}
         self.num_refused = 0
 
@@ -128,7 +128,7 @@ class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is 
         if self._is_own(record):
             return True
         self.num_refused += 1
-        if self.num_refused & (self.num_refused - 1) == 0:  # seldom, however many come
+        if self.num_refused & (self.num_refused - 1) == 0:  # logged at powers of two only
             _log.warning(
                 "Left out %d records of the directory so far: the peer under whose name they came did not sign them. "
                 "Peers of older versions do not sign; else somebody speaks for others.",

@@ -1,4 +1,4 @@
-"""Streams through the libp2p daemon: opening them, and keeping a few for the next request."""
+"""Streams through the libp2p daemon: opening streams, and keeping idle ones for later requests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_swarm.network.framing import Buffer
 from lightning_swarm.network.hivemind._engine import P2P, Multiaddr, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
 from lightning_swarm.network.rpc import Channel
 
-# Room for bytes that are small, or that no reader waits for yet. While it is full, the socket is not read.
+# Buffer for short reads, and for bytes that no reader waits for yet. While it is full, the socket is not read.
 _STAGING_BYTES: Final = 64 << 10
 
 
-# Bytes go from the socket straight into the memory that needs them. asyncio's `StreamReader` copies each byte three
-# times on its way there, and wakes its reader for every piece.
+# Bytes go from the socket straight into their final memory. asyncio's `StreamReader` would copy each byte three times,
+# and wake its reader for every piece.
 class Inbox(asyncio.BufferedProtocol):
-    """A `Reader` of a connected socket, whose protocol it becomes; it knows whether the other direction has room."""
+    """A `Reader` of a connected socket, whose protocol it becomes; it also tracks room for writing."""
 
-    # `arrived` has been read from the socket before, and `ended` says whether that was all.
+    # `arrived` has been read from the socket before; `ended`: the other side has hung up after it.
     def __init__(self, transport: asyncio.Transport, arrived: bytes, *, ended: bool) -> None:
         self._transport = transport
         self._staging = memoryview(bytearray(max(_STAGING_BYTES, 2 * len(arrived))))
@@ -38,11 +38,11 @@ class Inbox(asyncio.BufferedProtocol):
         self._full = False
         self._room = asyncio.Event()
         self._room.set()
-        transport.pause_reading()  # the kind of protocol decides how a socket is read, from when that begins
+        transport.pause_reading()  # asyncio chooses how to read by the protocol's class when reading starts
         transport.set_protocol(self)
         transport.resume_reading()
-        # So `drain` waits until nothing is buffered, and buffers that have been written may change again.
-        if not transport.is_closing():  # uvloop would raise what is no OSError
+        # So `drain` waits until nothing is buffered, and written buffers may change again.
+        if not transport.is_closing():  # uvloop would raise an error that is no OSError
             transport.set_write_buffer_limits(high=0)
 
     # ------------------------------------------------------------------ for the reader
@@ -92,7 +92,7 @@ class Inbox(asyncio.BufferedProtocol):
             self._target, self._seen = None, _ignore
 
     async def drain(self) -> None:
-        """Wait until all bytes that were written to the socket are sent."""
+        """Wait until all written bytes are sent."""
         self._check()
         await self._room.wait()
         if self._problem is not None or self._transport.is_closing():
@@ -175,7 +175,7 @@ class Inbox(asyncio.BufferedProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Move the staged bytes to the front, and go on reading."""
+        """Move the staged bytes to the front, and resume reading."""
         num_staged = self._stop - self._start
         self._staging[:num_staged] = bytes(self._staging[self._start : self._stop])
         self._start, self._stop = 0, num_staged
@@ -189,15 +189,15 @@ def _ignore(_: memoryview) -> None:
 
 
 _MAX_OPEN: Final = 64  # streams at once, busy or idle; a request for one more waits
-_MAX_IDLE: Final = 32  # to one peer: as many as a batch of 32 large microbatches uses at once, step after step
-_IDLE_S: Final = 30.0  # until an idle stream is closed; less than the other side's patience
+_MAX_IDLE: Final = 32  # limit for one peer: a batch of 32 large microbatches uses as many at once, in each step
+_IDLE_S: Final = 30.0  # time after which an idle stream is closed; less than the other side's patience
 
 
 class Stream:
-    """A two-way stream to a peer, as a `Channel`. Nothing else may read from `reader` any more."""
+    """A two-way stream to a peer, with a `Channel`. No other code may read from `reader` any more."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer  # kept, for a writer closes its transport when it is collected
+        self._writer = writer  # kept, because a writer closes its transport when it is garbage-collected
         self._transport = cast(asyncio.Transport, writer.transport)
         # `asyncio.StreamReader` has no public way to take over the bytes that it has read.
         arrived, ended = bytes(reader._buffer), reader._eof  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ class Stream:
         self.expiry: asyncio.TimerHandle | None = None
 
     def gather_writes(self) -> None:
-        """Let written buffers be sent together, so that they may not change any more after a write."""
+        """Send small writes together. From now on, a buffer must not change after it was written."""
         if not self._transport.is_closing():  # see `write_soon`
             self._transport.set_write_buffer_limits()
 
@@ -216,18 +216,18 @@ class Stream:
         await self.drain()
 
     async def drain(self) -> None:
-        """Wait until there is room for more."""
+        """Wait until there is room for further writes."""
         await self._inbox.drain()
 
     def write_soon(self, buffer: Buffer) -> None:
-        """Send a buffer that does not change."""
-        if self._transport.is_closing():  # uvloop would raise what is no OSError
+        """Send a buffer that does not change any more, without waiting."""
+        if self._transport.is_closing():  # uvloop would raise an error that is no OSError
             raise ConnectionResetError("it is closed")
         self._transport.write(buffer)
 
     @property
     def is_full(self) -> bool:
-        """Return whether there is no room for more."""
+        """Return whether there is no room for further writes."""
         return self.num_unsent_bytes > self._transport.get_write_buffer_limits()[1]
 
     @property
@@ -241,7 +241,7 @@ class Stream:
         return self._inbox.at_eof() or self._transport.is_closing()
 
     def close(self) -> None:
-        """Hang up, and drop what has not been sent."""
+        """Hang up, and drop unsent bytes."""
         if self.expiry is not None:
             self.expiry.cancel()
         self._transport.abort()
@@ -254,7 +254,7 @@ class Daemon:
         self._path: str = p2p.daemon_listen_maddr["unix"]
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
-        """Open a stream to `peer`; raise `Unreachable` if it cannot be dialed, or does not speak `protocol`."""
+        """Open a stream to `peer`; raise `Unreachable` if it cannot be dialed, or does not support `protocol`."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=_to_peer_id(peer).to_bytes(), proto=[protocol]),
@@ -302,7 +302,7 @@ def _to_peer_id(peer: PeerId) -> PeerID:
 
 
 class StreamPool:
-    """Keeps a bounded number of streams to other peers, idle ones only for a while."""
+    """Keeps a bounded number of streams to other peers; idle streams expire."""
 
     def __init__(self, open_stream: Callable[[PeerId], Awaitable[Stream]]) -> None:
         self._open_stream = open_stream
@@ -312,7 +312,7 @@ class StreamPool:
 
     @asynccontextmanager
     async def lease(self, peer: PeerId) -> AsyncIterator[Stream]:
-        """Lend a stream to `peer` for one exchange. It is closed afterwards unless it was given to `keep`."""
+        """Lend a stream to `peer` for one exchange. It is closed afterwards, unless `keep` was called with it."""
         async with self._room:
             self._num_busy += 1
             try:

@@ -1,4 +1,4 @@
-"""`HivemindTransport`: calls and tensors with our framing over raw streams of libp2p, or past it within a machine."""
+"""`HivemindTransport`: calls and tensors in this package's framing, over streams of libp2p or, locally, of sockets."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 _CALL: Final = "lightning_swarm.call"
 _STREAM: Final = "lightning_swarm.stream"
-# Open at once to this peer from one other, which uses one for its calls, and few more while it replaces a broken one.
+# Open streams from one other peer, which uses one for calls, and briefly a few more while it replaces a broken one.
 _MAX_STREAMS: Final = {_CALL: 4, _STREAM: 96}
 _MAX_STREAMS_IN_ALL: Final = 2048
-# Of peers that have shown no certificate, where one is asked for; and how long they may stay.
+# Open streams from peers without a certificate, where one is required, and how long such streams may stay.
 _STRANGER_STREAMS: Final = 2
-_STRANGERS_STREAMS: Final = 256  # members of a large run that come back to a peer at once, each for a round trip
+_STRANGERS_STREAMS: Final = 256  # members of a large run may return to a peer at once, each for a round trip
 _STRANGER_S: Final = 10.0
-_FAREWELL_S: Final = 1.0  # until a peer that is cut off is hung up on, so that it gets its refusals
+_FAREWELL_S: Final = 1.0  # delay before hanging up on a peer that is cut off, so that it receives its refusals
 _CONNECT_TIMEOUT_S: Final = 30.0
 _IDENTIFY_S: Final = 5.0
 _FOUND_ID: Final = re.compile(r"remote key matches (\w+)")
@@ -63,9 +63,9 @@ class HivemindTransport(BaseTransport):
             if neighbours
             else None
         )
-        # Half of the files that may be open: the others are this peer's own, and those of the user's code.
+        # Half of this process's file descriptors: this peer and the user's code need the rest.
         self._slots = StreamSlots(min(max_files() // 2, _MAX_STREAMS_IN_ALL))
-        # Apart, so that they take no member's place.
+        # Separate slots, so that strangers occupy none of the members' slots.
         self._strangers = StreamSlots(min(max_files() // 8, _STRANGERS_STREAMS))
         self._watch: asyncio.Task[None] | None = None
 
@@ -99,7 +99,7 @@ class HivemindTransport(BaseTransport):
 
     async def identify(self, address: str) -> PeerId | None:
         """See `Transport`."""
-        # The encrypted handshake with a peer of another id fails, and the daemon's error names the id that it found.
+        # The encrypted handshake fails if the peer has another id, and the daemon's error contains the actual id.
         nobody = Identity.generate().peer_id
         try:
             async with asyncio.timeout(_IDENTIFY_S):
@@ -107,7 +107,7 @@ class HivemindTransport(BaseTransport):
         except (TimeoutError, Unreachable) as error:
             if found := _FOUND_ID.search(str(error)):
                 return PeerId(found[1])
-        # The daemon does not dial the address where it listens. At one that it announces another peer may answer.
+        # The daemon does not dial the address where it listens. At an announced address, another peer may answer.
         is_own = f"{address}/p2p/{self._peer_id}" in await self.addresses()
         return self._peer_id if is_own else None
 
@@ -133,7 +133,7 @@ class HivemindTransport(BaseTransport):
             await exited(pid)
 
     async def _watch_daemon(self, reading: asyncio.Task[None]) -> None:
-        # Without its daemon, or without the task that reads from it, hivemind's client would wait for answers for ever.
+        # Without the daemon, or the task that reads from it, hivemind's client would wait for answers for ever.
         exiting = asyncio.create_task(exited(self.daemon_pid))
         try:
             await asyncio.wait({exiting, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,7 +190,7 @@ class HivemindTransport(BaseTransport):
     async def _serve_stream(
         self, protocol: str, caller: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer the requests that come over a stream which another peer opened."""
+        """Answer the requests on a stream that another peer has opened."""
         stream = Stream(reader, writer)
         slot = None if self._closed else self._open_slot(protocol, caller, stream)
         try:
@@ -228,7 +228,7 @@ class HivemindTransport(BaseTransport):
 
     @override
     def _on_certified(self, peer: PeerId) -> None:
-        """Give a peer's streams the places of a member's."""
+        """Move a peer's streams from the strangers' slots to the members' slots."""
         for protocol, at_most in _MAX_STREAMS.items():
             for slot in self._strangers.of((peer, protocol)):
                 self._strangers.close(slot)
@@ -237,7 +237,7 @@ class HivemindTransport(BaseTransport):
 
     @override
     def _on_cut_off(self, peer: PeerId) -> None:
-        """Also close the streams to the peer, and soon those that it opened."""
+        """Also close the streams to the peer, and after a delay the streams from it."""
         super()._on_cut_off(peer)
         self._calls.hang_up(peer)
         self._pool.hang_up(peer)
