@@ -38,7 +38,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the loop. Twice is fine."""
+        """End the loop. A second call does nothing."""
 
 
 class ThreadRuntime(Runtime):

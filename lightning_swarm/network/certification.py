@@ -94,5 +94,5 @@ class Certification:
         try:
             self._gate.certify(peer, shown)
         except AccessDenied as error:
-            text = f"{peer} shows a certificate that does not hold, so nothing was sent to it: {error}"
+            text = f"{peer} shows an invalid certificate, so nothing was sent to it: {error}"
             raise Untrusted(text) from error

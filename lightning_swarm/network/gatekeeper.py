@@ -159,12 +159,12 @@ class Gatekeeper:
         wait_s = failing.next_s - at_s
         if 0 < wait_s <= _LONGEST_PAUSE_S:
             raise Busy(
-                f"another certificate of {peer} is looked at in {wait_s:.0f} s, for {failing.in_a_row} did not hold. "
+                f"the next certificate of {peer} is verified in {wait_s:.0f} s: {failing.in_a_row} were refused. "
                 f"The last reason: {failing.reason}"
             )
         # The attempt counts before the certificate is verified, so that it counts even if that fails unexpectedly.
         pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.in_a_row, 20), _LONGEST_PAUSE_S)
-        failing = self._failing[peer] = _Failing(failing.in_a_row + 1, at_s + pause_s, "Its certificate did not hold.")
+        failing = self._failing[peer] = _Failing(failing.in_a_row + 1, at_s + pause_s, "Its certificate was refused.")
         _keep_newest(self._failing, peer, _MAX_FAILING)
         try:
             permit = self._verified(peer, certificate, at_s)

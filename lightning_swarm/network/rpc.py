@@ -174,7 +174,7 @@ def check_answer(head: Head, exchange_id: int, method: str) -> None:
     if head.kind is Kind.ERROR and head.exchange_id in (exchange_id, 0):
         raise head.error()
     if head.kind is not Kind.ANSWER or head.exchange_id != exchange_id:
-        raise ProtocolError(f"What came as the answer to `{method}` is no answer, or one to another request.")
+        raise ProtocolError(f"The message received for `{method}` is no answer, or answers another request.")
 
 
 async def serve(

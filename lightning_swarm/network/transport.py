@@ -234,7 +234,7 @@ class BaseTransport(Transport):
         """See `Transport`."""
         if self._gate is None:
             raise AccessDenied(
-                f"{self._peer_id} takes any peer, so nobody can be banned: `trust` is not 'invited' there. Start the "
+                f"{self._peer_id} takes any peer, so none can be banned: `trust` is not 'invited' there. Start the "
                 "run again with `trust='invited'`."
             )
         self._gate.ban(signed)

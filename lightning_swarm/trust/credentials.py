@@ -52,7 +52,7 @@ class RunCredentials:
             said = decode(signed, SignedBan)
         except ValueError as error:
             raise AccessDenied(
-                f"a ban has to be the word of the run's owner, and this one is malformed: {error}"
+                f"a ban must be signed by the run's owner, and this one is malformed: {error}"
             ) from error
         if said.run_id != self.run_id or said.owner != self.owner or not said.is_genuine:
             raise AccessDenied(

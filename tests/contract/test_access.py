@@ -204,7 +204,7 @@ def test_nothing_is_sent_to_a_forged_run(world: World, handled: Handled, exchang
     trust(world.a, credentials_of(world.a.id))
     trust(world.b, Gullible(certificate_of(world.b.id, run=b"forged")))
     before = dict(world.a.transport.traffic.sent_bytes)
-    with pytest.raises(Untrusted, match=r"shows a certificate that does not hold.*not signed by the owner"):
+    with pytest.raises(Untrusted, match=r"shows an invalid certificate.*not signed by the owner"):
         exchange(world)
     assert handled.calls == []
     sent = {key for key, count in world.a.transport.traffic.sent_bytes.items() if count != before.get(key, 0)}

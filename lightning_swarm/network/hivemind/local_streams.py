@@ -109,7 +109,7 @@ class LocalPeers:
         names = protocol.encode(), self._peer.encode()
         writer.write(_GREETING.pack(_MAGIC, own, *map(len, names)) + b"".join(names))
         if not hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), expected):
-            raise ProtocolError(f"Somebody else than {peer} listens in its name.")
+            raise ProtocolError(f"Another process than {peer} listens on that peer's socket.")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Check the identity of a neighbour that has connected, and serve it."""

@@ -131,7 +131,7 @@ class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is 
         if self.num_refused & (self.num_refused - 1) == 0:  # logged at powers of two only
             _log.warning(
                 "Left out %d records of the directory so far: the peer under whose name they came did not sign them. "
-                "Peers of older versions do not sign; else somebody speaks for others.",
+                "Peers of older versions do not sign; else a peer pretends to be another.",
                 self.num_refused,
             )
         return False

@@ -139,8 +139,8 @@ class HivemindTransport(BaseTransport):
             await asyncio.wait({exiting, reading}, return_when=asyncio.FIRST_COMPLETED)
             self.cut_off.reason = (
                 f"the libp2p daemon of this peer, process {self.daemon_pid}, has ended or answers no more, and without "
-                "it nobody reaches this peer: to the others it is gone. See who ended that process (the kernel, short "
-                "of memory?), then start this peer again."
+                "it no peer reaches this one, so all others count it as gone. Find out why that process ended (the "
+                "kernel, short of memory?), then start this peer again."
             )
             _log.error("%s", self.cut_off.reason)
             self._break_off()

@@ -1,6 +1,6 @@
 """Compares the sums and means of a stage's members with their answers and with their commitments.
 
-One member's word never convicts another. A member is false if it contradicts itself or its commitment, or if its own
+One member's word never convicts another. A member lies if it contradicts itself or its commitment, or if its own
 part of the mean is not the mean of the sums that it reports to have received.
 """
 
@@ -154,7 +154,7 @@ class Examination:
         """Find members that contradict themselves or each other, once all sums and means are there."""
         for peer in self.members:
             answer, known = self._answers[peer], self._mean_of(peer)
-            if known is None:  # already found to be false
+            if known is None:  # already found to lie
                 continue
             right = same_numbers(answer.means, known.means, known.norms)
             if not right or not same_numbers([answer.squared_norm], [known.squared_norm]):
@@ -175,7 +175,7 @@ class Examination:
                 self.lies[reducer] = f"{reducer} made another mean than that of the sums that it was given"
                 return
             for peer in others:
-                self._note(reducer, peer, f"{reducer} was not given part {place} of the sum of {peer}, as it says")
+                self._note(reducer, peer, f"{reducer} reports another part {place} of the sum of {peer} than committed")
         for peer in self.members:
             if peer not in self.lies and self._answers[peer].parts[place] != answer.parts[place]:
                 self._note(

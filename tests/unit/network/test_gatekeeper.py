@@ -387,7 +387,7 @@ def test_certificates_that_do_not_hold_are_looked_at_ever_more_rarely() -> None:
         clock_s.append(clock_s[-1] + HOUR_S / 10_000)
     assert own.num_verified < 70
     gate.certify(PeerId("c"), certificate_of(PeerId("c"), expires_at_s=NOW_S + 2 * HOUR_S))  # others do not wait
-    with pytest.raises(Busy, match=r"another certificate of a is looked at in \d+ s.*it is not signed by the owner"):
+    with pytest.raises(Busy, match=r"the next certificate of a is verified in \d+ s.*it is not signed by the owner"):
         gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
     clock_s.append(clock_s[-1] + 64.0)
     gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
