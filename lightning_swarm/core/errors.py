@@ -7,7 +7,7 @@
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
     ├── StageError           the user's own blocks (or a gradient through them) raised on every server of a stage
     │   └── OutOfMemory      no server of a stage has memory for a single microbatch, even with nothing else in memory
-    ├── StepError            a step could not be decided; the weights are those of the last record
+    ├── StepError            a step could not be decided; the weights stay at the version of the last record
     │   ├── StageLost        a stage had no server for too long
     │   ├── Replaced         the run continues with another lead, because this one was silent for too long
     │   ├── LeftOut          the run continues without this trainer, which was silent for too long
@@ -48,7 +48,7 @@ class SwarmError(Exception):
 
 
 class ConfigError(SwarmError, ValueError):
-    """A setting, model or call cannot work. The message says the rule, the value and the remedy."""
+    """A setting, model or call cannot work. The message states the rule, the value and the remedy."""
 
     @staticmethod
     def like(kind: type[Exception], text: str) -> ConfigError:
@@ -66,12 +66,12 @@ class ProtocolError(SwarmError):
     """A message is malformed, too large or out of place. It changed nothing."""
 
 
-class StageError(SwarmError, RuntimeError):  # Lightning looks among RuntimeErrors for those of memory
+class StageError(SwarmError, RuntimeError):  # Lightning recognizes out-of-memory errors only among RuntimeErrors
     """The model's own code raised while a peer computed a stage. The message has that peer's traceback."""
 
 
 class OutOfMemory(StageError):
-    """A peer lacks memory for a microbatch of a stage, even after freeing what it kept for other microbatches."""
+    """A peer lacks memory for a microbatch of a stage, even after freeing the memory kept for other microbatches."""
 
 
 class StepError(SwarmError):

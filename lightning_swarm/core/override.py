@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Override:
-    """Replaces one object's method until `remove`. Copies of the object, pickled ones too, keep their own method."""
+    """Replaces one object's method until `remove`. Copies of the object, also by pickle, keep their own method."""
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.replaced: Callable[..., Any] = getattr(owner, name)

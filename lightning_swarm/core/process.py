@@ -107,7 +107,7 @@ def max_files() -> int:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the kernel, also pieces between used ones, which glibc would keep."""
+    """Return freed memory to the kernel, also pieces between used memory, which glibc would keep."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -137,7 +137,7 @@ class ProcessSettings:
             self._libc.malloc_trim(0)
 
     # A full collection over all objects of torch and other libraries stops every thread for a third of a second, and
-    # delays each peer that waits for this one. So the objects that survive the first one are excluded from later ones.
+    # delays each peer that waits for this one. So objects that survive the first are excluded from later collections.
     def _freeze(self, phase: str, info: Mapping[str, int]) -> None:
         is_full = phase == "stop" and info["generation"] == _OLDEST
         if is_full and gc.get_freeze_count() == 0:  # else other code manages this

@@ -39,7 +39,7 @@ _Time = Annotated[int, msgspec.Meta(ge=0, le=MAX_TIME_S)]  # seconds since the e
 
 
 class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Base of the encoded classes. Fields have no defaults, so that decoding refuses missing ones."""
+    """Base of the encoded classes. Fields have no defaults, so that none may be missing."""
 
 
 class Invitation(_Record, frozen=True, tag=1):

@@ -106,7 +106,7 @@ class BorrowedStages:
             peer, STATE, Message(encode(request)), timeout=limits.call_timeout, max_bytes=limits.max_message_bytes
         )
         weights = named(decode(message.body, StageState).names, message.tensors)
-        # False weights from a malicious server would convict a server that computed with the right ones.
+        # False weights from a malicious server would convict a server that computed with the true weights.
         timeout = limits.call_timeout * _PROVING
         confirmation = Confirmation(self._transport, self._context.membership.run, timeout, self._events)
         await confirmation.check(peer, request, lambda: parts_of_weights(weights))

@@ -360,7 +360,7 @@ def _distance(
     *,
     precision: str,
 ) -> float:
-    """Return the distance between an audited server's results and the recomputed ones, as in `relative_distance`."""
+    """Return the distance of an audited server's results from the recomputed results, as in `relative_distance`."""
     pairs = [
         (stage.codecs.activations, output, again.output),
         (stage.codecs.gradients, input_gradients, again.input_gradients),
