@@ -39,7 +39,7 @@ class BufferPool:
     """Reuses buffers of recurring sizes once nothing refers to them any more."""
 
     # Linux clears each page before a process gets it. In a process whose memory has been in use for a while, this takes
-    # as long as ten passes over the page: 0.15 s for 50 MB were measured.
+    # as long as ten passes over the memory: 0.15 s for 50 MB were measured.
     def __init__(self, num_spare: int, max_bytes: int) -> None:
         self._max_bytes = max_bytes  # largest unused buffer that is kept
         # The newest unused buffers. Any thread may use them, because `deque`'s methods are atomic.

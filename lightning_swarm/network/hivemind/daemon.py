@@ -106,7 +106,7 @@ def _is_dead(path: Path) -> bool:
 
 
 async def exited(pid: int) -> None:
-    """Return when the child process `pid` has ended."""
+    """Wait until the child process `pid` has ended."""
     # It is not reaped here, because hivemind may still signal the pid, which must not belong to another process then.
     # SIGCHLD is of no use: torch's DataLoader replaces the signal's handler as soon as it starts workers.
     try:

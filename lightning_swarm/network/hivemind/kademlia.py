@@ -40,7 +40,7 @@ _REQUESTS_PER_S: Final = 32.0
 _BURST: Final = 512.0
 _BYTES_PER_REQUEST: Final = 16 << 10
 _RECORDS_PER_REQUEST: Final = 8
-_NODE_COST: Final = 64.0  # a new node makes hivemind go through all records, and may be sent some
+_NODE_COST: Final = 64.0  # hivemind goes through all records, and may send some to the new node
 _MAX_CALLERS: Final = 1024
 _SWEEP_S: Final = 1.0
 

@@ -23,7 +23,7 @@ INTRODUCE: Final = "transport.introduce"
 
 _CALLER: Final = b"caller"
 _LISTENER: Final = b"listener"
-_SECRET_BYTES: Final = 32  # length of a SHA-256
+_SECRET_BYTES: Final = 32  # length of a SHA-256 digest
 # magic, the caller's secret, lengths of the protocol's name and of the caller's id; then the name and the id
 _GREETING: Final = struct.Struct(f"<4s{_SECRET_BYTES}sBB")
 _MAGIC: Final = b"LSWN"

@@ -114,7 +114,7 @@ def _to_dictionary(packed: msgspec.msgpack.Ext) -> DictionaryDHTValue:
 
 
 class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
-    """Admits to the DHT, and from it, only records that a peer announced under its own id, for a bounded time."""
+    """Accepts, when storing and when reading, only records that a peer announced as its own for a bounded time."""
 
     def __init__(self, *, is_local: bool) -> None:
         # If no other machine reaches this peer, unsigned records of peers with RSA keys are accepted.

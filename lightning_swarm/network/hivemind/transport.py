@@ -1,4 +1,4 @@
-"""`HivemindTransport`: calls and tensors in this package's framing, over streams of libp2p or, locally, of sockets."""
+"""`HivemindTransport`: calls and tensors in this package's framing, over streams of libp2p or of local sockets."""
 
 from __future__ import annotations
 
