@@ -1,4 +1,4 @@
-"""Clients' adapters at a server: checked when they come, kept while there is room, and applied call by call."""
+"""Clients' adapters at a server: checked on arrival, kept while there is room, and applied per call."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_swarm.model.joint_attention import CannotJoin
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LEAST_DIMENSIONS: Final = 3  # of a hidden state ``[rows, tokens, ...]``
+_LEAST_DIMENSIONS: Final = 3  # number of dimensions of a hidden state ``[rows, tokens, ...]``
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A client's adapter, as far as it is of one stage."""
+    """The part of a client's adapter for one stage."""
 
     stage: int
     loras: Sequence[Lora]
@@ -34,22 +34,22 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors."""
+        """The bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @cached_property
     def kind(self) -> tuple[Lora, ...]:
-        """What costs the same: all but the numbers."""
+        """The adapter without its tensors; adapters of one kind cost the same."""
         return tuple(self.loras)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, str], ...]:
-        """The layers that it adds to, by block and name."""
+        """The adapted layers, by block and name."""
         return tuple((lora.block, lora.module) for lora in self.loras)
 
 
 class AdapterStore:
-    """The adapters that were used last, up to some bytes."""
+    """The most recently used adapters, within a byte budget."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -57,7 +57,7 @@ class AdapterStore:
         self.num_bytes = 0
 
     def add(self, name: bytes, adapter: Adapter) -> None:
-        """Keep an adapter; those that were not used for longest go if there is no room for all."""
+        """Keep an adapter; drop the least recently used if there is no room for all."""
         if adapter.num_bytes > self._max_bytes:
             raise ProtocolError(
                 f"an adapter may have {self._max_bytes} bytes at a stage by `Limits.adapter_bytes`, got "
@@ -70,7 +70,7 @@ class AdapterStore:
             self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
     def get(self, name: bytes, stage: int) -> Adapter:
-        """Return an adapter; `AdapterMissing` if it is not here."""
+        """Return an adapter; raise `AdapterMissing` if it is not here."""
         adapter = self._kept.get(name)
         if adapter is None or adapter.stage != stage:
             raise AdapterMissing(f"no adapter of this name is here for stage {stage}")
@@ -79,7 +79,7 @@ class AdapterStore:
 
 
 def checked(upload: AdapterUpload, tensors: Sequence[Tensor], layers: LayersOfStage, device: torch.device) -> Adapter:
-    """Return an adapter as it came, for the layers of its stage; `ProtocolError` refuses one that does not fit."""
+    """Return an uploaded adapter for the layers of its stage; raise `ProtocolError` if it does not fit."""
     if len(tensors) != 2 * len(upload.loras):
         raise ProtocolError(f"{len(upload.loras)} layers have two tensors each, got {len(tensors)}")
     for index, lora in enumerate(upload.loras):
@@ -129,7 +129,7 @@ class LayersOfStage:
 
     @contextlib.contextmanager
     def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
-        """Have the layers add what an adapter gives, inside."""
+        """Add an adapter's products to the layers' outputs inside."""
         with contextlib.ExitStack() as hooks:
             for layer, added in self._added(adapter, drops=drops).items():
                 hooks.callback(layer.register_forward_hook(added).remove)
@@ -137,10 +137,10 @@ class LayersOfStage:
 
     @contextlib.contextmanager
     def adapted_by_rows(self, adapters: Sequence[tuple[int, Adapter | None]], *, drops: bool) -> Iterator[None]:
-        """Have the layers add to each text's rows what its adapter gives, inside.
+        """Add each text's adapter to the outputs of its rows inside.
 
         Args:
-            adapters: The number of rows of each text, in their order, and its adapter.
+            adapters: Each text's number of rows and its adapter, in the order of the rows.
             drops: Whether the adapters' dropout is on.
         """
         if len(adapters) == 1:
@@ -158,7 +158,7 @@ class LayersOfStage:
             yield
 
     def _added(self, adapter: Adapter | None, *, drops: bool) -> Mapping[nn.Module, _Added]:
-        """Return what an adapter adds, by layer."""
+        """Return an adapter's products, by layer."""
         if adapter is None:
             return {}
         found: dict[nn.Module, list[_LowRank]] = {}
@@ -176,7 +176,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _LowRank:
-    """A low-rank product, in the order of operations of peft."""
+    """A low-rank product, with peft's order of operations."""
 
     down: Tensor
     up: Tensor
@@ -184,7 +184,7 @@ class _LowRank:
     dropout: float
 
     def of(self, hidden: Tensor) -> Tensor:
-        """Return what it adds to a layer's output."""
+        """Return the product for a layer's output."""
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return F.linear(F.linear(hidden, self.down), self.up) * self.scaling
@@ -206,14 +206,14 @@ class _Added:
 
 @dataclass(frozen=True, eq=False)
 class _AddedByRows:
-    """Adds to some rows of a layer's output, to each of them what is its own text's."""
+    """Adds to each text's rows of a layer's output the products of that text's adapter."""
 
     num_rows: int
     added: Sequence[tuple[slice, _Added]]
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         hidden = args[0]
-        # What has been sorted, as experts get it, has no rows of texts even where their number is right.
+        # Experts' inputs are sorted by expert, so they have no rows of texts even if their number is right.
         if hidden.ndim < _LEAST_DIMENSIONS or len(hidden) != self.num_rows:
             raise CannotJoin("a layer with an adapter gets its input in another form than [rows, tokens, ...]")
         output = output.clone()

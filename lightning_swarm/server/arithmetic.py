@@ -26,7 +26,7 @@ _OF_LIBRARIES: Final = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 
 
 def arithmetic_of(device: torch.device, *, offloads: bool = False) -> str:
-    """Name what the bits of computations there depend on, beside their input; of the CPU's, too, if it steps."""
+    """Name the hardware and software that determine a device's bits; with `offloads`, the CPU's, too."""
     if offloads and device.type != "cpu":
         return shortened(f"{arithmetic_of(device)}; {arithmetic_of(torch.device('cpu'))}")
     if device.type == "cpu":
@@ -38,15 +38,15 @@ def arithmetic_of(device: torch.device, *, offloads: bool = False) -> str:
 
 
 def shortened(name: str) -> str:
-    """Shorten a name to what a message may hold; different ones stay different."""
+    """Shorten a name to the limit of a message; different names stay different."""
     if len(name) <= MAX_TEXT:
         return name
     return f"{name[: MAX_TEXT - 17]} {blake3(name.encode()).hexdigest()[:16]}"
 
 
 def precision_of(mode: ComputeMode, dtype: torch.dtype) -> str:
-    """Name the dtype that results in a mode, of weights of a dtype, are as precise as."""
-    # With another setting products of float32 may be of TF32 or bfloat16: on some machines, and on others not.
+    """Return the name of the dtype whose precision results have, in a mode and with weights of a dtype."""
+    # Other settings permit TF32 or bfloat16 in products of float32, but only some machines then use them.
     if dtype == torch.float32 and mode.matmul_precision not in _FULL:
         dtype = torch.bfloat16
     return mode.autocast or dtype_name(dtype)
@@ -54,8 +54,8 @@ def precision_of(mode: ComputeMode, dtype: torch.dtype) -> str:
 
 @cache
 def _processor() -> str:
-    """A digest of torch's build, the processor's model, and what its libraries were told by the environment."""
-    # MKL and oneDNN choose their kernels by the model and its caches: two with the same instructions may round apart.
+    """Return a digest of torch's build, the processor's model and the environment variables of its math libraries."""
+    # MKL and oneDNN choose kernels by the model and its caches, so processors with equal instructions may differ.
     known = [torch.__config__.show(), platform.processor()]
     if _FACTS.exists():
         first = _FACTS.read_text(errors="replace").split("\n\n", 1)[0]

@@ -1,7 +1,7 @@
-"""A server's part in averaging rounds: means of frozen sums, held until a record says which round counts.
+"""A server's averaging rounds: average the frozen sums, and hold the means until a record counts one round.
 
-A round begins as soon as the sums are frozen, if they are to be averaged as the coordinator expects. That they hold
-what the step counts, the coordinator finds meanwhile; if not, nobody asks for the round's result.
+A round begins as soon as the sums are frozen, on the batches that the coordinator expects to count. Meanwhile the
+coordinator checks the ledgers. If they differ from this expectation, it never asks for the round's result.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class HeldRound:
     """The result of a round at one server, by stage."""
 
     closing: Closing
-    gradients: Mapping[int, Tensor]  # by stage
-    carried: Mapping[int, AveragingState]  # likewise
-    given: Mapping[int, Sequence[bytes]]  # likewise, of audited runs: digests of what each member gave
+    gradients: Mapping[int, Tensor]  # stage -> mean gradient
+    carried: Mapping[int, AveragingState]  # stage -> state for the next step
+    given: Mapping[int, Sequence[bytes]]  # stage -> digests of the members' parts; audited runs only
 
 
-_MEAN: Final = "mean"  # what joiners take, in audited runs
+_MEAN: Final = "mean"  # the ticket from which joiners fetch the mean, in audited runs
 
 NOTHING_GIVEN: Final = MappingProxyType[int, Sequence[bytes]]({})
 
@@ -73,7 +73,7 @@ _StageResults: TypeAlias = dict[int, AveragingResult]
 class AveragingRounds:
     """Averages the sums of a server's stages with their other replicas."""
 
-    idle_link: IdleLinkWait  # what averaging waits for if it is late
+    idle_link: IdleLinkWait  # delays late averaging until the link is idle
 
     def __init__(self, context: ServerContext, sums: GradientSums) -> None:
         self._tickets = context.tickets  # where parts of gradients wait for the other replicas
@@ -81,29 +81,29 @@ class AveragingRounds:
         self._sums = sums
         self._membership = context.membership
         self._me = context.me
-        self._timeout = context.limits.call_timeout  # for one exchange of a round, at most
-        self._patience_s = self._timeout  # likewise, in the newest round that was asked for
+        self._timeout = context.limits.call_timeout  # seconds, at most, for one exchange of a round
+        self._patience_s = self._timeout  # the same in the newest round; its request may shorten it
         self._held: HeldRound | None = None
         self._running: tuple[Closing, asyncio.Task[_StageResults]] | None = None  # the newest round
         context.transport.handle_call(AVERAGE, self._handle_average)
 
     def discard_round(self) -> None:
-        """Forget the round: its record is applied, or it will have none."""
+        """Drop the round, because its record is applied or will never come."""
         self._held = None
         self.begin(None)
 
     async def close(self) -> None:
-        """Give up the round, and wait for its end."""
+        """Cancel the round, and wait until it has ended."""
         if self._running is not None:
             await ended([self._running[1]])
 
     def has_begun(self, generation: int, step: int, round_: int) -> bool:
-        """Tell whether the newest round is this one."""
+        """Return whether this is the newest round."""
         newest = self._running[0] if self._running is not None else None
         return newest is not None and (newest.generation, newest.step, newest.round) == (generation, step, round_)
 
     def begin(self, closing: Closing | None, *, late: bool = False) -> None:
-        """Begin to average the frozen sums, unless that has begun, and give up any other round."""
+        """Begin to average the frozen sums unless this round has begun; cancel any other round."""
         if self._running is not None:
             if self._running[0] == closing:
                 return
@@ -121,43 +121,43 @@ class AveragingRounds:
         carried: Mapping[int, AveragingState],
         given: Mapping[int, Sequence[bytes]] = NOTHING_GIVEN,
     ) -> None:
-        """Keep a round's mean gradients until its record is decided, or those of a later round come.
+        """Keep a round's mean gradients until its record is decided or a later round replaces them.
 
-        All mappings are by stage; `carried` is what goes on to the next step, `given` says what each
-        member gave of the parts that this server reduced.
+        All mappings are by stage. `carried` is the state for the next step. `given` has the digests of each
+        member's contribution to the parts that this server reduced.
         """
         before = self._held
         if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
-            return  # a coordinator that was replaced had it averaged
+            return  # an older round, requested by a coordinator that was replaced
         if before is not None and before.closing == closing:
-            return  # a request that comes twice; its mean may have been replaced meanwhile
+            return  # a repeated request; `replace_mean` may have replaced the mean meanwhile
         self._held = HeldRound(closing, gradients, carried, given)
 
     def holds(self, closing: Closing) -> bool:
-        """Tell whether the round's mean gradients are held here."""
+        """Return whether the round's mean gradients are held here."""
         return self._held is not None and self._held.closing == closing
 
     def held(self, closing: Closing) -> HeldRound:
-        """The round's result; a `ProtocolError` if it is not held here."""
+        """Return the round's result; raise `ProtocolError` if it is not held here."""
         if self._held is None or self._held.closing != closing:
             raise ProtocolError(f"no mean of round {closing.round} of step {closing.step} is held here")
         return self._held
 
     def replace_mean(self, closing: Closing, index: int, mean: Tensor) -> None:
-        """Hold another mean gradient of a stage, of the same length, in the place of the round's own."""
+        """Replace the round's mean gradient of a stage by another of the same length."""
         held = self.held(closing)
         self._held = replace(held, gradients={**held.gradients, index: mean})
 
     def counted(self, record: Record) -> Mapping[int, Tensor]:
-        """The mean gradients that a record counts, by stage; a `ProtocolError` if they are not held here."""
+        """Return the mean gradients that a record counts, by stage; raise `ProtocolError` if they are not held here."""
         if self._held is None or self._held.closing != record.closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
         return self._held.gradients
 
     def carry(self, record: Record) -> None:
-        """After a record, give the stages what its round carries to the next step.
+        """Store the averaging state of a record's round in the stages, for the next step.
 
-        A skipped step carries nothing: its gradients were no numbers. What was carried to it waits for the next one.
+        A skipped step stores nothing, because its gradients were not finite. The former state then remains.
         """
         held = self._held
         if held is not None and held.closing == record.closing and record.outcome == "apply":
@@ -167,12 +167,12 @@ class AveragingRounds:
     async def collect(
         self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
     ) -> tuple[Tensor, AveragingState]:
-        """The mean gradient of a round without this server, and what the server carries to its first round."""
+        """Fetch the mean gradient of a round without this server, and its averaging state for its first round."""
         group = self._group(closing, stage.index, rosters[stage.index])
         like = stage.sum_of(closing.step).like
         if self._is_audited:
-            # Of one member, for each of those that give parts of it could keep out whom it likes. The coordinator tells
-            # whether it is the mean of the others; if not, another one is asked in the next round.
+            # Fetch the whole mean from one member. With a part from each, any member could keep joiners out by a false
+            # part. The coordinator checks the mean; if it is false, the next round asks another member.
             place = self._giver(closing, group.roster)
             mean = await taken(group, place, _MEAN, like=like, length=len(like))
             return mean.to(like.device), AveragingState()
@@ -187,7 +187,7 @@ class AveragingRounds:
         return self._sums.run.manifest.settings.is_audited
 
     def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:
-        """The place of the member to take a mean from: one that needs nobody to confirm it, or each in its turn."""
+        """Return the roster index of the member to ask for a mean: a trusted member, else each in turn."""
         believed = [place for place, peer in enumerate(roster) if peer in self._sums.run.believed]
         return believed[0] if believed else (self._me.boot_id + closing.step + closing.round) % len(roster)
 
@@ -217,7 +217,7 @@ class AveragingRounds:
         return encode(AverageReply(parts=norms))
 
     async def _result(self, closing: Closing, *, late: bool) -> _StageResults:
-        """Wait for a round, which may have begun with the freeze."""
+        """Return the result of a round, which may have begun with the freeze."""
         self.begin(closing, late=late)
         assert self._running is not None
         task = self._running[1]
@@ -227,7 +227,7 @@ class AveragingRounds:
         return task.result()
 
     async def _average_round(self, closing: Closing, *, late: bool) -> _StageResults:
-        """Average the frozen sums; a failure tells the other servers that they need not wait for this one."""
+        """Average the frozen sums; on failure, notify the other servers, so that they stop waiting for this server."""
         sums, run = self._sums, self._sums.run
         rosters = run.present(closing.absent)
         try:
@@ -242,14 +242,14 @@ class AveragingRounds:
             raise
         finally:
             if (sums.version, closing.generation) != (closing.step, run.manifest.generation):
-                self._tickets.drop(round_name(closing))  # the record came while this round went on
+                self._tickets.drop(round_name(closing))  # the record was applied while this round ran
         return found
 
     async def _averaged(
         self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
     ) -> _StageResults:
-        """Average each stage, adding what tied parameters get from other stages, and what batch norms saw."""
-        # Held here, for this server may give a stage up, or leave the run, while the round goes on.
+        """Average each stage, and add the shares of tied parameters and the statistics of batch norms."""
+        # Keep the stages, because this server may release one, or leave the run, while the round runs.
         stages = {index: self._sums.stage(index) for index in places}
         groups = {index: self._group(closing, index, rosters[index]) for index in places}
         for index, stage in stages.items():
@@ -280,7 +280,7 @@ class AveragingRounds:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
     async def _average(self, closing: Closing, stage: Stage, group: Group, place: int) -> AveragingResult:
-        # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
+        # In the units of the sums, whose scale keeps small gradients within the range of a narrow format.
         scale = closing.gradient_scale
         found = await self._averager(stage).average(
             stage.sum_of(closing.step).values,
@@ -291,7 +291,7 @@ class AveragingRounds:
         )
         if scale == 1.0:
             return found
-        # Not in place: it may be on its way to others still.
+        # Not in place, because the mean may still be in transit to other servers.
         return found._replace(
             mean=found.mean / scale,
             squared_norm=found.squared_norm / scale / scale,
@@ -314,7 +314,7 @@ class AveragingRounds:
     async def _with_statistics(
         self, stage: Stage, closing: Closing, group: Group, place: int | None, mean: Tensor
     ) -> Tensor:
-        """Append to a stage's mean the running statistics of its batch norms after the step, if it has any."""
+        """Append the batch norms' running statistics after the step to a stage's mean, if the stage has any."""
         if not stage.statistics:
             return mean
         own = self._seen(closing, stage) if place is not None else {}
@@ -325,7 +325,7 @@ class AveragingRounds:
     def _tied(
         self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage
     ) -> TiedMeans:
-        """The means of parameters that several stages hold; any of `stages`, this server's own, knows what trains."""
+        """Return the means of tied parameters; any of this server's `stages` shows which parameters train."""
         selections = [stage.selection for stage in stages if stage.selection is not None]
         return TiedMeans(
             ties,
@@ -350,15 +350,15 @@ class AveragingRounds:
 
 
 def _log_bug(task: asyncio.Task[_StageResults]) -> None:
-    # The coordinator hears of a failure if it asks for the round, and nobody needs to otherwise.
+    # Log bugs only: the coordinator receives other failures when it asks for the round.
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, SwarmError):
         _log.error("A round of averaging failed", exc_info=error)
 
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:
-    """The prefix of the tickets of a stage's averaging; without a stage, of all stages."""
-    # With the number of absent members, which only grows in a round: what began with the freeze may be of more members,
-    # and nobody may take its parts for those of what follows.
+    """Return the prefix of the tickets of a stage's averaging; without a stage, of all stages."""
+    # The name includes the number of absent members, which only grows within a round. An attempt that began with the
+    # freeze may include more members, and its parts must not enter a later attempt.
     round_ = f"g{closing.generation}.s{closing.step}.r{closing.round}.{len(closing.absent)}/average/"
     return round_ if stage_index is None else f"{round_}{stage_index}"

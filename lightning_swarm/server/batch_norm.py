@@ -1,4 +1,4 @@
-"""Batch statistics of a step, exchanged between the servers of a stage: small vectors, which are not averaged."""
+"""Exchanges batch norm statistics between the servers of a stage: small vectors, which are not averaged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.server.averaging.all_reduce import Group, fetched
 
 _TICKET: Final = "seen"
-_PATIENCE: Final = 2.0  # timeout in exchanges: other replicas may come to the round a little later
+_PATIENCE: Final = 2.0  # factor of the timeout, because other replicas may begin the round a little later
 
 
 def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -> None:
-    """Offer what this peer saw of microbatches, a vector ``[length]`` for each."""
+    """Offer this peer's statistics: a vector ``[length]`` for each microbatch."""
     keys = torch.tensor(list(own), dtype=torch.int64).view(-1, 3)
     values = torch.stack(list(own.values())) if own else torch.zeros(0, length, dtype=torch.float64)
     group.offer(_TICKET, to_message((keys, values)))
@@ -31,7 +31,7 @@ def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -
 async def collect_statistics(
     own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None
 ) -> dict[Receipt, Tensor]:
-    """Collect what all replicas saw. `place` is this peer's in the roster; None: it has no part in the round."""
+    """Collect the statistics of all replicas. `place` is this peer's roster index; None: it is not in the round."""
     read = partial(_read_statistics, length=length)
     patient = replace(group, timeout=_PATIENCE * group.timeout)
     others = [i for i in range(len(group.roster)) if i != place]
@@ -43,7 +43,7 @@ async def collect_statistics(
 
 
 def refuse_statistics(group: Group, reason: str) -> None:
-    """Give nothing in this round, unless it was given by now."""
+    """Withhold this peer's statistics in a round, unless they are offered already."""
     group.withhold([_TICKET], reason)
 
 
@@ -56,6 +56,8 @@ async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tenso
         or (keys.dtype, values.dtype) != (torch.int64, torch.float64)
         or (*keys.shape, *values.shape) != (len(values), 3, len(values), length)
     ):
-        raise ProtocolError(f"what a member saw must be vectors of {length} numbers, each with its microbatch's name")
+        raise ProtocolError(
+            f"a member's batch norm statistics must be vectors of {length} numbers, each with its microbatch's name"
+        )
     receipts = [(int(first), int(index), int(call)) for first, index, call in keys.tolist()]
     return dict(zip(receipts, values, strict=True))

@@ -1,4 +1,4 @@
-"""Runs microbatches through a stage's blocks, forward and backward, and keeps what backwards need; changes no stage."""
+"""Computes a stage's blocks, forward and backward, and caches inputs and graphs; changes no weights and no sums."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _copied(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """All that a forward is computed from, so that it can be computed again."""
+    """All inputs of a forward, enough to compute it again."""
 
-    inputs: tuple[Any, ...]  # trees of tensors ``[microbatch, ...]``, as they came
+    inputs: tuple[Any, ...]  # trees of tensors ``[microbatch, ...]``, as received
     extras: dict[str, Any]  # keyword arguments for the blocks that name them
-    wants_grad: Sequence[bool]  # for each input tensor, whether the backward shall give its gradient
+    wants_grad: Sequence[bool]  # per input tensor, whether backward returns its gradient
     mode: ComputeMode
-    seed: int  # of all random draws
-    is_probe: bool = False  # computed as it is, for compiling for a few calls would take long
+    seed: int  # key of all random draws
+    is_probe: bool = False  # runs uncompiled, because a few calls do not repay compiling
 
     @property
     def num_samples(self) -> int:
@@ -67,12 +67,12 @@ class ForwardCall:
 
 @dataclass(eq=False)
 class SessionPart:
-    """What a stage's blocks get of a session's step."""
+    """The arguments of a stage's blocks for one step of a session."""
 
-    hidden: serialization.Tree  # the first block's input ``[rows, tokens, ...]``, as it came
-    extras: Mapping[str, Any]  # the blocks' other arguments, of which those that are the cache do not travel
-    cache: Any = None  # gets the keys and values of these tokens; None: the blocks take none
-    adapter: Adapter | None = None  # of the session's client
+    hidden: serialization.Tree  # the first block's input ``[rows, tokens, ...]``, as received
+    extras: Mapping[str, Any]  # the blocks' other arguments; the cache itself never travels
+    cache: Any = None  # receives these tokens' keys and values; None: the blocks use no cache
+    adapter: Adapter | None = None  # the adapter of the session's client
 
     @property
     def rows(self) -> int:
@@ -89,11 +89,11 @@ class SessionPart:
 class SavedGraph:
     """The part of a forward that its backward needs."""
 
-    inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
-    outputs: list[Tensor]  # leaves of the output tree and of what was left, with their autograd history
-    has_drawn: bool  # random numbers
-    seen: Tensor | None  # by batch norms
-    call: ForwardCall  # from which it is computed once more: a backward leaves nothing of it
+    inputs: list[Tensor]  # leaves of the input tree; `requires_grad` is set where a gradient is wanted
+    outputs: list[Tensor]  # leaves of the output tree and of values left on modules, with autograd history
+    has_drawn: bool  # whether random numbers were drawn
+    seen: Tensor | None  # statistics of batch norms
+    call: ForwardCall  # recomputes the graph, which a backward frees
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ForwardResult:
     """A forward's result."""
 
     output: serialization.Tree  # detached, as it travels
-    requires_grad: list[bool]  # of its tensors
+    requires_grad: list[bool]  # one flag per output tensor
     graph: SavedGraph | None
     graph_bytes: int
 
@@ -111,13 +111,13 @@ class _Found:
     """The results of a run of the blocks."""
 
     output: Any
-    passed: Any  # what the stages before have left
-    observed: dict[str, list[Any]]  # arguments and outputs of modules with observing hooks, call by call
+    passed: Any  # values that earlier stages left on modules
+    observed: dict[str, list[Any]]  # module -> arguments and outputs of each call, if it has observing hooks
     arguments: CallWatch
-    written: dict[str, Any]  # into these
+    written: dict[str, Any]  # argument -> writes into it
     graph_bytes: int
     has_drawn: bool
-    seen: Tensor | None  # by batch norms
+    seen: Tensor | None  # statistics of batch norms
     changes: Changes
 
 
@@ -129,43 +129,43 @@ class Computation:
     ) -> None:
         self._module = module
         self._device = device
-        self._codecs = codecs  # what comes in and goes out is encoded by
+        self._codecs = codecs  # encode inputs and outputs
         self._statistics = statistics
         self._states = ServerStates(module)
         self._random = KeyedOnDemand(device)
         self._named_modules = dict(module.named_block_modules())
         self._modules = list(module.modules())
         self._watch = ForwardWatch(self._named_modules.items(), module.around)
-        self.costs: SampleCosts | None = None  # seen in the first forward that keeps a graph
-        self.trainable: Sequence[Tensor] = ()  # what backward gives gradients of
+        self.costs: SampleCosts | None = None  # measured in the first forward that keeps a graph
+        self.trainable: Sequence[Tensor] = ()  # parameters whose gradients backward computes
 
     def train(self, trainable: Sequence[Tensor]) -> None:
-        """Give gradients of these parameters from now on."""
+        """Compute gradients of these parameters from now on."""
         self.trainable = trainable
-        self.costs = None  # the graph begins elsewhere now
+        self.costs = None  # autograd saves another graph from now on
 
     def graph(self, call: ForwardCall) -> SavedGraph:
-        """Run the blocks for a backward alone."""
+        """Run the blocks, and return only the graph for a backward."""
         graph = self._forward(call)[0].graph
         assert graph is not None
         return graph
 
     def forward(self, call: ForwardCall) -> ForwardResult:
-        """Run the blocks, and collect what they leave."""
+        """Run the blocks, and collect the values that they leave on modules."""
         result, left = self._forward(call)
-        # What was left is not encoded: each stage would encode it once more, and most of it is small.
+        # Left values travel unencoded, because each stage would encode them again, and most of them are small.
         return replace(result, output=self._to_send(join(encoded(result.output, self._codecs.activations), left)))
 
     def session_steps(
         self, parts: Sequence[SessionPart], mode: ComputeMode, first_block: int, *, seed: int | None = None
     ) -> list[serialization.Tree]:
-        """Run the blocks on the next tokens of sessions, all in one forward; returns what travels of each.
+        """Run the blocks on the next tokens of several sessions in one forward; return each session's output.
 
         Args:
-            parts: What the blocks get of each. `CannotJoin` if they cannot be rows of one forward.
-            mode: Without gradients.
+            parts: The blocks' arguments for each session. `CannotJoin` if they cannot be rows of one forward.
+            mode: A mode without gradients.
             first_block: The number of blocks in the stages before.
-            seed: Of all random draws; None where no module is in train mode.
+            seed: Key of all random draws; None if no module is in train mode.
         """
         codec = self._codecs.activations
         arguments = [self._session_arguments(part) for part in parts]
@@ -219,7 +219,7 @@ class Computation:
 
     @contextlib.contextmanager
     def _keeping_buffers(self) -> Iterator[None]:
-        """Restore the modules' buffers at the end, and refuse a forward that changes them."""
+        """Run a forward on copies of the modules' buffers; raise `ConfigError` if it changes any of them."""
         own = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
         copies = {id(buffer): buffer.clone() for _, each in own for buffer in each.values() if buffer is not None}
         given = [{name: copies.get(id(buffer)) for name, buffer in before.items()} for _, before in own]
@@ -245,13 +245,13 @@ class Computation:
             )
 
     def _session_arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:
-        """Copy a step's arguments: a block may work in place, and they are kept for servers that come later."""
+        """Copy a step's arguments, because a block may work in place, and a replay sends them again."""
         inputs = serialization.transform(decoded(part.hidden, self._codecs.activations, self._device), _copied)
         structure, tensors = serialization.flatten(dict(part.extras))
         return inputs, serialization.unflatten(structure, [tensor.to(self._device, copy=True) for tensor in tensors])
 
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
-        """Run the blocks; the output is where it was computed, and what they leave is beside it."""
+        """Run the blocks; return the output, still on its device, and the values left on modules."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
         in_input = left.take_output_note()
@@ -288,7 +288,7 @@ class Computation:
     def _watched(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
     ) -> _Found:
-        """Run the blocks in the modes of the call, and find what this changes in them."""
+        """Run the blocks in the modes of the call, and find the changes that they leave on modules."""
         mode = call.mode
         compute = partial(self._run, structure, leaves, call, closely=closely)
         states = mode.modules.modes.items() if mode.modules is not None else ()
@@ -301,26 +301,26 @@ class Computation:
         return _Found(*found, has_drawn, seen.values, changes)
 
     def _take_written(self, written: Mapping[str, Any], left: Left, in_input: Mapping[int, Sequence[str]]) -> None:
-        """Add what blocks wrote into the call's arguments to `left`; refuse what others see who are elsewhere."""
+        """Add the blocks' writes into arguments to `left`; refuse writes into tensors shared with other machines."""
         for argument, found in written.items():
             if argument != POSITIONAL or self._module.spec.index == 0:
                 left.add(next(filter(None, self._module.block_names)), WRITTEN + argument, found)
             elif names := [name for place in written_places(found) for name in in_input.get(place, ())]:
                 raise ConfigError(
-                    "a block must not write into what others have of the output of the one before: stage "
+                    "a block must not write into its input if other code holds the same tensor: stage "
                     f"{self._module.spec.index} begins with a block that works in place, and {few(names)} would change "
-                    "with it on one machine. Leave `inplace=True` out there, or have a block clone what it gives."
+                    "with it on one machine. Leave `inplace=True` out there, or clone the tensor first."
                 )
 
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
     ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
-        """The output, what stages before left, observed calls, arguments, writes to them, and the graph's bytes."""
+        """Return the output, earlier stages' values, observed calls, arguments, writes into them, and graph bytes."""
         mode, extras = call.mode, dict(call.extras)
         said = extras.pop(HOOKS, None)
         extra_structure, extra_tensors = serialization.flatten(extras)
-        # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
-        # by all microbatches must reach each as it was sent.
+        # Copy both, because a block may work in place. A recomputation needs them unchanged, and so does each
+        # microbatch that shares the extras.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
         copies = [leaf.clone() for leaf in leaves]
         inputs, passed = serialization.unflatten(structure, copies)
@@ -338,14 +338,14 @@ class Computation:
         num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
         sent = {name: serialization.flatten(extras[name])[1] for name in arguments_in(extras)}
-        if self._module.spec.index == 0:  # what stages hand to each other is theirs alone
+        if self._module.spec.index == 0:  # other stages own their inputs alone, so writes into them need no return
             sent[POSITIONAL] = list(own_leaves)
         written = watch.written(sent, closely=closely)
         self._check_read_later(written, one_by_one=CALLS in extras)
         return output, passed, observed, watch, written, graph_bytes
 
     def _check_read_later(self, written: Iterable[str], *, one_by_one: bool) -> None:
-        """Refuse a forward that wrote into a keyword argument which later stages read: each got its own copy."""
+        """Refuse writes into a keyword argument that later stages read, because each stage has its own copy."""
         for name in written:
             if name in self._module.read_later or (one_by_one and name != POSITIONAL):
                 raise ConfigError(
@@ -356,27 +356,27 @@ class Computation:
     def backward(
         self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
     ) -> tuple[serialization.Tree, list[Tensor | None]]:
-        """Compute gradients of input tensors, as they travel, and of trainable parameters, from the outputs'."""
+        """Compute gradients of inputs, encoded to travel, and of trainable parameters, from the outputs' gradients."""
         received = decoded(gradients, self._codecs.gradients, self._device)
         check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
-        # Norms in blocks that are computed again in a backward see nothing new.
+        # Discard the statistics of blocks that a backward recomputes, because the forward recorded them.
         with self._states.entered(mode, backward=True), self._seeing(mode), modes.enter_backward_modes(mode):
             before = self._watch.snapshot()
-            # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
-            # generators back afterwards, so only the mode notices.
+            # A backward that draws is an error. A block that recomputes its forward's draws restores torch's generators
+            # afterwards, so only the mode notices.
             if graph.has_drawn:
                 with KeyedRandom(0):
                     found, own = compute(graph)
             else:
                 again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
-            self._watch.undo(self._watch.changes(before))  # of blocks that are computed again in it
+            self._watch.undo(self._watch.changes(before))  # made by blocks that a backward recomputes
         return self._to_send(encoded(found, self._codecs.gradients)), own
 
     def _to_send(self, tree: serialization.Tree) -> serialization.Tree:
-        """Bring what was computed to where it is sent from."""
-        # Here, because it waits until the GPU has computed it: the loop must go on answering other peers meanwhile.
+        """Copy tensors to the CPU, from where they are sent."""
+        # On the compute thread, because this waits for the GPU, and the loop must keep answering peers.
         return tree if self._device.type == "cpu" else on_cpu(tree)
 
     def _differentiate(
@@ -401,12 +401,12 @@ class Computation:
 
     @contextlib.contextmanager
     def _seeing(self, mode: ComputeMode) -> Iterator[BatchStatistics]:
-        """Record what batch norms see, and refuse other blocks that keep something of a forward."""
+        """Record batch norm statistics; raise `ConfigError` if a forward changes other buffers or parameters."""
         if not mode.training:  # no module of the stage is in train mode
             yield BatchStatistics()
             return
         own = set(map(id, self._statistics.buffers))
-        others = self._buffers_but(own)  # kept, so that ids stay
+        others = self._buffers_but(own)  # keeps the buffers alive, so that their ids stay unique
         parameters = _registered([module._parameters for module in self._modules])
         before = [(id(buffer), buffer._version) for buffer in others]
         versions = [parameter._version for parameter in parameters]
@@ -433,19 +433,19 @@ class Computation:
             )
 
     def _buffers_but(self, own: Container[int]) -> list[Tensor]:
-        """All buffers but those with these ids."""
+        """Return all buffers whose ids are not in `own`."""
         return [
             buffer for buffer in _registered([module._buffers for module in self._modules]) if id(buffer) not in own
         ]
 
 
 def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
-    """The tensors in modules' registers: each microbatch asks twice, and walking through the modules takes longer."""
+    """Return the tensors of modules' registers; runs twice per microbatch, and is faster than walking modules."""
     return [tensor for register in registers if register for tensor in register.values() if tensor is not None]
 
 
 def check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
-    """Refuse what is no list of a gradient, or None, for each output."""
+    """Raise `ProtocolError` unless `gradients` is a list with a matching gradient, or None, for each output."""
     if not isinstance(gradients, list):
         raise ProtocolError(f"a backward must bring a list of gradients, got {type(gradients).__name__}")
     if len(outputs) != len(gradients):
@@ -462,25 +462,25 @@ def check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
 
 @dataclass(eq=False)
 class CachedForward:
-    """One forward as it is kept for its backward."""
+    """A forward that is kept for its backward."""
 
     call: ForwardCall
     busy_s: float = 0.0
     graph: SavedGraph | None = None
     graph_bytes: int = 0
     input_bytes: int = 0
-    output_digest: bytes = b""  # in audited runs
+    output_digest: bytes = b""  # set in audited runs only
 
     def take_graph(self) -> SavedGraph | None:
-        """Return the graph, and keep it no more: a backward frees it, also one that fails half-way."""
+        """Return the graph and drop it, because a backward frees it even if it fails half-way."""
         graph, self.graph = self.graph, None
         return graph
 
 
-# A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: entries that no
-# longer fit are therefore not kept, rather than pushing out what is there. A lost entry is computed again, not missed.
+# Backwards come in the order of their forwards, so the oldest entries are needed first. New entries that do not fit
+# are therefore not kept, rather than evicting older entries. A missing entry is computed again.
 class ActivationCache:
-    """Kept forwards by their ticket names, within a budget of bytes; the loop's, not the compute thread's."""
+    """Kept forwards by ticket name, within a byte budget; used on the event loop, not on the compute thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -490,11 +490,11 @@ class ActivationCache:
 
     @property
     def full(self) -> bool:
-        """True if finished outputs should be dropped as soon as they were fetched."""
+        """Whether outputs should be dropped as soon as they are fetched."""
         return self.used_bytes >= self._max_bytes
 
     def keep(self, name: str, kept: CachedForward) -> None:
-        """Keep what fits: the inputs, and the graph if there is room for it, too."""
+        """Keep the inputs if they fit, and the graph if it fits beside them."""
         self.pop(name)
         if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
             self.num_dropped_graphs += 1

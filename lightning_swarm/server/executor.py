@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter  # by name: a program that replaces the one in `time` gets no say here
+from time import perf_counter  # imported by name, so that replacing `time.perf_counter` has no effect
 from typing import Any, Final, TypeVar
 
 from typing_extensions import override
@@ -20,12 +20,12 @@ from lightning_swarm.protocol.messages.calls import CallKey, Direction
 _T = TypeVar("_T")
 
 Priority = tuple[int, ...]  # smaller runs first
-FIRST: Final[Priority] = (-1,)  # of jobs for a stage or a step as a whole: before any microbatch
+FIRST: Final[Priority] = (-1,)  # jobs for a whole stage or step, before any microbatch
 
 TOKENS: Final[Priority] = (0, 1 << 62)
-"""Of a session's step: after all backwards, and before any forward."""
+"""Priority of a session's step: after all backwards, and before any forward."""
 
-# The seconds that a job is said to take where no clock runs: routes follow from such times, and a run must repeat.
+# Seconds that a job counts under a virtual clock. Routes depend on such times, and a run must be repeatable.
 NOMINAL_BUSY_S = 1e-3
 
 
@@ -38,16 +38,16 @@ class _Job:
 
 
 def priority_of(key: CallKey, direction: Direction) -> Priority:
-    """The priority of a microbatch's call: backward before forward, older before newer."""
+    """Return the priority of a microbatch's call: backward before forward, older before newer."""
     return (0 if direction == "backward" else 1, key.step, key.first, key.call, key.index)
 
 
 class Executor(ABC):
-    """Runs jobs one after the other; the next one is always that of the smallest priority."""
+    """Runs jobs one after another, the smallest priority first."""
 
     @abstractmethod
     def submit(self, priority: Priority, run: Callable[[], _T]) -> asyncio.Future[tuple[_T, float]]:
-        """Queue a job. The future holds its result and the seconds it took, or what it raised."""
+        """Queue a job. The future holds its result and its seconds, or its exception."""
 
     @property
     @abstractmethod
@@ -59,14 +59,14 @@ class Executor(ABC):
         """Return whether a job waits that is at least as urgent. A job may ask, on its thread."""
 
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
-        """While no job waits, call `work`, which takes milliseconds and must not raise, until it returns False.
+        """Call `work` again and again while no job waits, until it returns False; resume after the next job.
 
-        After the next job it is called again.
+        It must take milliseconds only, and must not raise.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Run nothing more; jobs that still wait are cancelled."""
+        """Cancel waiting jobs, and run nothing more."""
 
 
 class InlineExecutor(Executor):
@@ -114,16 +114,17 @@ class InlineExecutor(Executor):
             _finish(job.future, result, error, took_s)
 
 
-# Of a microbatch's time, by a job's first priority: a backward's, a forward's. An audit, which comes last, is both.
+# First number of a job's priority -> share of a microbatch's time: backward, forward. An audit, which comes last, is
+# both.
 _SHARES: Final = {0: 2 / 3, 1: 1 / 3}
 
 
 class PacedExecutor(InlineExecutor):
-    """An `InlineExecutor` whose microbatches take time on the loop's clock, as on a machine of some speed."""
+    """An `InlineExecutor` whose microbatches take time on the loop's clock, to simulate a machine's speed."""
 
     def __init__(self, microbatch_s: Callable[[], float]) -> None:
         super().__init__()
-        self._microbatch_s = microbatch_s  # at a stage: a third for the forward, the rest for the backward
+        self._microbatch_s = microbatch_s  # seconds per stage: a third for the forward, the rest for the backward
         self._busy = False
 
     @override
@@ -181,7 +182,7 @@ class ThreadExecutor(Executor):
 
     @override
     def close(self) -> None:
-        """Must be called on the loop that submitted. The job that runs now is not interrupted."""
+        """Cancel waiting jobs, on the loop that submitted them. The running job is not interrupted."""
         self._closed = True
         while True:
             try:
@@ -205,9 +206,9 @@ class ThreadExecutor(Executor):
             loop = job.future.get_loop()
             try:
                 loop.call_soon_threadsafe(_finish, job.future, result, error, busy_s)
-            except RuntimeError:  # the loop was closed meanwhile: nobody waits for the result any more
+            except RuntimeError:  # the loop was closed, so the result is not needed
                 return
-            del job, result, error, loop  # what they refer to shall not live until the next job
+            del job, result, error, loop  # frees their objects before the next job
 
 
 def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:
@@ -223,7 +224,7 @@ def _finish(future: asyncio.Future[tuple[Any, float]], result: Any, error: BaseE
         return
     if error is None:
         future.set_result((result, busy_s))
-    elif isinstance(error, StopIteration):  # a future takes all exceptions but this one
+    elif isinstance(error, StopIteration):  # a future accepts any exception but this
         wrapped = RuntimeError(f"StopIteration: {error}")
         wrapped.__cause__ = error
         future.set_exception(wrapped)

@@ -1,7 +1,8 @@
-"""Steps of several sessions at a stage: those that wait at the same time are computed together, where that is the same.
+"""Computes waiting steps of several sessions in one forward, if that gives the same numbers as one by one.
 
-One row costs nearly as much as eight where the weights come from memory. Whether rows of several texts may share a
-forward depends on the model, so each kind of step is tried first: together, then one by one, which is what counts.
+A forward of one row costs nearly as much as of eight, because it reads the same weights. The model decides whether rows
+of several texts may share a forward. So each kind of step is tried first, together and one by one, and only the
+separate results count.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from lightning_swarm.server.session_host import SessionStage
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_MAX_ROWS: Final = 64  # together
-_MAX_TOKENS: Final = 8  # of each row: a longer step keeps the others waiting
-_LONG_TOKENS: Final = 512  # of all rows
-_MAX_KINDS: Final = 256  # that are known
-_MAX_TRIED: Final = 4  # steps at once
-_MAX_REFUSED: Final = 16  # kinds of a stage, before no more are tried
-_MOST: Final = 0.99  # of the numbers must be alike: rounding may tip a choice of experts
+_MAX_ROWS: Final = 64  # rows in one forward
+_MAX_TOKENS: Final = 8  # tokens per row: a longer step delays the rest
+_LONG_TOKENS: Final = 512  # tokens in all rows: longer steps run block by block
+_MAX_KINDS: Final = 256  # kinds with a verdict
+_MAX_TRIED: Final = 4  # steps in one trial
+_MAX_REFUSED: Final = 16  # refused kinds of a stage, after which no more are tried
+_MOST: Final = 0.99  # share of the numbers that must agree: rounding may tip a choice of experts
 _SMOOTHING: Final = 0.1
-_PATIENCE: Final = 0.5  # of the time that a forward takes
+_PATIENCE: Final = 0.5  # longest wait for further steps, in forwards
 _LONGEST_PATIENCE_S: Final = 0.05
-_GOING_ON_S: Final = 1.0  # for so long after its last step a session counts
+_GOING_ON_S: Final = 1.0  # seconds after its last step in which a session is expected to continue
 
 
 @dataclass(eq=False)
@@ -52,18 +53,18 @@ class WaitingStep(Generic[_T]):
     stage: SessionStage
     step: SessionStep
     part: SessionPart
-    prepare: Callable[[], Any]  # returns the session's cache as the step finds it
-    finish: Callable[[serialization.Tree], _T]  # takes the output
+    prepare: Callable[[], Any]  # returns the session's cache, ready for the step
+    finish: Callable[[serialization.Tree], _T]  # converts the output to the result
     is_wanted: Callable[[], bool] = lambda: True
-    kind: Any = None  # steps of one kind may be computed together; None: this one alone
+    kind: Any = None  # steps of one kind may share a forward; None: this step runs alone
     result: _T | None = None
     error: Exception | None = None
     busy_s: float = 0.0
-    was_tried: bool = False  # so it took longer than others will
+    was_tried: bool = False  # took part in a trial, which is slower
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        """Find its kind."""
+        """Set the kind of the step."""
         rows, tokens = self.part.rows, self.part.tokens
         can_join = self.step.number > 1 and self.step.recipe is not None and not self.step.draws
         if self.stage.joins and can_join and tokens <= _MAX_TOKENS:
@@ -83,21 +84,21 @@ class JointSteps(Generic[_T]):
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._waiting: dict[Any, list[WaitingStep[_T]]] = {}  # by kind, in the order in which they came
-        self._timers: dict[Any, asyncio.TimerHandle] = {}  # by kind: when those that wait go, at the latest
+        self._waiting: dict[Any, list[WaitingStep[_T]]] = {}  # kind -> steps in the order of their arrival
+        self._timers: dict[Any, asyncio.TimerHandle] = {}  # kind -> timer that starts its waiting steps
         self._queued: set[Any] = set()  # kinds with a job that has not begun
         self._verdicts = _Verdicts()
-        # By session and stage, the newest last: when its last step came, and of which kind it was.
+        # (session, stage) -> time and kind of its last step; the newest last
         self._seen: dict[tuple[str, int], tuple[float, Any]] = {}
-        self._busy_s = MovingAverage(_SMOOTHING)  # of forwards
-        self.num_joint = 0  # steps that were computed together with others
-        self._problem: Exception | None = None  # of the newest joint forward
+        self._busy_s = MovingAverage(_SMOOTHING)  # mean seconds of a forward
+        self.num_joint = 0  # steps that shared a forward
+        self._problem: Exception | None = None  # error of the newest joint forward
         self._long_step = asyncio.Lock()
 
     async def compute(self, work: WaitingStep[_T]) -> tuple[_T, float]:
-        """Compute a step; returns what `finish` made of its output, and the seconds that were this step's own.
+        """Compute a step; return the result of `finish`, and the step's share of the seconds.
 
-        These are 0 if they say nothing of the next step: this one had a prompt, or was tried.
+        The seconds are 0 if they cannot predict the next step: for a prompt, or a trial.
         """
         if work.is_long:
             await self._compute_by_blocks(work)
@@ -119,7 +120,7 @@ class JointSteps(Generic[_T]):
         blocks: Generator[None, None, serialization.Tree] | None = None
 
         def compute_blocks() -> bool:
-            """On the compute thread, compute blocks until another session waits; return whether all are done."""
+            """Compute blocks until another session waits, on the compute thread; return whether all are done."""
             nonlocal blocks
             try:
                 if blocks is None:
@@ -145,7 +146,7 @@ class JointSteps(Generic[_T]):
         self._seen.pop((session, stage), None)
 
     def _start_soon(self, work: WaitingStep[_T], num_waiting: int) -> None:
-        """Have those that wait computed: now if they are many, else soon, for others may come to share the forward."""
+        """Compute the waiting steps: now if they are many, otherwise soon, because more may share the forward."""
         loop, kind = asyncio.get_running_loop(), work.kind
         if num_waiting >= self._num_expected(work):
             self._submit(kind)
@@ -154,7 +155,7 @@ class JointSteps(Generic[_T]):
             self._timers[kind] = loop.call_later(patience_s, self._submit, kind)
 
     def _num_expected(self, work: WaitingStep[_T]) -> int:
-        """Return how many steps are worth a start: half of the sessions that go on, for the others are elsewhere."""
+        """Return how many steps are worth a forward: half of the active sessions; the rest are at other servers."""
         at_s, key = now_s(), (work.step.session, work.stage.index)
         self._seen.pop(key, None)
         self._seen[key] = at_s, work.kind
@@ -164,7 +165,7 @@ class JointSteps(Generic[_T]):
         return (len(going_on) + 1) // 2
 
     def _submit(self, kind: Any) -> None:
-        """Queue a job for all that wait when it begins."""
+        """Queue a job for all steps of a kind that wait when it begins."""
         if (timer := self._timers.pop(kind, None)) is not None:
             timer.cancel()
         if kind in self._queued:
@@ -186,14 +187,14 @@ class JointSteps(Generic[_T]):
                 self._end(taken, took_s)
             if not self._waiting.get(kind):
                 self._waiting.pop(kind, None)
-            elif kind not in self._timers:  # they found no room
+            elif kind not in self._timers:  # the job had no room for these steps
                 self._submit(kind)
 
         self._executor.submit(TOKENS, partial(self._compute_waiting, kind, taken)).add_done_callback(ended)
 
     def _compute_waiting(self, kind: Any, taken: list[WaitingStep[_T]]) -> None:
-        """On the compute thread: take as many as go together, and compute them. The loop only appends meanwhile."""
-        self._queued.discard(kind)  # before it looks: whoever comes later queues another job
+        """Compute as many waiting steps as fit together, on the compute thread. The loop only appends meanwhile."""
+        self._queued.discard(kind)  # before it reads the list: a later step then queues another job
         waiting, num_rows = self._waiting.get(kind, []), 0
         while waiting and (not taken or num_rows + waiting[0].part.rows <= _MAX_ROWS):
             taken.append(waiting.pop(0))
@@ -207,7 +208,7 @@ class JointSteps(Generic[_T]):
             work.done.set()
 
     def _compute(self, works: Sequence[WaitingStep[_T]]) -> None:
-        """On the compute thread: give each step its result, or its error."""
+        """Set each step's result or error, on the compute thread."""
         ready = []
         for work in works:
             try:
@@ -222,7 +223,7 @@ class JointSteps(Generic[_T]):
                 work.error = error
 
     def _outputs(self, works: list[WaitingStep[_T]]) -> list[tuple[WaitingStep[_T], serialization.Tree]]:
-        """Compute steps in one forward if that is known to be the same, else one by one."""
+        """Compute steps in one forward if a trial found the same numbers, otherwise one by one."""
         joined: Sequence[serialization.Tree] | None = None
         self._problem = None
         if len(works) > 1:
@@ -242,12 +243,12 @@ class JointSteps(Generic[_T]):
                 found.append((work, *work.stage.compute(work.step, [work.part])))
             except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
                 work.error = error
-        if self._problem is not None and len(found) == len(works):  # else one of them fails alone, too
+        if self._problem is not None and len(found) == len(works):  # each step succeeds alone
             self._verdicts.enter(works, self._problem)
         return found
 
     def _jointly(self, works: Sequence[WaitingStep[_T]]) -> list[serialization.Tree] | None:
-        """Compute steps in one forward; None: it failed, and the caches are as before."""
+        """Compute steps in one forward; if it fails, restore the caches and return None."""
         put_back = _putting_back(works)
         try:
             return works[0].stage.compute(works[0].step, [work.part for work in works])
@@ -260,8 +261,8 @@ class JointSteps(Generic[_T]):
         return None
 
     def _try(self, works: Sequence[WaitingStep[_T]]) -> None:
-        """Find out whether steps that are computed together come to the same; leaves the caches as they were."""
-        if not _differ([work.part for work in works]):  # else rows that are mixed would look alike
+        """Find out whether a joint forward gives the same numbers as separate forwards; restore the caches."""
+        if not _differ([work.part for work in works]):  # equal rows would hide that rows are mixed
             return
         for work in works:
             work.was_tried = True
@@ -281,27 +282,27 @@ class JointSteps(Generic[_T]):
 
 
 class _Verdicts:
-    """Whether steps may be computed together, by their kind, and by whether the texts have one length."""
+    """Verdicts on joint forwards, by the kind of step, and by whether the texts have one length."""
 
     def __init__(self) -> None:
         self._found: dict[Any, bool] = {}
-        self._num_refused: Counter[int] = Counter()  # by stage
+        self._num_refused: Counter[int] = Counter()  # stage -> number of refused kinds
 
     def of(self, works: Sequence[WaitingStep[Any]]) -> bool | None:
-        """Return the verdict on steps of one kind; None: there is none yet."""
+        """Return the verdict on steps of one kind; None if there is none yet."""
         found = self._found.get(_key_of(works))
         return False if found is None and len(self._found) >= _MAX_KINDS else found
 
     def enter(self, works: Sequence[WaitingStep[Any]], problem: object) -> None:
-        """Note that such steps may be computed together, or that they may not, and why."""
+        """Record that such steps may share a forward, or the problem if they may not."""
         self._found[_key_of(works)] = problem is None
         if problem is not None:
             stage = works[0].stage.index
-            self._num_refused[stage] += works[0].part.adapter is None  # of adapters there may be as many as users
+            self._num_refused[stage] += works[0].part.adapter is None  # users may bring many adapters
             _log.info("Steps like these are computed apart at stage %d from now on: %s", stage, problem)
 
     def refuses(self, work: WaitingStep[Any]) -> bool:
-        """Return whether a step need not wait for others: its kind goes apart, or many kinds of its stage do."""
+        """Return whether a step need not wait, because its kind or many kinds of its stage were refused."""
         found = (self._found.get((work.kind, is_equal)) for is_equal in (True, False))
         return self._num_refused[work.stage.index] >= _MAX_REFUSED or False in found
 
@@ -311,7 +312,7 @@ def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:
 
 
 def _putting_back(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:
-    """Return what gives the steps' caches the contents that they have now."""
+    """Return a function that restores the steps' caches to their present contents."""
     each = [attention_cache.putting_back(work.part.cache) for work in works]
 
     def put_back() -> None:
@@ -322,20 +323,20 @@ def _putting_back(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:
 
 
 def _differ(parts: Sequence[SessionPart]) -> bool:
-    """Return whether not all texts bring the same hidden states."""
+    """Return whether the texts' hidden states differ."""
     first, *others = (serialization.flatten(part.hidden)[1] for part in parts)
     return not all(all(map(torch.equal, first, other)) for other in others)
 
 
 def _made(part: SessionPart, output: serialization.Tree) -> tuple[Any, list[Tensor]]:
-    """Return what a step has made: the output, and the keys and values of its tokens."""
+    """Return a step's output, and the keys and values of its tokens."""
     structure, tensors = serialization.flatten(output)
     new = [tensor[..., -part.tokens :, :] for tensor in attention_cache.tensors(part.cache) if tensor.ndim > 2]
     return structure, [*tensors, *new]
 
 
 def _alike(one: tuple[Any, list[Tensor]], other: tuple[Any, list[Tensor]]) -> bool:
-    """Return whether two steps have made the same numbers, but for roundings."""
+    """Return whether two steps gave the same numbers, up to rounding."""
     return one[0] == other[0] and len(one[1]) == len(other[1]) and all(map(_are_close, one[1], other[1]))
 
 
@@ -344,6 +345,6 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
         return False
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
-    # Beside the median, for a few numbers are often a hundred times as large as the others.
+    # Relative to the median, too, because a few numbers are often a hundred times as large as the rest.
     limit = torch.finfo(one.dtype).eps ** 0.5 * (one.abs() + one.abs().median())
     return bool(((one - other).abs() <= limit).float().mean() >= _MOST) and bool(other.isfinite().all())

@@ -1,4 +1,4 @@
-"""The graphs that a server keeps between forwards and backwards: fewer of them once its device had no memory left."""
+"""The graphs that a server keeps between forwards and backwards; fewer once its device ran out of memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_swarm.server.compute import CachedForward
 
 _log = logging.getLogger(__name__)
 
-_GROWTH: Final = 1 / 64  # graphs for each backward
+_GROWTH: Final = 1 / 64  # graphs per backward
 
 
 class GraphLimit:
-    """The number of graphs that may be kept: halved when there was no memory, and raised slowly by backwards. Pure."""
+    """The number of graphs that may be kept: halved when memory runs out, and raised slowly by backwards. Pure."""
 
     def __init__(self) -> None:
         self.most = math.inf
 
     def halve(self, num_kept: int) -> None:
-        """Note that there was no memory beside so many graphs; without any, fewer of them would not help."""
+        """Halve the limit, because memory ran out beside so many graphs; without any, fewer would not help."""
         if num_kept:
             self.most = min(self.most, num_kept // 2)
 
     def note_backward(self) -> None:
-        """Note a backward that found memory: after enough of them, one more graph is tried."""
+        """Count a backward that found memory; after enough of them, one more graph is tried."""
         self.most += _GROWTH
 
     def allows(self, num_kept: int) -> bool:
@@ -35,19 +35,19 @@ class GraphLimit:
         return num_kept + 1 <= self.most
 
 
-# `ActivationCache` has a budget of bytes, and does not know what else takes memory. This knows every graph, also one
-# whose forward has just ended and one whose backward waits for its gradient. A dropped graph is computed again.
+# `ActivationCache` has a byte budget, and does not know other users of memory. This class knows every graph, also if
+# its forward has just ended, or its backward waits for a gradient. A dropped graph is computed again.
 class KeptGraphs:
-    """All graphs of a server, which its compute thread enters and drops."""
+    """All graphs of a server, which its compute thread adds and drops."""
 
     def __init__(self) -> None:
         self._forwards = WeakSet[CachedForward]()
         self._lock = threading.Lock()  # the loop may be the last to hold a forward
         self.limit = GraphLimit()
-        self.num_dropped = 0  # for want of memory
+        self.num_dropped = 0  # dropped because memory ran out
 
     def enter(self, kept: CachedForward) -> None:
-        """Keep a forward's graph, unless there are as many as memory allows."""
+        """Keep a forward's graph, unless there are as many as memory permits."""
         with self._lock:
             if kept.graph is None:
                 return
@@ -58,11 +58,11 @@ class KeptGraphs:
                 self.num_dropped += 1
 
     def drop_all(self, stage: int, error: Exception) -> None:
-        """Drop all graphs, for a computation of a stage ran out of memory."""
+        """Drop all graphs, because a computation of a stage ran out of memory."""
         with self._lock:
             present = self._present()
             for kept in present:
-                kept.graph = None  # its bytes stay on the cache's account, which is the loop's
+                kept.graph = None  # its `graph_bytes` stay: only the loop may change the cache's sum
             self._forwards.clear()
             self.num_dropped += len(present)
             self.limit.halve(len(present))

@@ -1,4 +1,4 @@
-"""A server of a model that is not trained: its stages compute steps of sessions, and others may have its weights."""
+"""Serves stages of a model for inference and tuning, and sends the model's weights to other servers."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from lightning_swarm.server.session_host import SessionStage
 from lightning_swarm.server.sessions import SessionHandlers
 from lightning_swarm.server.tuning import TunedStage, TuningHandlers
 
-_FREEING_S: Final = 0.5  # what is freed meanwhile goes with it
+_FREEING_S: Final = 0.5  # seconds in which freed memory is collected before it is returned
 
 
 @dataclass(frozen=True)
 class ServedParts:
-    """What a server has of a model."""
+    """The parts of a model that a server has."""
 
-    stages: Mapping[int, StageModule]  # that it computes
+    stages: Mapping[int, StageModule]  # stage -> module that computes it
     tensor: Callable[[str], Tensor]  # reads a tensor by its name; KeyError if it is not here
-    files: Mapping[str, bytes]  # small ones; none where the server has no folder
-    has_files: bool  # all of the model
+    files: Mapping[str, bytes]  # small files by name; empty if the server has no model folder
+    has_files: bool  # whether all tensors and files of the model are here
 
     def without_stages(self) -> ServedParts:
-        """Return what is left once the stages are gone."""
+        """Return the parts that remain without the stages."""
         return dataclasses.replace(self, stages={}, tensor=self.tensor if self.has_files else _none_is_here)
 
 
@@ -55,7 +55,7 @@ def _none_is_here(name: str) -> Tensor:
 
 
 class ModelServer:
-    """Serves stages of a model of a card."""
+    """Serves some stages of the model that a card describes."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class ModelServer:
         self.card = card
         self._id = card.id
         self._reading = asyncio.Semaphore(1)
-        self.is_draining = False  # takes no new sessions
+        self.is_draining = False  # refuses new sessions
         self.promises = Promises()
         self._limits, self._device, self._joins = limits, device, joins
         self.take(parts)
         self.tuning = TuningHandlers(transport, executor, limits, self, device)
         self.sessions = SessionHandlers(transport, executor, limits, tasks, self, on_dropped=self._free_soon)
-        self._freed_bytes = 0  # since memory was given back
+        self._freed_bytes = 0  # session memory freed since the last return to the system
         self._freeing: asyncio.TimerHandle | None = None
         transport.handle_call(MODEL_CARD, self._handle_card)
         transport.handle_stream(MODEL_PART, self._handle_part, max_bytes=0)
@@ -87,7 +87,7 @@ class ModelServer:
     # ------------------------------------------------------------------ stages
 
     def take(self, parts: ServedParts) -> None:
-        """Serve these stages in place of those before."""
+        """Serve these parts from now on, in place of the former stages."""
         ranges = self.card.ranges
         self.parts = parts
         self._stages = {
@@ -105,7 +105,7 @@ class ModelServer:
         self._tuned: dict[int, TunedStage] = {}  # made by the first call
 
     async def withdraw(self) -> None:
-        """Serve no stage from now on. Sessions that are under way here go on elsewhere."""
+        """Stop serving all stages. Open sessions continue at other servers."""
         self.take(self.parts.without_stages())
         self.tuning.forget_all()
         await self.sessions.end_all()
@@ -120,20 +120,20 @@ class ModelServer:
     # ------------------------------------------------------------------ sessions
 
     def check_client(self, client: PeerId) -> None:
-        """See `SessionHost`: whoever passes the gate may generate."""
+        """See `SessionHost`: any peer that the gate admits may generate."""
 
     def is_server(self, caller: PeerId) -> bool:
-        """See `SessionHost`: servers come and go unannounced, and a session's steps are known by its secret id."""
+        """See `SessionHost`: servers come and go unannounced, so a session's secret id authorizes its steps."""
         return True
 
     def stage_of(self, step: SessionStep) -> SessionStage:
         """See `SessionHost`."""
         if (step.generation, step.version, step.weights) != (0, 0, 0):
-            raise ProtocolError("a served model's weights do not change, and a step names none of another time")
+            raise ProtocolError("a served model's weights do not change, so a step must name version 0 of them")
         stage = self._stages.get(step.stage_index)
         if step.number == 1 and self.is_draining:
             raise Busy("this server is about to leave, and takes no new texts")
-        if stage is None:  # it may have moved a moment ago, and is not to be avoided for that
+        if stage is None:  # `Busy`, because the server may just have moved, and clients need not avoid it
             raise Busy(f"stage {step.stage_index} is not served here")
         if step.adapter is None:
             return stage
@@ -152,7 +152,7 @@ class ModelServer:
         return self._tuned[index]
 
     def _free_soon(self, num_bytes: int) -> None:
-        """Have the memory of sessions leave the process: at once if it is much, else with what goes in a moment."""
+        """Return freed session memory to the system: at once if it is much, otherwise after a short delay."""
         self._freed_bytes += num_bytes
         much = self._freed_bytes > self._limits.session_bytes // 20
         if self._freeing is None or much:
@@ -182,7 +182,7 @@ class ModelServer:
                 return Message(
                     tensors=(torch.frombuffer(bytearray(self.parts.files[request.name]), dtype=torch.uint8),)
                 )
-            async with self._reading:  # one at a time: each may be large, and is read from a disk
+            async with self._reading:  # one tensor at a time: each may be large, and is read from a disk
                 tensor = await asyncio.to_thread(self.parts.tensor, request.name)
                 return Message(tensors=(tensor.detach().cpu().contiguous(),))
         except KeyError as error:

@@ -1,4 +1,4 @@
-"""Recognizes errors of a device, or a process, that has no memory left, and frees what they keep alive."""
+"""Recognizes out-of-memory errors of devices and processes, and frees the memory that they keep alive."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Final
 
 import torch
 
-# Allocators and libraries that raise a plain `RuntimeError`: torch has a class of its own only for its caching ones.
+# Errors of allocators and libraries that raise a plain `RuntimeError`. Only torch's caching allocators have their own
+# class.
 _TEXTS: Final = (
     "out of memory",  # CUDA's own calls, and torch's allocators before they had a class
     "can't allocate memory",  # torch's CPU allocator on Linux and macOS
-    "not enough memory: you tried to allocate",  # likewise, on Windows
+    "not enough memory: you tried to allocate",  # the same on Windows
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
@@ -22,7 +23,7 @@ _TEXTS: Final = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or one that it was raised from, says that there is no memory."""
+    """Return whether an error, or one of its causes, reports that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
@@ -31,10 +32,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(error: BaseException, device: torch.device) -> None:
-    """Free what the frames of a failed computation hold, and return the device's cached blocks to it."""
+    """Free the objects in the frames of a failed computation, and return the device's cached blocks to it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if not frame.f_code.co_flags & inspect.CO_COROUTINE:  # one that waits for this to end would be closed
-            with contextlib.suppress(RuntimeError):  # it runs
+        if not frame.f_code.co_flags & inspect.CO_COROUTINE:  # clearing would close a coroutine that still waits
+            with contextlib.suppress(RuntimeError):  # raised if the frame still runs
                 frame.clear()
     gc.collect()  # a graph may be part of a cycle
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Work that ends in a ticket: tensors that other peers wait for, or the error that kept them from coming."""
+"""Calls whose results become tickets: tensors for the peers that wait, or the error in their place."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _log = logging.getLogger(__name__)
 
 
 class PendingWork:
-    """A server's calls that are under way, each until its ticket is fulfilled."""
+    """A server's calls in progress, each until its ticket is fulfilled."""
 
     def __init__(self, tickets: TicketStore, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         self._tickets = tickets
         self._spawn = spawn
-        self.tasks: dict[str, asyncio.Task[None]] = {}  # by the names of their tickets
+        self.tasks: dict[str, asyncio.Task[None]] = {}  # ticket name -> task
         self._begun = asyncio.Event()
 
     def start(self, name: str, key: TicketKey, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start work that fulfils a ticket, to be read with `key`, unless it is under way, or its result is there."""
+        """Start work that fulfils a ticket, to be read with `key`, unless the work is in progress or done."""
         if self._tickets.promise(name, with_key(key)):
             task = self.tasks[name] = self._spawn(self._guarded(name, work))
             self._begun.set()
             task.add_done_callback(partial(self._ended, name))
 
     def of(self, direction: Direction) -> list[asyncio.Task[None]]:
-        """The calls of one direction."""
+        """Return the calls of one direction."""
         return [task for name, task in self.tasks.items() if f"/{direction}@" in name]
 
     async def begins(self, *, within_s: float) -> bool:
-        """Wait for the next call; false if none comes."""
+        """Wait for the next call; return False if none comes."""
         self._begun.clear()
         try:
             async with asyncio.timeout(within_s):
@@ -49,25 +49,25 @@ class PendingWork:
             return False
 
     async def cancel(self, name: str) -> None:
-        """Take a call back, as if it had never been begun."""
+        """Cancel a call, as if it had never begun."""
         task = self.tasks.get(name)
         if task is not None:
             await ended([task])
         self._tickets.withdraw(name)
 
     def fail(self, prefix: str, error: SwarmError) -> None:
-        """Give up calls whose names begin with `prefix`. Peers that wait for them get the error."""
+        """Cancel calls whose names begin with `prefix`; waiting peers receive the error."""
         for name, task in self.tasks.items():
             if name.startswith(prefix):
                 self._tickets.fail(name, error)
                 task.cancel()
 
     async def abort_all(self) -> None:
-        """Give up all calls."""
+        """Cancel all calls."""
         await ended(self.tasks.values())
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        if self.tasks.get(name) is task:  # else it was given up, and sent again
+        if self.tasks.get(name) is task:  # otherwise it was cancelled, and sent again
             del self.tasks[name]
 
     async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -76,24 +76,24 @@ class PendingWork:
         except SwarmError as error:
             self._tickets.fail(name, error)
         except Exception as error:
-            if is_out_of_memory(error):  # for tensors that came, or leave; to compute with them is another matter
+            if is_out_of_memory(error):  # no room for tensors in transit; computations handle theirs
                 self._tickets.fail(name, OutOfMemory(f"there is no memory for {name}: {error}"))
                 return
-            # A bug: it ends this server, and peers that wait shall not wait for ever.
+            # A bug ends this server, and waiting peers must not wait for ever.
             self._tickets.fail(name, SwarmError(f"internal error: {type(error).__name__}: {error}"))
             _log.exception("A call of this server failed: %s", name)
             raise
 
 
-_MAX_STEP_SHARE: Final = 0.5  # averaging that takes a larger part of a step has no time to wait, and none waits longer
-_IDLE_STEP_SHARE: Final = 0.1  # if no call has come for such a part of a step, none comes
-_MAX_TIMEOUT_SHARE: Final = 0.25  # of the timeout of the peers that wait for this server's part
+_MAX_STEP_SHARE: Final = 0.5  # part of a step: the longest wait; averaging that takes longer does not wait
+_IDLE_STEP_SHARE: Final = 0.1  # part of a step without a call, after which no call is expected
+_MAX_TIMEOUT_SHARE: Final = 0.25  # part of the timeout of the peers that wait for this server's part
 
 
-# All microbatches of a batch go forward before the first one goes back, so links are busiest then. Averaging that has
-# time waits for the end of the forwards: any bandwidth that it took before, the batch would lack.
+# All microbatches of a batch go forward before the first backward, so links are busiest then. Averaging that has time
+# waits until the forwards end, because it would take bandwidth from them.
 class IdleLinkWait:
-    """Has late averaging wait until a server's link is idle."""
+    """Delays late averaging until a server's link is idle."""
 
     def __init__(self, under_way: PendingWork, *, timeout: float) -> None:
         self._under_way = under_way
@@ -102,11 +102,11 @@ class IdleLinkWait:
         self._took_s = 0.0
 
     def averaging_took(self, took_s: float) -> None:
-        """Note the seconds that the newest averaging took."""
+        """Record the seconds of the newest averaging."""
         self._took_s = took_s
 
     async def wait(self) -> None:
-        """Return when forwards are done, or if it is too late to wait for that. Called once a step."""
+        """Wait until the forwards are done, or until it is too late to wait. Call it once per step."""
         before_s, self._asked_s = self._asked_s, now_s()
         if before_s is None:
             return

@@ -1,4 +1,4 @@
-"""Chooses the stages of a served model that a server takes: a new one, and one that had better move. Pure."""
+"""Chooses the stages of a served model for a server that is new or should move. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_swarm.core.errors import ConfigError
 
 
 def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[float]) -> range:
-    """Return a run of stages that fits, where the model is served worst.
+    """Return consecutive stages that fit, where the model is served worst.
 
     Args:
         sizes: Bytes of each stage's weights.
-        capacity: Bytes that the server has for them; None: as many as there are.
-        rates: How well each stage is served by others, as by the sum of its servers' rates.
+        capacity: Bytes that the server has for weights; None: no limit.
+        rates: How well other servers serve each stage, for instance the sum of their rates.
 
     Raises:
         ConfigError: No stage fits.
@@ -30,7 +30,7 @@ def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[floa
 
     def served(span: range) -> list[float]:
         found = sorted(rates[stage] for stage in span)
-        return found + [math.inf] * (len(sizes) - len(found))  # of those that are alike, the longest, then the first
+        return found + [math.inf] * (len(sizes) - len(found))  # tie: the longest, then the first
 
     return min(filter(None, fitting), key=served)
 
@@ -51,9 +51,9 @@ class MovePolicy:
     """When a server moves to other stages.
 
     Args:
-        look_s: Seconds between two looks, on average.
-        gain: The worst served stage whose rate changes must be served so many times as fast after the move.
-        times_away: A server does not return to stages that it left for so many times as long as the move took.
+        look_s: Mean seconds between two checks.
+        gain: Minimum factor by which the rate of the worst served stage must rise, among stages whose rate changes.
+        times_away: A server avoids stages that it left for this many times the duration of the move.
     """
 
     look_s: float = 60.0
@@ -66,11 +66,11 @@ class Placed:
     """A server that takes sessions, and the stages that it serves."""
 
     stages: range
-    rate: float  # tokens/s at one stage, were it the only one; or any numbers of such proportions
+    rate: float  # tokens/s if it served a single stage, or any number in proportion
 
 
 def stage_rates(num_stages: int, servers: Iterable[Placed]) -> list[float]:
-    """Return how fast each stage is served: a server divides its rate among its stages."""
+    """Return each stage's rate, if a server divides its own rate among its stages."""
     rates = [0.0] * num_stages
     for server in servers:
         for stage in server.stages:
@@ -87,26 +87,26 @@ def choose_move(
     avoided: Collection[range] = (),
     gain: float,
 ) -> range | None:
-    """Return stages that a server had better serve than its own. None: it stays.
+    """Return better stages for a server than its own, or None if it should stay.
 
     Args:
         sizes: Bytes of each stage's weights.
-        capacity: Bytes that the server has for them; None: as many as there are.
+        capacity: Bytes that the server has for weights; None: no limit.
         here: The server itself.
-        others: All others that take sessions.
-        avoided: Where it does not go.
+        others: All other servers that accept sessions.
+        avoided: Stages to which it must not move.
         gain: As in `MovePolicy`.
     """
     rates = stage_rates(len(sizes), others)
     if not all(rates[stage] for stage in here.stages):
-        return None  # nobody else has one of them
+        return None  # this server is the last at one of its stages
 
     def served(span: range) -> list[float]:
         own = here.rate / len(span)
         return sorted(rate + own * (stage in span) for stage, rate in enumerate(rates))
 
     spans = [_longest_from(first, sizes, capacity) for first in range(len(sizes))]
-    widest = [span for before, span in pairwise([range(0), *spans]) if span and span.stop > before.stop]  # in no other
+    widest = [span for before, span in pairwise([range(0), *spans]) if span and span.stop > before.stop]  # maximal
     best = max((span for span in widest if span not in avoided), key=served, default=here.stages)
     changes = [(old, new) for old, new in zip(served(here.stages), served(best), strict=True) if old != new]
     return best if changes and changes[0][1] >= gain * changes[0][0] and changes[0][1] > changes[0][0] else None

@@ -1,4 +1,4 @@
-"""What a sample costs at a stage: measured in the first forward that keeps a graph."""
+"""Measures a sample's costs at a stage, in the first forward that keeps a graph."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import number_bytes
 from lightning_swarm.protocol.messages.reports import SampleCosts
 
-_BOTH_WAYS: Final = 3.0  # what both ways compute, in forwards: the backward takes twice as much as the forward
+_BOTH_WAYS: Final = 3.0  # cost of forward and backward, in forwards: a backward takes twice as much as a forward
 
 
-# Not torch's `FlopCounterMode`: its hooks are on the modules of all threads.
+# Not torch's `FlopCounterMode`, because its hooks act on the modules of all threads.
 class _FlopCounter(TorchDispatchMode):
-    """Counts what matrix products inside compute, on this thread alone."""
+    """Counts the FLOP of matrix products, on the current thread only."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.flop = 0.0  # so far
+        self.flop = 0.0
 
     @classmethod
     @override
@@ -45,7 +45,7 @@ class _FlopCounter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-    """Count the bytes that autograd saves of what is computed inside, for each storage but those of `own`."""
+    """Record the bytes of each storage that autograd saves inside, except the storages of `own`."""
     ignored = {tensor.untyped_storage().data_ptr() for tensor in own}
     saved: dict[int, int] = {}
 
@@ -60,14 +60,14 @@ def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
-    """The bytes of the tensors' elements."""
+    """Return the number of bytes of the tensors' elements."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def measured(
     run: Callable[[], Any], own: Sequence[Tensor], inputs: Sequence[Tensor], extras: Sequence[Tensor]
 ) -> tuple[Any, SampleCosts]:
-    """Return the output of `run`, and a sample's share of the costs; what is saved of `own` tensors costs nothing."""
+    """Return the output of `run` and its costs per sample; saved `own` tensors cost nothing."""
     with _saved_bytes(own) as saved, _FlopCounter() as flops:
         output = run()
     outputs = serialization.flatten(output)[1]

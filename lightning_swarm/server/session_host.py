@@ -1,4 +1,4 @@
-"""Holders of the blocks that inference sessions go through: a run's server, or one of a model that is only served."""
+"""Finds the stages that compute inference sessions: of a run's server, or of a server that only serves a model."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class SessionStage:
     module: StageModule
     computation: Computation
     first_block: int  # the number of blocks in the stages before
-    holding: Callable[[], AbstractContextManager[None]]  # has the weights inside that the step names
-    ready: Callable[[], Awaitable[None]] = nothing  # waits until they are here
-    joins: bool = False  # computes steps of several sessions together, whose last bits may differ then
+    holding: Callable[[], AbstractContextManager[None]]  # holds the weights that the step names
+    ready: Callable[[], Awaitable[None]] = nothing  # waits for these weights
+    joins: bool = False  # computes steps of several sessions together; their last bits may differ then
     max_tokens: int | None = None  # limit of a step, all rows together; long steps yield between blocks. None: neither
-    adapter: Adapter | None = None  # of the session's client
-    layers: LayersOfStage | None = None  # that may have one; None: none has
+    adapter: Adapter | None = None  # the adapter of the session's client
+    layers: LayersOfStage | None = None  # layers that adapters may change; None: no adapters
 
     def prepare(self, step: SessionStep, cache: Any, *, max_bytes: int) -> None:
-        """Change the cache as the step says."""
+        """Apply the step's operations to the cache."""
         for operation in step.operations:
             attention_cache.apply(cache, operation, max_bytes=max_bytes)
 
     def compute(self, step: SessionStep, parts: Sequence[SessionPart]) -> list[serialization.Tree]:
-        """Compute the tokens of steps like this one, and return what travels of each."""
+        """Compute the tokens of steps like this one; return each session's output."""
         with self._entered(step, parts):
             return self.computation.session_steps(parts, step.modes[0], self.first_block, seed=self._seed_of(step))
 
@@ -75,19 +75,19 @@ class SessionStage:
             yield
 
     def left_of(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what later stages need of the blocks' arguments."""
+        """Return the arguments that later stages' blocks need."""
         return extras_after(extras, self.module.spec.block_names)
 
 
 class SessionHost(Protocol):
-    """Tells whose sessions are served here, and finds the stages of their steps."""
+    """Decides which peers may have sessions here, and finds the stages of their steps."""
 
     def check_client(self, client: PeerId) -> None:
         """Refuse a peer that may have no sessions here."""
         ...
 
     def is_server(self, caller: PeerId) -> bool:
-        """Return whether a peer may hand on steps of other peers' sessions."""
+        """Return whether a peer may send steps of other peers' sessions."""
         ...
 
     def stage_of(self, step: SessionStep) -> SessionStage:

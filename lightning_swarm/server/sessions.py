@@ -1,8 +1,8 @@
-"""A server's part in inference sessions: its blocks' caches, step by step, and outputs for whoever comes behind it.
+"""Inference sessions on a server: computes steps with the sessions' caches, and sends outputs to the next stage.
 
-A step comes from the client or from the server of the stage before, and its output goes to the server of the next
-stage, or to the client. Each server keeps its outputs while it has room: if the server behind it dies, another one gets
-them all, in order, and has the same cache then.
+A step comes from the client or from the previous stage's server. Its output goes to the next stage's server, or to the
+client. Each server keeps its outputs while it has room. If the next server dies, its replacement receives all of them
+in order, and then has the same cache.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from lightning_swarm.server.stage_session import KeptOutput, StageSession
 _log = logging.getLogger(__name__)
 
 _MAX_REASON: Final = 4096
-_SMOOTHING: Final = 0.05  # of steps
-_MAX_SESSIONS: Final = 4096  # at all stages here: small ones take more memory than their bytes
+_SMOOTHING: Final = 0.05  # weight of the newest step
+_MAX_SESSIONS: Final = 4096  # limit for all stages here, because small sessions take more memory than their tensors
 _Key = tuple[str, int]  # a session, and the stage
 _FAILURE_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
 
@@ -71,13 +71,13 @@ class SessionHandlers:
         tasks: TaskOwner,
         host: SessionHost,
         *,
-        on_dropped: Callable[[int], None] = lambda _: None,  # called when so many bytes of sessions are free
+        on_dropped: Callable[[int], None] = lambda _: None,  # called with the number of bytes freed
     ) -> None:
         self._transport, self._limits = transport, limits
         self._steps = JointSteps[KeptOutput](executor)
         self._spawn = tasks.spawn
         self._host, self._on_dropped = host, on_dropped
-        self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # the one that was used last at the end
+        self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # least recently used first
         self._forgetting = False
         self.num_steps = 0  # computed so far
         self._busy_s = MovingAverage(_SMOOTHING)
@@ -88,39 +88,39 @@ class SessionHandlers:
         transport.handle_call(SESSION_CLOSE, self._handle_close)
 
     def discard(self) -> None:
-        """Forget all sessions: their weights are gone."""
+        """Drop all sessions, because their weights are gone."""
         self._held.clear()
 
     async def end_all(self) -> None:
-        """End all sessions here: they go on at other servers."""
+        """End all sessions here; they continue at other servers."""
         freed, ended = self._used_bytes(), list(self._held.values())
         self.discard()
         self._on_dropped(freed)
-        for held in ended:  # steps may wait for those before
+        for held in ended:  # wakes steps that wait for earlier steps
             await held.grow()
 
     @property
     def num_open(self) -> int:
-        """The number of sessions, counted at each stage here."""
+        """The number of sessions, summed over the stages here."""
         return len(self._held)
 
     def num_under_way(self, quiet_s: float) -> int:
-        """The number of those that had a step in the last seconds: others may be chats that wait for their user."""
+        """Return the number of sessions with a step in the last seconds; others may be chats that wait for users."""
         return sum(held.goes_on or now_s() < held.used_s + quiet_s for held in self._held.values())
 
     @property
     def num_joint(self) -> int:
-        """The number of steps that were computed together with those of other sessions."""
+        """The number of steps that shared a forward with steps of other sessions."""
         return self._steps.num_joint
 
     @property
     def step_s(self) -> float:
-        """The seconds that a step takes at a stage here, without its prompt, on average; 0: not measured."""
+        """The mean seconds of a step at a stage here, without prompts; 0 if not measured."""
         return self._busy_s.value or 0.0
 
     @property
     def free_bytes(self) -> int:
-        """Bytes for further sessions; those of outputs count as free."""
+        """The bytes left for sessions; kept outputs count as free, because they can be dropped."""
         return max(0, self._limits.session_bytes - sum(held.cache_bytes for held in self._held.values()))
 
     # ------------------------------------------------------------------ steps
@@ -144,12 +144,12 @@ class SessionHandlers:
             size = len(message.body) + message.num_tensor_bytes
             self._spawn(self._advance(held, stage, step, hidden, extras, size))
             await held.grow()
-        elif step.number == held.done:  # it comes again, for another server or a client that missed it
+        elif step.number == held.done:  # repeated for another server, or for a client that missed the output
             self._spawn(self._send_on(held, held.kept[step.number]))
         return Message()
 
     async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
-        """Wait for the steps before, which may have been overtaken on their way, or for room."""
+        """Wait for earlier steps, which this step may have overtaken, or for room."""
         gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
         if step.number > held.taken + WINDOW:
             raise SessionLost(gap)
@@ -211,7 +211,7 @@ class SessionHandlers:
         step: SessionStep,
         hidden: Any,
         extras: dict[str, Any],
-        size: int,  # bytes of the step as it came
+        size: int,  # bytes of the received step
     ) -> None:
         max_bytes = self._limits.session_bytes
 
@@ -234,12 +234,12 @@ class SessionHandlers:
             length = None if held.cache is None else attention_cache.length_of(held.cache)
             return KeptOutput(step, tuple(tensors), structure, num_bytes(tensors) + size, length)
 
-        async with held.computing:  # in the order in which they came
+        async with held.computing:  # steps run in the order of their arrival
             if held.done != step.number - 1:
-                return  # the one before failed
+                return  # the previous step failed
             try:
                 await stage.ready()
-                own = stage.module.extras_for(extras)  # here: what comes may be anything
+                own = stage.module.extras_for(extras)  # within `try`, because a client may send anything
                 part = SessionPart(hidden, own, adapter=stage.adapter)
                 kept, busy_s = await self._steps.compute(
                     WaitingStep(stage, step, part, prepare, finish, lambda: self._has(held))
@@ -250,7 +250,7 @@ class SessionHandlers:
                 await self._blame(held, step, kind, _reason(error))
                 return
             held.keep(step.number, kept)
-            if len(held.route) == 1:  # nobody comes behind it
+            if len(held.route) == 1:  # this is the last stage
                 held.drop_older()
             held.done = step.number
             self.num_steps += 1
@@ -263,24 +263,24 @@ class SessionHandlers:
             await self._send_on(held, kept)
 
     async def _forget(self, held: StageSession) -> None:
-        """Drop a session, and let steps of it that wait end."""
+        """Drop a session, and wake its waiting steps, so that they end."""
         for key in [key for key, one in self._held.items() if one is held]:
             self._drop(key)
         await held.grow()
 
     def _drop(self, key: _Key) -> int:
-        """Drop a session at a stage; returns the bytes that are free then."""
+        """Drop a session at a stage; return the number of bytes freed."""
         held = self._held.pop(key)
         self._steps.forget(*key)
         num_bytes = held.num_bytes
-        held.cache = None  # a task that still has the session shall not keep these
+        held.cache = None  # a task may still hold the session, and must not keep its tensors
         held.kept.clear()
         held.cache_bytes = held.kept_bytes = 0
         self._on_dropped(num_bytes)
         return num_bytes
 
     async def _send_on(self, held: StageSession, kept: KeptOutput) -> None:
-        """Send a step's output to the server of the next stage, or to the client; tell the client if that fails."""
+        """Send a step's output to the next stage's server, or to the client; report a failure to the client."""
         async with held.sending:
             try:
                 if len(held.route) == 1:
@@ -340,10 +340,10 @@ class SessionHandlers:
         except SwarmError as error:
             _log.info("The client %s of a session is not told of a failure: %s", held.client, error)
 
-    # ------------------------------------------------------------------ servers that come in the place of others
+    # ------------------------------------------------------------------ replacement servers
 
     async def _handle_replay(self, caller: PeerId, body: bytes) -> bytes:
-        """Send all steps so far to another server of the next stage, in order; then the session goes on there."""
+        """Send all steps so far, in order, to another server of the next stage, where the session then continues."""
         self._host.check_client(caller)
         request = decode(body, SessionReplay)
         held = self._held.get((request.session, request.stage_index))
@@ -363,7 +363,7 @@ class SessionHandlers:
         return b""
 
     def _pushed_together(self, held: StageSession, number: int) -> range:
-        """Return the steps that are sent at once: the first alone, then small ones, which share a stream."""
+        """Return the steps to send at once: the first alone, then small steps, which share a stream."""
         end = number + 1
         if number > 1:
             most = min(number + WINDOW, held.done + 1)
@@ -384,7 +384,7 @@ class SessionHandlers:
         return sum(held.num_bytes for held in self._held.values())
 
     async def _make_room_for(self, held: StageSession) -> bool:
-        """Make room for a session that has grown; returns whether there is. Else it is dropped: others go on, too."""
+        """Make room for a session that has grown; if there is none, drop that session and return False."""
         self._make_room(but=held)
         if self._used_bytes() <= self._limits.session_bytes or len(self._held) == 1:
             return True
@@ -392,9 +392,9 @@ class SessionHandlers:
         return False
 
     def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> None:
-        """Drop outputs, the oldest sessions' first, then sessions that do not go on, until there is room for the rest.
+        """Drop old outputs, then inactive sessions, until the rest fits, beside `num_more` new sessions.
 
-        That is also room for so many new ones.
+        Both begin with the least recently used session.
         """
         excess = self._used_bytes() - self._limits.session_bytes
         if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
@@ -412,7 +412,7 @@ class SessionHandlers:
                 excess -= self._drop(key)
 
     async def _forget_idle(self) -> None:
-        """Drop sessions that nobody continues."""
+        """Drop sessions without a step for `Limits.session_idle` seconds."""
         idle_s = self._limits.session_idle
         while self._held:
             await asyncio.sleep(idle_s / 4)
@@ -451,7 +451,7 @@ def _check_tokens(hidden: Any, stage: SessionStage) -> None:
 
 
 def _kind_of(error: Exception) -> FailureKind:
-    """Return what to tell the client of a step that the next server did not take."""
+    """Return the kind of failure to report to the client if the next server did not accept a step."""
     return _FAILURE_KINDS.get(type(error), "unreachable" if isinstance(error, PeerError) else "refused")
 
 

@@ -1,4 +1,4 @@
-"""A session at one stage of a server: what it holds, and which steps are taken, computed and handed on."""
+"""A session at one stage of a server: its cache, its kept outputs, and the numbers of its steps."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.inference import WINDOW, SessionStep
 
-_BUSY_S: Final = 5.0  # for so long after its last step a session counts as going on
+_BUSY_S: Final = 5.0  # seconds after its last step in which a session counts as active
 
 
 @dataclass(eq=False)
 class KeptOutput:
-    """A step as the server of the next stage gets it."""
+    """A step in the form that the next stage's server receives."""
 
-    step: SessionStep  # as it came here; of the next one the route begins one later
+    step: SessionStep  # the received step; the next server's route begins one later
     tensors: tuple[Tensor, ...]
     structure: Any
     num_bytes: int
-    length: int | None  # of the cache, in tokens
+    length: int | None  # tokens in the cache
 
 
 @dataclass(eq=False)
 class StageSession:
-    """A session at one stage here."""
+    """A session at one stage of this server."""
 
     client: PeerId
     attempt: int
-    route: list[PeerId]  # from this server on
+    route: list[PeerId]  # begins with this server
     resume: int
-    adapter: bytes | None = None  # of all of its steps
+    adapter: bytes | None = None  # digest of its steps' adapter
     cache: Any = None  # made by the first step
-    taken: int = 0  # the newest step that is computed here, or will be
+    taken: int = 0  # the newest step that is computed or will be
     done: int = 0
-    kept: OrderedDict[int, KeptOutput] = field(default_factory=OrderedDict)  # by number
+    kept: OrderedDict[int, KeptOutput] = field(default_factory=OrderedDict)  # step number -> output
     cache_bytes: int = 0
     kept_bytes: int = 0
     used_s: float = field(default_factory=now_s)
@@ -49,27 +49,27 @@ class StageSession:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `taken` or `done` has grown
 
     def follow(self, attempt: int, route: list[PeerId], resume: int) -> None:
-        """Take another route, or the same one again: outputs from `resume` on go there."""
+        """Adopt a route, perhaps the same again: outputs from step `resume` on go there."""
         if len(route) != len(self.route):
             raise ProtocolError(f"a session has a server for each of its {len(self.route)} stages, got {len(route)}")
         self.attempt, self.route, self.resume = attempt, route, resume
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its cache, and of the outputs."""
+        """The bytes of the cache and of the kept outputs."""
         return self.cache_bytes + self.kept_bytes
 
     @property
     def goes_on(self) -> bool:
-        """Return whether a step is under way, or one was a moment ago."""
+        """Whether a step is being computed, or the last was a moment ago."""
         return self.done < self.taken or now_s() < self.used_s + _BUSY_S
 
     def takes(self, number: int) -> bool:
-        """Return whether a step is not too far ahead of what is taken and done here."""
+        """Return whether a step is not too far ahead of the accepted and computed steps."""
         return number <= self.taken + 1 and (number <= self.taken or self.taken < self.done + WINDOW)
 
     async def grow(self) -> None:
-        """Let steps go on that wait for others."""
+        """Wake the steps that wait for earlier steps."""
         async with self.changed:
             self.changed.notify_all()
 
@@ -79,7 +79,7 @@ class StageSession:
         self.kept_bytes += kept.num_bytes
 
     def drop_older(self) -> int:
-        """Drop all outputs but the newest, which may be on its way; returns the bytes that were freed."""
+        """Drop all outputs but the newest, which may be in transit; return the number of bytes freed."""
         before = self.kept_bytes
         while len(self.kept) > 1:
             self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes

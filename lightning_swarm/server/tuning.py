@@ -1,4 +1,4 @@
-"""A server's part in tuning: pure functions of a stage, a client's adapter, inputs and a seed."""
+"""Tuning at a server: pure functions of a stage, a client's adapter, inputs and a seed."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from lightning_swarm.server.executor import Executor, Priority
 from lightning_swarm.server.handlers import checked_inputs, raising_stage_errors
 from lightning_swarm.server.out_of_memory import is_out_of_memory
 
-_MAX_KINDS: Final = 64  # of forwards, whose costs are known
+_MAX_KINDS: Final = 64  # kinds of forward whose costs are known
 
 
 @dataclass(frozen=True, eq=False)
 class TunedStage:
-    """A stage that computes for clients who tune."""
+    """A stage that computes for clients' tuning."""
 
     computation: Computation
     layers: LayersOfStage
-    _costs: OrderedDict[Any, SampleCosts | None] = field(default_factory=OrderedDict)  # by kind of call
+    _costs: OrderedDict[Any, SampleCosts | None] = field(default_factory=OrderedDict)  # kind of call -> costs
 
     @contextmanager
     def adapting(self, adapter: Adapter | None, *, drops: bool, kind: Any = None) -> Iterator[None]:
-        """On the compute thread: compute with an adapter inside, and give its gradients.
+        """Compute with an adapter inside, and with gradients for it, on the compute thread.
 
-        A sample costs the same in all forwards of a `kind`; None: it is no forward.
+        A sample costs the same in all forwards of a `kind`; None for a backward.
         """
         computation = self.computation
         computation.train(() if adapter is None else adapter.tensors)
@@ -91,10 +91,10 @@ _Key = tuple[PeerId, str, int]  # the client, its call, and the stage
 
 
 class TuningHandlers:
-    """Answers forwards and backwards of clients who tune.
+    """Handles forwards and backwards of clients' tuning.
 
-    A graph is kept for its backward while there is room. Where it is gone, the client asks for the forward again,
-    here or elsewhere, and gets the same.
+    A graph is kept for its backward while there is room. If it is gone, the client requests the forward again, here or
+    elsewhere, with the same result.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TuningHandlers:
         self.adapters = AdapterStore(limits.adapter_bytes)
         self._kept: OrderedDict[_Key, _KeptForward] = OrderedDict()  # the oldest first
         self._kept_bytes = 0
-        self._aging: asyncio.TimerHandle | None = None  # drops what nobody asks for any more
+        self._aging: asyncio.TimerHandle | None = None  # drops graphs that are not used any more
         self._turns = FairTurns()
         self._checking = asyncio.Semaphore(1)
         transport.handle_stream(TUNE_ADAPTER, self._handle_adapter, max_bytes=limits.adapter_bytes)
@@ -118,7 +118,7 @@ class TuningHandlers:
         return self._kept_bytes
 
     def forget_all(self) -> None:
-        """Keep nothing for backwards: the stages are gone."""
+        """Drop all graphs, because the stages are gone."""
         self._kept.clear()
         self._kept_bytes = 0
 
@@ -151,7 +151,7 @@ class TuningHandlers:
         key = (caller, request.call, request.stage)
         self._drop(key)
         if result.graph is not None:
-            num_bytes = max(1, result.graph_bytes + message.num_tensor_bytes)  # its inputs are in it
+            num_bytes = max(1, result.graph_bytes + message.num_tensor_bytes)  # includes the inputs
             kept = _KeptForward(result.graph, adapter, request.mode, request.drops, stage, num_bytes, now_s())
             self._keep(key, kept)
         structure, tensors = serialization.flatten(result.output)
@@ -163,7 +163,7 @@ class TuningHandlers:
         key = (caller, request.call, request.stage)
         kept = self._kept.get(key)
         if kept is None:
-            raise GraphGone("what this backward needs is not here (any more)")
+            raise GraphGone("the graph for this backward is not here (any more)")
         gradients = serialization.unflatten(request.structure, message.tensors)
         check_gradients(kept.graph.outputs, gradients)
 
@@ -171,7 +171,7 @@ class TuningHandlers:
             with kept.stage.adapting(kept.adapter, drops=kept.drops):
                 return kept.stage.computation.backward(kept.graph, gradients, kept.mode)
 
-        self._drop(key)  # whatever becomes of it: torch frees a graph that it has gone through
+        self._drop(key)  # even if it fails, because torch frees a graph while differentiating
         found = await self._compute(caller, request.stage, compute)
         structure, tensors = serialization.flatten([list(found[0]), list(found[1])])
         return Message(encode(TuneGradients(structure=structure)), tuple(tensors))
@@ -200,7 +200,7 @@ class TuningHandlers:
             self._age()
 
     def _age(self) -> None:
-        """Drop what is too old: its client is gone."""
+        """Drop graphs that are too old, because their clients are gone."""
         idle_s = self._limits.session_idle
         while self._kept and next(iter(self._kept.values())).since_s <= now_s() - idle_s:
             self._drop(next(iter(self._kept)))
@@ -214,7 +214,7 @@ class TuningHandlers:
 
 
 class FairTurns:
-    """Clients take turns: whoever had least of the compute thread goes first. A new one counts as the least served."""
+    """Gives the compute thread to the client that has used it least. A new client counts as the least served."""
 
     def __init__(self) -> None:
         self._served_s: dict[PeerId, float] = {}
@@ -231,6 +231,6 @@ class FairTurns:
         return 1, int(1e6 * self._served_s[client])
 
     def charge(self, client: PeerId, busy_s: float) -> None:
-        """Note that the compute thread worked for a client."""
+        """Add seconds of the compute thread to a client's account."""
         if client in self._served_s:
             self._served_s[client] += busy_s

@@ -142,7 +142,7 @@ class ReadsOutput(Model):
 
 def test_what_is_kept_is_overwritten_by_the_next_block() -> None:
     both(ReadsOutput, split=["0", "2"])
-    with pytest.raises(ConfigError, match=r"write into what others have of the output.*`kept` of '0' would change"):
+    with pytest.raises(ConfigError, match=r"write into its input if other code holds.*`kept` of '0' would change"):
         run_swarm(ReadsOutput, loader(digits()), max_steps=STEPS, split=["0", "1"])
 
 

@@ -1,4 +1,4 @@
-"""A butterfly all-reduce over tickets: each peer reduces one part and hands the same bytes to all.
+"""A butterfly all-reduce over tickets: each peer reduces one part and sends the same bytes to all.
 
 A round is complete or it raises: there are no partial results. The sums are only read; the mean has its own memory.
 """
@@ -27,24 +27,24 @@ from lightning_swarm.protocol.messages.parts import part_bounds
 from lightning_swarm.protocol.serialization import Encoded
 from lightning_swarm.protocol.tickets import Readers, TicketStore
 
-# Elements whose squares torch adds up at once: so few that it does so in one thread, so in one order; and that its copy
-# of them in float64 is no memory that Linux has to clear first.
+# Elements whose squares torch adds up at once: few enough that it uses one thread, hence one order, and that their
+# float64 copy does not need new pages, which Linux would have to clear.
 _BLOCK: Final = 1 << 14
 
 
 def squared_norm(vector: Tensor) -> float:
-    """The squared norm in float64, the same on machines with other numbers of threads."""
-    # A GPU adds up in one order by itself, and a launch for each block would take longer than the sum.
+    """Return the squared norm in float64, the same with any number of threads."""
+    # A GPU always adds up in one order, and a launch for each block would take longer than the sum.
     blocks = vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
     norms = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
     return add_up(norm * norm for norm in norms.tolist())
 
 
 def add_up(squares: Iterable[float]) -> float:
-    """Add up squares in any order to the same bits."""
+    """Add up squares; any order gives the same bits."""
     try:
         return math.fsum(squares)
-    except OverflowError:  # where floats would become infinite
+    except OverflowError:  # floats would become infinite
         return math.inf
 
 
@@ -52,21 +52,21 @@ _T = TypeVar("_T")
 
 
 class Compute(Protocol):
-    """Runs long work elsewhere than on the loop."""
+    """Runs long work outside of the event loop."""
 
     def __call__(self, run: Callable[[], _T], /) -> Awaitable[_T]:
-        """Return what `run` returns."""
+        """Return the result of `run`."""
 
 
 @dataclass(frozen=True)
 class GroupParts:
-    """Encodes and decodes the parts of a round, and brings them from and to a GPU."""
+    """Encodes and decodes the parts of a round, and copies them from and to a GPU."""
 
     codec: Codec | None  # None: parts travel as they are
-    compute: Compute | None  # runs both, where they take time; None: there is no codec, and both run here
+    compute: Compute | None  # runs slow conversions; None: there is no codec, and they run on the loop
 
     async def to_message(self, part: Tensor) -> Message:
-        """Encode a part for its way."""
+        """Encode a part to be sent."""
         if self.compute is None or self._is_ready(part):
             return to_message(part)
         return await self.compute(lambda: to_message(encoded(part, self.codec)))
@@ -75,7 +75,7 @@ class GroupParts:
         return self.codec is None and like.device.type == "cpu"
 
     async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
-        """Decode a part of this length, and the dtype of `like`, to its device: the same bits at each peer."""
+        """Decode a part of this length to the dtype and device of `like`, with the same bits at each peer."""
         tree: Any = from_message(message)[0]
         found = tree.spec if isinstance(tree, Encoded) else spec_of(tree) if isinstance(tree, Tensor) else None
         if found is None or parse_spec(found) != (like.dtype, (length,)):
@@ -89,17 +89,17 @@ class GroupParts:
 
 AS_THEY_ARE: Final = GroupParts(None, None)
 
-_MEANS: Final = BufferPool(2, max_bytes=65 << 20)  # those of one step are gone before the next one's are made
-_SLICE: Final = 1 << 20  # elements added before anything else may happen on the loop: a millisecond's work
+_MEANS: Final = BufferPool(2, max_bytes=65 << 20)  # a step's means are freed before the next step's are made
+_SLICE: Final = 1 << 20  # elements added before the loop may run other tasks: about a millisecond
 
 
 class AveragingFailed(PeerError):
-    """A part did not come. Nobody may use the round."""
+    """A part did not come, so no peer may use the round."""
 
     def __init__(self, text: str, missed: PeerId | None, refusing: PeerId | None = None) -> None:
         super().__init__(text)
-        self.missed = missed  # the peer that is to blame; None: that peer has not got all parts itself
-        self.refusing = refusing  # or so it says
+        self.missed = missed  # the peer that failed; None: the asked peer lacks parts itself
+        self.refusing = refusing  # the peer that claims to lack parts
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,15 @@ class Group:
     prefix: str  # names the round; unique to generation, step, round and stage
     tickets: TicketStore  # carry the parts
     timeout: float  # seconds for each exchange
-    shares_with: Callable[[PeerId], bool] = lambda _: False  # whether another peer may have what the group finds
-    is_audited: bool = False  # note what each peer gave
+    shares_with: Callable[[PeerId], bool] = lambda _: False  # whether a peer outside of the group may read the results
+    is_audited: bool = False  # record digests of each peer's parts
 
     def offer(self, name: str, message: Message | Callable[[], Message], to: int | None = None) -> None:
-        """Give something in this round: to the peer at one place of the roster, or to all that may have it."""
+        """Offer a message in this round to the peer at one roster index, or to all permitted readers."""
         self.tickets.offer(f"{self.prefix}/{name}", message, self._readers(to))
 
     def withhold(self, names: Iterable[str], reason: str) -> None:
-        """Give nothing by these names, unless it was given by now."""
+        """Fail the tickets of these names, unless they are offered already."""
         for name in names:
             self.tickets.promise(f"{self.prefix}/{name}", self._readers(None))
             self.tickets.fail(f"{self.prefix}/{name}", TicketGone(reason))
@@ -129,7 +129,7 @@ class Group:
         return lambda caller, _: caller in self.roster or self.shares_with(caller)
 
     def bounds(self, length: int) -> list[slice]:
-        """The bounds of a vector's parts; each peer reduces one."""
+        """Return the bounds of a vector's parts; each peer reduces one."""
         return part_bounds(length, len(self.roster))
 
 
@@ -137,9 +137,9 @@ class GroupMean(NamedTuple):
     """The result of a round."""
 
     mean: Tensor  # ``[n]``, the same bits on every peer
-    squared_norm: float  # of the part that this peer reduced
-    lost: Tensor | None = None  # ``[n]``, what a codec lost of the mean in what this peer sent; None: not asked for
-    given: Sequence[bytes] = ()  # digests of what each peer gave for that part; only in audited groups
+    squared_norm: float  # norm of the part that this peer reduced
+    lost: Tensor | None = None  # ``[n]``, the codec's error in this peer's messages, as part of the mean; or None
+    given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; audited groups only
 
 
 async def average(
@@ -151,10 +151,11 @@ async def average(
     parts: GroupParts = AS_THEY_ARE,
     carried: Tensor | None = None,
 ) -> GroupMean:
-    """Sum `vector` ``[n]`` over the roster, in its order, and divide once by `total_weight`, of all peers together.
+    """Sum `vector` ``[n]`` in the roster's order, and divide once by `total_weight`, the weight of all peers.
 
-    The vector must not change until the round's record is applied; `place` is this peer's in the roster. `carried`
-    ``[n]`` is what an earlier round lost: it is added, and what this one loses is found. If it raises, call `refuse`.
+    The vector must not change until the round's record is applied; `place` is this peer's roster index. `carried`
+    ``[n]`` is the error of an earlier round: it is added, and this round's error is returned. If it raises, call
+    `refuse`.
     """
     roster = group.roster
     bounds = group.bounds(len(vector))
@@ -182,7 +183,7 @@ async def average(
     if carried is not None:
         reduced += carried[bounds[place]]
     received = await _send(group, f"reduced{place}", reduced, parts, None if lost is None else lost[bounds[place]])
-    if received is not reduced:  # encoded: all peers decode it, this one, too, so that they have the same bits
+    if received is not reduced:  # encoded: this peer decodes it like all peers, so that they have the same bits
         reduced.copy_(received)
         norm = squared_norm(reduced)
 
@@ -192,12 +193,12 @@ async def average(
 
 
 def part_digest(part: Sequence[Tensor]) -> bytes:
-    """BLAKE3 of a part of a sum or a mean."""
+    """Return the BLAKE3 digest of a part of a sum or a mean."""
     return digest(part, b"part;")
 
 
 async def digests(parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> list[bytes]:
-    """Digest each part; by `compute`, where there is one."""
+    """Digest each part; with `compute`, if there is one."""
 
     def run() -> list[bytes]:
         return [part_digest(part) for part in parts]
@@ -206,14 +207,14 @@ async def digests(parts: Sequence[Sequence[Tensor]], compute: Compute | None) ->
 
 
 def for_joiners(part: Tensor) -> Message | Callable[[], Message]:
-    """Make a message that perhaps nobody will fetch; from a GPU only once somebody does."""
+    """Make a message that perhaps no peer will fetch; copy it from a GPU only when one does."""
     return to_message(part) if part.device.type == "cpu" else partial(to_message, part)
 
 
 async def _send(
     group: Group, name: str, part: Tensor, parts: GroupParts, lost: Tensor | None, *, to: int | None = None
 ) -> Tensor:
-    """Send a part `to` one place or to all; note its codec's loss in `lost`; return the part as other peers get it."""
+    """Send a part to roster index `to`, or to all; store the codec's error in `lost`; return the part as received."""
     if len(group.roster) == 1 and parts.codec is None:
         group.offer(name, for_joiners(part))
         return part
@@ -230,30 +231,30 @@ async def _send(
 async def taken(
     group: Group, place: int, name: str, *, like: Tensor, length: int, parts: GroupParts = AS_THEY_ARE
 ) -> Tensor:
-    """Fetch a part, of the dtype and to the device of `like`; see `fetched`."""
+    """Fetch a part, with the dtype and device of `like`; see `fetched`."""
     return await fetched(group, place, name, lambda message: parts.from_message(message, like=like, length=length))
 
 
 async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
-    """Fetch and `read` what another peer of the group has to give in a round; `AveragingFailed` if it does not come."""
+    """Fetch and `read` another peer's message in a round; raise `AveragingFailed` if it does not come."""
     peer = group.roster[place]
     ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}", key=None)
     try:
         return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
     except SwarmError as error:
-        # A peer that answers, and has nothing to give, waits for another one itself; and damage is the link's.
+        # A peer that answers without a part waits for another peer itself, and damage is the link's.
         blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
         missed, refusing = (None, peer) if blameless else (peer, None)
         raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed, refusing) from error
 
 
 def refuse(group: Group, place: int, reason: str) -> None:
-    """Give nothing more in a round, so that no peer waits for this one, or takes it for gone; what it gave stays."""
+    """Offer no more parts in a round, so that peers neither wait for this peer nor exclude it; offered parts stay."""
     group.withhold([f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
 
 
 async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE) -> Tensor:
-    """The mean of a round without this peer, as every member of the roster has it; `like` as their sums ``[n]``."""
+    """Fetch the mean of a round without this peer; `like` has the form of the sums, ``[n]``."""
 
     async def take(i: int, part: slice) -> Tensor:
         ticket = Ticket(peer_id=group.roster[i], name=f"{group.prefix}/reduced{i}", key=None)
@@ -268,7 +269,7 @@ async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE
 
 
 async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -> float:
-    """Add the pieces in their order, and divide once; returns the squared norm of the mean."""
+    """Add the pieces in their order, and divide once; return the squared norm of the mean."""
     total_norm = 0.0
     for begin in range(0, len(into), _SLICE):
         reduced = into[begin : begin + _SLICE]

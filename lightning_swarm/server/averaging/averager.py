@@ -17,13 +17,13 @@ from lightning_swarm.server.averaging.powersgd import LowRank
 
 
 class AveragingState(NamedTuple):
-    """The state a peer carries from step to step; all of it counts with the step's record, or not at all."""
+    """The state that a peer carries from step to step; a record makes all of it count, or nothing."""
 
-    lost: Tensor | None = None  # ``[n]``, what was lost here of the mean, to be added to the next one
-    basis: Tensor | None = None  # ``[right_length]`` of `LowRank`; None: none is known yet, or none is used
+    lost: Tensor | None = None  # ``[n]``, this peer's compression error, to be added to the next mean
+    basis: Tensor | None = None  # ``[right_length]`` of `LowRank`; None: unknown yet, or not used
 
     def times(self, factor: float) -> AveragingState:
-        """The state of gradients that are so many times as large."""
+        """Return the state for gradients that are `factor` times as large."""
         return self if self.lost is None or factor == 1.0 else self._replace(lost=self.lost * factor)
 
 
@@ -31,22 +31,22 @@ class AveragingResult(NamedTuple):
     """The result of a round at one peer."""
 
     mean: Tensor  # ``[n]``, the same bits on every peer
-    squared_norm: float  # of this peer's part of it
-    carried: AveragingState  # to the next step
-    given: Sequence[bytes] = ()  # digests of what each peer gave for that part; only in audited groups
+    squared_norm: float  # norm of the part that this peer reduced
+    carried: AveragingState  # state for the next step
+    given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; audited groups only
 
 
 class Averager(ABC):
-    """Averages vectors within a group. Where a peer is alone nothing travels, and nothing is lost."""
+    """Averages vectors within a group. A single peer sends nothing and loses nothing."""
 
     @abstractmethod
     async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
-        """Sum all peers' vectors, and what they carried, and divide once by the weight; see `all_reduce.average`."""
+        """Sum all peers' vectors and carried errors, and divide once by the weight; see `all_reduce.average`."""
 
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        """The mean of a round without this peer, and what it carries to its first round; `like` as the sums ``[n]``."""
+        """Fetch a round's mean for a peer outside, and the first averaging state; `like` is ``[n]``, as the sums."""
         return await all_reduce.collect(like, group), AveragingState()
 
 
@@ -63,7 +63,7 @@ class Butterfly(Averager):
     """Averages whole vectors, encoded by a codec or as they are."""
 
     parts: GroupParts
-    error_feedback: bool  # carry what the codec loses
+    error_feedback: bool  # carry the codec's error to the next step
 
     @override
     async def average(
@@ -81,14 +81,14 @@ class Butterfly(Averager):
         return await all_reduce.collect(like, group, parts=parts), AveragingState()
 
 
-# A peer carries what the product lacks of its own gradients, not of their mean: nothing more has to travel for that,
-# and of a peer that dies no more is lost than it held.
+# A peer carries the error of its own gradients, not of their mean. This needs no further messages, and a peer that
+# dies loses no more than its own share.
 @dataclass(frozen=True)
 class PowerSGD(Averager):
-    """Averages thin matrices in two rounds: the left ones, then the right ones (arXiv:1905.13727, algorithm 2)."""
+    """Averages thin matrices in two rounds: left, then right (arXiv:1905.13727, algorithm 2)."""
 
     low_rank: LowRank
-    error_feedback: bool  # carry what the products lack
+    error_feedback: bool  # carry the products' error to the next step
     compute: Compute
 
     @override
@@ -138,7 +138,7 @@ class PowerSGD(Averager):
 
 
 def refuse(group: Group, place: int, reason: str) -> None:
-    """Give nothing more in a round of whatever kind, so that no peer waits for this one, or takes it for gone."""
+    """Withdraw from a round of any kind, so that other peers neither wait for this peer nor exclude it."""
     for exchange in (group, *_both(group)):
         all_reduce.refuse(exchange, place, reason)
 

@@ -1,4 +1,4 @@
-"""CenteredClip: a mean that no peer pulls far, in place of the true one. It is not what one machine would compute.
+"""CenteredClip: a robust mean that no peer can move far. It differs from the mean that one machine computes.
 
 Source: Karimireddy et al. 2021, arXiv:2012.10333; per part of a butterfly: Gorbunov et al. 2022, arXiv:2106.11257.
 """
@@ -22,13 +22,13 @@ _NUM_ITERATIONS: Final = 20
 
 
 def centered_clip(vectors: Sequence[Tensor]) -> Tensor:
-    """Return a point ``[n]`` near most of the vectors ``[n]``, whose distances from it count up to their median.
+    """Return a point ``[n]`` near most of the vectors ``[n]``; distances count up to their median.
 
-    All vectors count alike. If they are equal, it is they.
+    All vectors have equal weight. If they are equal, the point is equal to them.
     """
     stacked = torch.stack([torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0) for one in vectors])
     center = stacked.median(dim=0).values
-    # Not measured again as the center moves: liars that draw it away would make it larger.
+    # Measured once: malicious vectors that move the center would also enlarge the radius.
     radius = _distances(stacked, center).sort().values[(len(vectors) - 1) // 2]
     for _ in range(_NUM_ITERATIONS):
         distances = _distances(stacked, center)
@@ -44,13 +44,14 @@ def _distances(stacked: Tensor, center: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClippedAverager(Averager):
-    """A butterfly whose reducers clip what is far from the center of a part.
+    """A butterfly all-reduce in which each reducer clips vectors far from the center of its part.
 
-    A peer sends each part of its mean gradient, and behind it the weight of its microbatches. Those weights are its own
-    word: they say how gradients are scaled, and who holds nothing is left out.
+    A peer sends each part of its mean gradient, followed by the weight of its microbatches. The weights are not
+    verified:
+    they scale the gradients, and exclude peers without microbatches.
     """
 
-    weight: float  # of this peer's microbatches together; only ratios mean something
+    weight: float  # sum over this peer's microbatches; only ratios matter
     compute: Compute
 
     @override

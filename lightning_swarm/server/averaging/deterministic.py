@@ -1,4 +1,4 @@
-"""A butterfly of sums in fixed point: the mean has the same bits whichever peers added what, and however many did."""
+"""A butterfly of sums in fixed point: the mean has the same bits, however microbatches are spread over peers."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from lightning_swarm.server.averaging.averager import Averager, AveragingResult,
 FINE: Final = 2.0**-56
 COARSE: Final = 2.0**-14
 
-LIMIT: Final = 2.0**28  # of one added number: 2**42 coarse units; what is left below one of them is 2**41 fine ones
+LIMIT: Final = 2.0**28  # largest added number: 2**42 coarse units, and a remainder of up to 2**41 fine units
 MAX_ADDED: Final = 1 << 20
 
 _FIXED_POINT_SLICE: Final = 1 << 17  # elements added at once: intermediate values take several times their memory
-_SLICE: Final = 1 << 18  # elements added before anything else may happen on the loop
+_SLICE: Final = 1 << 18  # elements added before the loop may run other tasks
 
 
-# Whole numbers may be added in any order, floats may not. Each element of a sum has two of 64 bits, one of coarse units
-# and one of fine ones. Together they hold what is below `LIMIT` to half of `FINE`, and `MAX_ADDED` of that without
-# overflowing. A last column counts what was added, and what could not be.
+# Integers can be added in any order, floats cannot. Each element of a sum has two 64-bit integers, in coarse and in
+# fine units. Together they represent numbers below `LIMIT` to half of `FINE`, and add up `MAX_ADDED` of them without
+# overflow. A last column counts the vectors that were added, and those that did not fit.
 def nothing(length: int, device: torch.device) -> Tensor:
-    """The sum of no vector, ``[2, length + 1]``."""
+    """Return an empty sum, ``[2, length + 1]``."""
     return torch.zeros(2, length + 1, dtype=torch.int64, device=device)
 
 
 def fit(vectors: Sequence[Tensor], weight: float) -> bool:
-    """Tell whether all elements are numbers, and times `weight` below `LIMIT`."""
+    """Return whether all elements are numbers, and times `weight` below `LIMIT`."""
     filled = [vector for vector in vectors if vector.numel()]
     if not filled:
         return True
     highest = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(filled, float("inf"))])
-    return bool((highest * weight < LIMIT).all())  # not so of NaN
+    return bool((highest * weight < LIMIT).all())  # false for NaN
 
 
 def add(into: Tensor, vector: Tensor, weight: float) -> None:
     """Add a float vector ``[n]`` that fits, times `weight`, to the columns ``[2, n]`` of a sum."""
     for begin in range(0, len(vector), _FIXED_POINT_SLICE):
-        # In units. But for the weight, and the fine ones that are no whole number, nothing of this rounds.
+        # In coarse units. Only the weight, and fractions of a fine unit, are rounded.
         weighted = vector[begin : begin + _FIXED_POINT_SLICE].to(torch.float64, copy=True).mul_(weight).div_(COARSE)
         coarse = weighted.round()
         fine = weighted.sub_(coarse).mul_(COARSE / FINE).round_()
@@ -72,14 +72,14 @@ def note(total: Tensor, *, fits: bool) -> None:
 
 
 def is_whole(counts: Tensor) -> bool:
-    """Tell whether a sum with this last column holds all that was to be added."""
+    """Return whether a sum with this last column holds all vectors that were to be added."""
     added, unfit = map(int, counts.tolist())
     return unfit == 0 and 0 <= added <= MAX_ADDED
 
 
 def quotient(sums: Tensor, divisor: float) -> Tensor:
     """Divide columns of a sum; ``[n]`` float64, the same bits on every device."""
-    # By a tensor: a GPU would multiply by the inverse of a number.
+    # Divide by a tensor, because a GPU would multiply by the inverse of a Python number.
     by = torch.full((), divisor, dtype=torch.float64, device=sums.device)
     return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(by)
 
@@ -88,7 +88,7 @@ def quotient(sums: Tensor, divisor: float) -> Tensor:
 class DeterministicAverager(Averager):
     """Averages sums as whole numbers, and sends means as floats."""
 
-    like: Tensor  # ``[n]``, of the dtype and on the device of the mean
+    like: Tensor  # ``[n]``, with the dtype and device of the mean
     compute: Compute
 
     @override
@@ -118,7 +118,7 @@ class DeterministicAverager(Averager):
         )
         for i, part in zip(others, reduced, strict=True):
             mean[bounds[i]] = part
-        # With the first of the roster: norms of parts, added up, depend on how many there are.
+        # The first server of the roster computes it, because a sum of norms of parts depends on their number.
         norm = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState(), given)
 

@@ -1,8 +1,8 @@
-"""A gradient's matrices as products of two thin ones, which PowerSGD (arXiv:1905.13727) sends.
+"""Products of two thin matrices in place of a gradient's matrices, as PowerSGD (arXiv:1905.13727) sends them.
 
-Vectors are flat: parameters one after another. A parameter of more than one dimension is a matrix ``[rows, columns]``
-of as many rows as its first dimension has, written as ``left @ right.T`` with ``left`` ``[rows, rank]``, whose columns
-are orthonormal, and ``right`` ``[columns, rank]``. Vectors, and matrices too small for it to pay, stay whole.
+Vectors are flat: parameters one after another. A parameter with several dimensions is a matrix ``[rows, columns]``,
+whose rows are its first dimension. It is written as ``left @ right.T``: ``left`` ``[rows, rank]`` has orthonormal
+columns, and ``right`` is ``[columns, rank]``. Vectors and small matrices, where this does not pay, stay whole.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Size, Tensor
 
 from lightning_swarm.model.portable_products import tree_sum
 
-_ROUNDING: Final = 1e-24  # part of a squared norm; float64 rounds to about a millionth of it
+_ROUNDING: Final = 1e-24  # part of a squared norm; rounding of float64 is about a millionth of it
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The place of a matrix in the gradients, in the left vector, in the right vector."""
+    """The places of a matrix in the gradients, in the left vector and in the right vector."""
 
     place: slice
     rows: int
@@ -35,7 +35,7 @@ class _Matrix:
 
 
 class LowRank:
-    """Cuts the gradients of a stage into thin matrices, which travel as two vectors: `left`, then `right`."""
+    """Factors a stage's gradients into thin matrices, which travel as two vectors: `left`, then `right`."""
 
     def __init__(self, shapes: Sequence[Size], rank: int) -> None:
         self.rank = rank
@@ -60,15 +60,15 @@ class LowRank:
             self.left_length, self.right_length = left.stop, right.stop
 
     def initial_basis(self, like: Tensor) -> Tensor:
-        """A basis for the first step, ``[right_length]``: random, and the same on all peers."""
+        """Return a basis for the first step, ``[right_length]``: random, and the same on all peers."""
         generator = torch.Generator("cpu").manual_seed(0)
         basis = torch.randn(self.right_length, generator=generator, dtype=torch.float64, device="cpu")
         return basis.to(like.device, like.dtype)
 
     def left(self, vector: Tensor, basis: Tensor) -> Tensor:
-        """The first vector that travels for gradients ``[length]``: what stays whole, then matrices times their basis.
+        """Return the first vector to send, ``[left_length]``: whole parameters, then matrices times their basis.
 
-        It is ``[left_length]``. Peers need not have the same basis ``[right_length]``, but lose less if they do.
+        `vector` are the gradients ``[length]``. Peers may have different bases ``[right_length]``, but then lose more.
         """
         found = vector.new_empty(self.left_length)
         for place, part in self._parts(found):
@@ -78,41 +78,41 @@ class LowRank:
         return found
 
     def orthonormal(self, left: Tensor) -> Tensor:
-        """Make the columns orthonormal: the same bits from the same bits, on every device."""
+        """Make the columns orthonormal; equal inputs give equal bits on every device."""
         found = left.clone()
         for matrix in self._matrices:
             found[matrix.left] = orthonormal(self._thin(left[matrix.left])).reshape(-1)
         return found
 
     def right(self, vector: Tensor, left: Tensor) -> Tensor:
-        """The second vector that travels, ``[right_length]``: transposed matrices times the orthonormal `left`."""
+        """Return the second vector to send, ``[right_length]``: transposed matrices times the orthonormal `left`."""
         found = vector.new_empty(self.right_length)
         for matrix in self._matrices:
             torch.mm(matrix.of(vector).T, self._thin(left[matrix.left]), out=self._thin(found[matrix.right]))
         return found
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """The gradients that both vectors stand for, ``[length]``: the same bits from the same, on every device."""
+        """Return the gradients of both vectors, ``[length]``; equal inputs give equal bits on every device."""
         found = left.new_empty(self.length)
         for place, part in self._parts(left):
             found[place] = part
         for matrix in self._matrices:
             target, lefts, rights = matrix.of(found), self._thin(left[matrix.left]), self._thin(right[matrix.right])
-            # One product after another, element by element: a matrix product's order is its device's choice.
+            # Column by column, because the order of a matrix product depends on the device.
             torch.mul(lefts[:, 0, None], rights[None, :, 0], out=target)
             for k in range(1, self.rank):
                 target += lefts[:, k, None] * rights[None, :, k]
         return found
 
     def left_over(self, vector: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """The part of `vector` ``[length]`` that the product of `left` and its own `right` lacks."""
+        """Return the part of `vector` ``[length]`` that is missing in the product of `left` and its own `right`."""
         found = vector - self.product(left, right)
         for place in self._whole:
-            found[place] = 0.0  # `left` has the mean of all there
+            found[place] = 0.0  # whole parameters have no error
         return found
 
     def basis(self, right: Tensor, before: Tensor) -> Tensor:
-        """A basis for the next step, ``[right_length]``: the directions of this step's mean, which change slowly."""
+        """Return a basis for the next step, ``[right_length]``: this step's mean directions, which change slowly."""
         found = before.clone()
         for matrix in self._matrices:
             rights = self._thin(right[matrix.right])
@@ -123,7 +123,7 @@ class LowRank:
         return found
 
     def _parts(self, left: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The places, in the gradients and in the vector that travels first, of all that stays whole."""
+        """Yield the places of each whole parameter in the gradients and in the left vector."""
         begin = 0
         for place in self._whole:
             size = place.stop - place.start
@@ -135,18 +135,18 @@ class LowRank:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns that span what those of ``[rows, rank]`` do; one that adds nothing becomes zeros."""
-    # By Gram-Schmidt, twice, in float64, of operations that round alike everywhere: NaN and infinity become NaN.
+    """Return orthonormal columns with the span of the columns ``[rows, rank]``; a dependent column becomes zeros."""
+    # Gram-Schmidt, twice, in float64, with operations that round alike everywhere. NaN and infinity become NaN.
     done: list[Tensor] = []
     largest = columns.abs().amax(dim=0)
     scaled = columns.to(torch.float64) / torch.where(largest == 0.0, 1.0, largest)
     for column in scaled.unbind(dim=1):
         before = tree_sum(column * column)
-        for _ in range(2):  # again, for what rounding left
+        for _ in range(2):  # again, to remove the remainder of rounding
             for other in done:
                 column = column - other * tree_sum(other * column)  # noqa: PLW2901
         squared_norm = tree_sum(column * column)
-        # Of a column that is in the others' span only rounding is left, which may point anywhere, to them as well.
+        # A dependent column leaves only rounding errors, which may point anywhere, also along the earlier columns.
         adds_nothing = squared_norm <= _ROUNDING * before
         done.append(torch.where(adds_nothing, 0.0, column / squared_norm.sqrt()))
     return torch.stack(done, dim=1).to(columns.dtype)

@@ -1,4 +1,4 @@
-"""Random projections of the parts of sums and means, by which a coordinator checks how a round was averaged."""
+"""Random projections of the parts of sums and means, with which a coordinator checks how a round was averaged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def project_parts(parts: Sequence[Tensor], seed: int, *, num_buckets: int) -> li
 
 
 def bucket_norms(parts: Sequence[Tensor], *, num_buckets: int) -> list[float]:
-    """Take the norms of the elements that `project_parts` adds up in each bucket."""
+    """Return the norms of the elements that `project_parts` adds up in each bucket."""
     return [norm for part in parts for norm in _norms(part, num_buckets).tolist()]
 
 
@@ -47,7 +47,7 @@ def _norms(part: Tensor, num_buckets: int) -> Tensor:
     total = torch.zeros(num_buckets, dtype=torch.float64)
     if not part.numel():
         return total
-    # By the largest one, or else squares of what float64 can still hold would be zero.
+    # Scaled by the largest element, because squares of small float64 numbers would underflow.
     largest = float(part.abs().max()) or 1.0
     for piece in part.split(_SLICE):
         total += in_buckets(piece.to(torch.float64).div(largest).square_(), num_buckets)

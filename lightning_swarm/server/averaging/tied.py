@@ -1,4 +1,4 @@
-"""Sums the gradients of parameters that several stages hold over these stages, at a round's end."""
+"""Sums the gradients of tied parameters over the stages that hold them, at the end of a round."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lightning_swarm.server.averaging.all_reduce import Compute, Group, add_up, 
 from lightning_swarm.server.averaging.averager import AveragingResult
 
 _SHARE: Final = "tied"
-_PATIENCE: Final = 2.0  # timeout in exchanges: the other stage may be in the middle of its own two
+_PATIENCE: Final = 2.0  # factor of the timeout, because the other stage may be in the middle of its own two exchanges
 
-Shares: TypeAlias = dict[int, dict[str, Tensor]]  # by stage, its gradients of each parameter that others hold, too
+Shares: TypeAlias = dict[int, dict[str, Tensor]]  # stage -> tied parameter -> gradient
 
 
 @dataclass(frozen=True, eq=False)
 class TiedMeans:
-    """Adds up tied parameters' means in one round."""
+    """Sums the means of tied parameters in one round."""
 
     ties: TiedTensors
     trained: Collection[str]  # names of the parameters that train in the step
-    group: Callable[[int], Group]  # the peers that average a stage
+    group: Callable[[int], Group]  # stage -> the peers that average it
     compute: Compute
-    exact: bool = False  # the norm must not depend on the number of parts: the first of a roster has all of it
+    exact: bool = False  # the first of a roster computes the whole norm, for any number of parts
 
     async def averaged(
         self, found: Mapping[int, AveragingResult], places: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
-        """Add the other stages' shares to the means of a replica's stages; `places` has its index in each roster."""
+        """Add the other stages' shares to the means of a server's stages; `places` has its index in each roster."""
         own = self._shares({index: result.mean for index, result in found.items()})
         for index, share in own.items():
             group = self.group(index)
@@ -52,7 +52,7 @@ class TiedMeans:
         return await self.compute(end)
 
     async def collected(self, index: int, mean: Tensor, asked: int) -> Tensor:
-        """Add the other stages' shares, as replica `asked` has them, to a mean for a peer without part in the round."""
+        """Add the other stages' shares, from replica `asked` of each, to a mean for a peer outside of the round."""
         own = self._shares({index: mean})
         if not own:
             return mean
@@ -60,7 +60,7 @@ class TiedMeans:
         return await self.compute(lambda: self._added_up(index, mean, shares))
 
     def refuse(self, indices: Collection[int], reason: str) -> None:
-        """Give no share of these stages, unless it was given by now."""
+        """Withhold the shares of these stages, unless they are offered already."""
         for index in indices:
             self.group(index).withhold([_SHARE], reason)
 
@@ -69,10 +69,10 @@ class TiedMeans:
         return {i: {name: means[i][place] for name, place in own.items()} for i, own in places.items() if own}
 
     async def _with_others(self, own: Shares, asked: int) -> Shares:
-        """The shares of all stages that have parameters in common with these, in the order of the stages.
+        """Return the shares of all stages that are tied to these, in the order of the stages.
 
-        The mean of a stage is the same on all of its replicas, so one of them is asked, with `AveragingFailed` if its
-        share does not come. All add in the same order, so they have the same bits.
+        All replicas of a stage have the same mean, so one is asked; raises `AveragingFailed` if its share does not
+        come. All servers add in the same order, so they have the same bits.
         """
         partners = {partner for index in own for partner in self.ties.partners(index, self.trained)}
         others = sorted(partners - own.keys())
@@ -88,7 +88,7 @@ class TiedMeans:
         return dict(zip(sizes, share.to(like.device).split(list(sizes.values())), strict=True))
 
     def _added_up(self, index: int, mean: Tensor, shares: Shares) -> Tensor:
-        total = mean.clone()  # the mean itself may still be on its way
+        total = mean.clone()  # the mean may still be in transit
         for name, place in self.ties.places(index, self.trained).items():
             total[place] = 0.0
             for share in shares.values():
@@ -97,7 +97,7 @@ class TiedMeans:
         return total
 
     def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """The squared norm of the parameters that count with this stage: in its part of the mean, or by `exact`."""
+        """Return the squared norm of the parameters counted at this stage, in this server's part; see `exact`."""
         part = self.group(index).bounds(len(mean))[place]
         if self.exact:
             part = slice(0, len(mean) if place == 0 else 0)
