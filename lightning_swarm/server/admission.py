@@ -36,25 +36,25 @@ _log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Takes a server into a run and out of it, and tells its peer what became of the run."""
+    """Takes a server into a run and out of it, and reports to its peer how the run ended."""
 
     def __init__(self, context: ServerContext, model: PeerModel, steps: StepHandlers) -> None:
         self._transport, self._silence_s = context.transport, context.limits.silence_timeout
         self._connect = context.connect
         self._compute = context.compute
         self.membership = context.membership
-        self.model = model  # of which stages are built; may be replaced while there is no run
+        self.model = model  # stages are built from it; may be replaced while there is no run
         self._steps = steps
-        self.transition = asyncio.Lock()  # into a run, into its next generation, or out of it: one at a time
-        self.moves = asyncio.Event()  # the newest record let this server go, to join another stage
-        self.target: int | None = None  # that stage
+        self.transition = asyncio.Lock()  # one transition at a time: into a run, into its next generation, or out of it
+        self.moves = asyncio.Event()  # the newest record released this server, to join another stage
+        self.target: int | None = None  # the stage to join
         self.left = asyncio.Event()  # the run is over for this peer
-        self.failure: StepError | None = None  # why this server's stages are of no use any more
-        self._broken_off = ""  # why it is over, where its lead did not say so
-        self.released = asyncio.Event()  # this peer's trainer is to roll back; set until the trainer has seen it
-        self.goes_on_at = 0  # likewise: the step from which the next run goes on
-        self.inherits = asyncio.Event()  # this peer is to roll the run back in the place of its lead
-        self.inherits_at = 0  # to this step
+        self.failure: StepError | None = None  # why this server's stages are unusable
+        self._broken_off = ""  # why the run broke off, if its lead did not end it
+        self.released = asyncio.Event()  # this peer's trainer must roll back; set until the trainer has seen it
+        self.goes_on_at = 0  # the step from which the next run continues
+        self.inherits = asyncio.Event()  # this peer must roll the run back in place of its lead
+        self.inherits_at = 0  # the step to which it rolls back
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
         self.leadership = Leadership(context, steps, self.left)
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
@@ -66,14 +66,14 @@ class Admission:
 
     @property
     def ending_error(self) -> RunOver | StepError:
-        """The error that a trainer's loop ends with once this peer has `left`: the run ended, or broke off."""
+        """The error with which a trainer's loop ends once this peer has `left`: the run ended, or broke off."""
         if self._broken_off:
             return StepError(f"the run is over: {self._broken_off}")
         return RunOver("the lead has ended the run")
 
     @property
     def trainers_error(self) -> RunOver | StepError:
-        """The `ending_error` for this peer's trainer, which may have led the run before others rolled it back."""
+        """The `ending_error` for this peer's trainer, which may have led the run before another peer rolled it back."""
         try:
             if self.membership.has_run:
                 self.membership.run.check_trainer(self.membership.me.peer_id)
@@ -85,8 +85,8 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
-        """Be admitted by nobody else while a run is being joined. False: that has happened already."""
-        async with self.transition:  # not while the run that this server is being admitted to is built
+        """Prevent admission by other peers while joining a run; yield False if this peer is in a run already."""
+        async with self.transition:  # waits for an admission in progress
             free = not self.membership.has_run
             if free:
                 self.membership.joining = coordinator
@@ -97,14 +97,14 @@ class Admission:
                 self.membership.joining = None
 
     async def follow(self, run: RunState, stage: Stage) -> None:
-        """Go along with a run's records, as a member of it or not yet."""
+        """Follow a run's records, as a member or before that."""
         self.membership.enter_run(run, {stage.index})
         self._steps.enter_run({stage.index: stage})
         await self.leadership.follow(run)
         self.ready.set()
 
     async def step_out(self) -> None:
-        """Be in no run, as before the first."""
+        """Leave the run, and return to the state before the first run."""
         self.membership.leave_run()
         self.target = None
         self.moves.clear()
@@ -113,7 +113,7 @@ class Admission:
 
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)
-        async with self.transition:  # one after the other: the second finds this peer in the run
+        async with self.transition:  # one at a time: a second call finds this peer in the run
             self.membership.check_admits(caller, manifest)
             served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
             stages = await self._compute(lambda: self.model.build(manifest, served))
@@ -124,7 +124,7 @@ class Admission:
         return b""
 
     def on_record(self, record: Record) -> None:
-        """Note whether an applied record moves this server. A joiner also gets records from before it was let go."""
+        """Check whether an applied record moves this server. A joiner also receives records from before its release."""
         if any(newcomer.member == self.membership.me for newcomer in record.newcomers):
             self.target = None
             self.moves.clear()
@@ -134,17 +134,17 @@ class Admission:
                 self.moves.set()
 
     def note_loaded(self, stage_index: int) -> None:
-        """A stage has its initial weights."""
+        """Record that a stage has its initial weights."""
         self.membership.loaded.add(stage_index)
         if self.membership.loaded.issuperset(self._steps.stages):
             self.ready.set()
 
     async def _handle_inherit(self, caller: PeerId, body: bytes) -> bytes:
-        """The coordinator says that the lead is gone and which peer rolls the run back in its place."""
+        """Accept the new lead that the coordinator names because the former lead is gone."""
         request = decode(body, InheritRequest)
         self.membership.check_inherits(caller, request)
         if request.new_lead == self.membership.run.manifest.lead:
-            return b""  # told twice: the first time counts
+            return b""  # a repeated call
         await self._check_lead_missed(self.membership.run)
         self.membership.check_inherits(caller, request)  # it may have changed meanwhile
         if request.new_lead == self.membership.run.manifest.lead:
@@ -160,8 +160,8 @@ class Admission:
         return b""
 
     async def _check_lead_missed(self, run: RunState) -> None:
-        """Refuse to go on without the lead while it answers here: the coordinator alone replaces and ends nothing."""
-        lead, timeout = run.manifest.lead, self._silence_s / 4  # the coordinator has waited for long
+        """Raise `Busy` while the lead answers here, so that the coordinator alone cannot replace it or end the run."""
+        lead, timeout = run.manifest.lead, self._silence_s / 4  # short, because the coordinator has waited long
         if not await alive_among(self._transport, [lead], timeout=timeout):
             return
         try:
@@ -169,9 +169,9 @@ class Admission:
             await self._transport.call(lead, LEADS, body, timeout=timeout)
         except SwarmError as error:
             if isinstance(error, ProtocolError) and not isinstance(error, AccessDenied):
-                return  # it was started again, and is in no run, or in another one
+                return  # it was restarted, and is in no run or in another run
             _log.info("The lead answers pings, and not this server: %s", error)
-        raise Busy(f"the lead {lead} answers this server, so nobody takes the run over from it, or ends it")
+        raise Busy(f"the lead {lead} answers this server, so no peer takes the run over from it, or ends it")
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         self.membership.check_ended_by(caller)
@@ -183,7 +183,7 @@ class Admission:
         return b""
 
     async def _await_lead_missed(self, run: RunState) -> None:
-        """Do as `_check_lead_missed`, but wait a while for a lead that is about to end: its own word may be lost."""
+        """Check like `_check_lead_missed`, but wait a while for a lead that is ending: its own call may be lost."""
         deadline_s = now_s() + self._silence_s / 2
         while not self.left.is_set():
             try:
@@ -196,7 +196,7 @@ class Admission:
                 return
 
     async def _handle_break_off(self, caller: PeerId, body: bytes) -> bytes:
-        """The coordinator says that the lead is gone."""
+        """Break off the run, because the coordinator reports that the lead is gone."""
         broken_off = decode(body, RunAborted)
         if not self.membership.led_by(caller):
             raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
@@ -208,7 +208,7 @@ class Admission:
         return b""
 
     async def _handle_view(self, caller: PeerId, body: bytes) -> bytes:
-        """Show the run and its members to any peer that asks: to join the run, or to show it."""
+        """Return the run and its members to any peer that asks, to join the run or to show it."""
         if body:
             raise ProtocolError(f"{VIEW} takes no arguments, got {len(body)} bytes")
         if not (self.membership.has_run and self.ready.is_set()):  # the caller may be in the same admission itself

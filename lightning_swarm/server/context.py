@@ -32,12 +32,12 @@ class ServerContext:
     transport: Transport
     tickets: TicketStore  # where results wait to be fetched
     executor: Executor
-    boot_id: int  # tells this life of the process from others
+    boot_id: int  # distinguishes this life of the process from its other lives
     limits: Limits
     events: EventLog
     connect: Callable[[], Awaitable[None]]  # makes the run's other servers reachable
-    announce: Callable[[PeerId], Awaitable[None]]  # tells later joiners which peer coordinates the run
-    hosts: Collection[PeerId] = ()  # the peers named at the start; they may end this one while no run has it
+    announce: Callable[[PeerId], Awaitable[None]]  # announces the run's coordinator to later joiners
+    hosts: Collection[PeerId] = ()  # peers named at the start, which may end this peer while it is in no run
     tasks: TaskOwner = field(default_factory=TaskOwner)
 
     @property
@@ -51,37 +51,37 @@ class ServerContext:
         return RunMembership(self.me, self.hosts, heed_ban=partial(heed, self.transport))
 
     async def compute(self, run: Callable[[], _T]) -> _T:
-        """Run something on the compute thread, before all microbatches that wait there."""
+        """Run a job on the compute thread, before all waiting microbatches."""
         return (await self.executor.submit(FIRST, run))[0]
 
 
 class RunMembership:
-    """The run that a server is in, or follows in order to join it; refuses calls that have no place there."""
+    """The run that a server is in, or follows in order to join it; refuses calls that do not belong there."""
 
     def __init__(
         self, me: Member, hosts: Collection[PeerId] = (), *, heed_ban: Callable[[bytes], None] = lambda _: None
     ) -> None:
         self.me = me
         self._heed_ban = heed_ban
-        self._hosts = hosts  # the peers named at the start; they may end this one while no run has it
+        self._hosts = hosts  # peers named at the start, which may end this peer while it is in no run
         # The server may leave the run while a job is on the compute thread, so such a job reads it once.
         self.run_or_none: RunState | None = None
         self.joining: PeerId | None = None  # the coordinator of the run that this server is joining, or has joined
-        self._former_lead: PeerId | None = None  # of the run that it was in before: it may end this peer, too
+        self._former_lead: PeerId | None = None  # the lead of the former run, which may end this peer, too
         self.trains_in: RunState | None = None  # the run that this peer joined as a trainer; its server may be out
         self.loaded: set[int] = set()  # stages that have their initial weights in this generation
-        self.introduced: Container[PeerId] = ()  # peers that join the run, as its coordinator said
+        self.introduced: Container[PeerId] = ()  # peers that the coordinator introduced as joiners
 
     @property
     def run(self) -> RunState:
-        """The run; without one a `NotMember` sends the caller elsewhere."""
+        """The run; without a run, raise `NotMember`, which sends the caller elsewhere."""
         if self.run_or_none is None:
             raise NotMember("this peer was not admitted to a run yet")
         return self.run_or_none
 
     @property
     def running(self) -> RunState:
-        """The run; without one a `ProtocolError` refuses a call that only a member is asked."""
+        """The run; without a run, raise `ProtocolError`, for calls that only members receive."""
         if self.run_or_none is None:
             raise ProtocolError("this peer is in no run (yet, or any more)")
         return self.run_or_none
@@ -102,37 +102,37 @@ class RunMembership:
         return self.run_or_none.manifest.lead if self.run_or_none is not None else self._former_lead
 
     def led_by(self, peer: PeerId) -> bool:
-        """Tell whether `peer` coordinates the run that this server is in, or wants to join."""
+        """Return whether `peer` coordinates the run that this server is in, or wants to join."""
         if self.trains_in is not None and peer == self.trains_in.coordinator:
             return True
         return peer == (self.run_or_none.coordinator if self.run_or_none is not None else self.joining)
 
     def serves_with(self, peer: PeerId) -> bool:
-        """Tell whether `peer` is a server of the run that this one is in."""
+        """Return whether `peer` is a server of this server's run."""
         return self.run_or_none is not None and peer in self.run_or_none.servers
 
     def may_coordinate(self, peer: PeerId) -> bool:
-        """Tell whether `peer` is a server of the run, and may decide in it."""
+        """Return whether `peer` is a server of the run, and may decide in it."""
         return self.serves_with(peer) and self.run.decides(peer)
 
     def knows_server(self, peer: PeerId) -> bool:
-        """Tell whether `peer` is a server of the run, or joins it: the record that lets it in may be late here."""
+        """Return whether `peer` is a server of the run, or joins it: the record that admits it may be late here."""
         return self.serves_with(peer) or peer in self.introduced
 
     # ------------------------------------------------------------------ in and out
 
     def enter_run(self, run: RunState, loaded: Collection[int] = ()) -> None:
-        """Be in a run, or follow it. The stages in `loaded` have their weights."""
+        """Enter a run, or follow it. The stages in `loaded` have their weights."""
         self.run_or_none, self.loaded = run, set(loaded)
         run.heed_bans(self._heed_ban)
 
     def leave_run(self) -> None:
-        """Be in no run; what comes from now on is refused."""
+        """Leave the run, and refuse its calls from now on."""
         self._former_lead = self.lead
         self.run_or_none, self.joining, self.loaded = None, None, set()
 
     def enter_generation(self, caller: PeerId, request: RestartRequest) -> None:
-        """Enter the run's next generation: calls of the old one are refused from now on, and weights are awaited."""
+        """Enter the run's next generation: refuse calls of the old generation from now on, and wait for weights."""
         run = self.run
         manifest = run.manifest
         self.check_lead(caller, "sends a run back")
@@ -153,7 +153,7 @@ class RunMembership:
     # ------------------------------------------------------------------ what is refused
 
     def check_admits(self, caller: PeerId, manifest: Manifest) -> None:
-        """Refuse to be admitted to a run by a peer that may not, or that means another life of this process."""
+        """Refuse admission to a run by a peer that may not admit, or that means another life of this process."""
         check_protocol_version(manifest.protocol_version, here="here", refuse=ProtocolError)
         if self.run_or_none is not None:
             raise ProtocolError(f"this peer is in run {self.run_or_none.manifest.run_id!r} already")
@@ -171,7 +171,7 @@ class RunMembership:
             raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
 
     def check_inherits(self, caller: PeerId, request: InheritRequest) -> None:
-        """Refuse to have another lead on any word but the coordinator's, or one that could not lead."""
+        """Refuse another lead unless the coordinator names it, and it could lead."""
         run = self.run
         run.check_coordinator(caller)
         run.check_generation(request.generation)
@@ -181,7 +181,7 @@ class RunMembership:
         run.check_decides(request.new_lead, "lead")
 
     def check_lead(self, caller: PeerId, does: str) -> None:
-        """Refuse any caller but the lead, who alone `does` what is asked."""
+        """Refuse any caller but the lead; `does` names the request in the error."""
         if caller != self.run.manifest.lead:
             raise ProtocolError(f"the lead {self.run.manifest.lead} {does}, not {caller}")
 
@@ -195,12 +195,12 @@ class RunMembership:
             raise ProtocolError(f"{caller} is no server of the run of this peer")
 
     def check_released_by(self, caller: PeerId) -> None:
-        """Refuse a second release, of a run that was left already, by any peer but the one that led it."""
-        if self._former_lead != caller:  # one that was started again was in no run
+        """Refuse a repeated release, after the run was left, by any peer but its former lead."""
+        if self._former_lead != caller:  # a process that was restarted was in no run
             raise ProtocolError(f"this peer was released by {self._former_lead}, not by {caller}")
 
     def check_ended_by(self, caller: PeerId) -> None:
-        """Refuse to end at the word of a peer that neither leads nor coordinates a run of this one."""
+        """Refuse to end by a peer that neither leads nor coordinates a run of this peer."""
         enders = {self._former_lead, *(self._hosts if self.joining is None else (self.joining,))}
         if self.run_or_none is not None:
             enders = {self.run_or_none.manifest.lead, self.run_or_none.coordinator}
@@ -211,15 +211,15 @@ class RunMembership:
             raise ProtocolError(f"this peer is ended by one of {known}, not by {caller}")
 
     def kept_for_lead(self, caller: PeerId) -> RunState | None:
-        """The run that `caller`, its coordinator, ends here only where its lead is gone; None: its word is enough."""
-        # Who waits to be let in depends on the coordinator anyway, and the lead may know nothing of it.
+        """Return the run that `caller`, its coordinator, may end here only if its lead is gone; None: it may end it."""
+        # A peer that waits to join depends on the coordinator anyway, and may be unknown to the lead.
         trains = self.trains_in is not None and self.me.peer_id in self.trains_in.trainers
         run = self.run_or_none if self.is_member else self.trains_in if trains else None
         return None if run is None or caller == run.manifest.lead else run
 
 
 def _check_begun_by_keepers(manifest: Manifest) -> None:
-    """Refuse an audited run that does not name its keepers, or in which others coordinate, vote or lead."""
+    """Refuse an audited run that does not name its keepers, or in which other peers coordinate, vote or lead."""
     deciding = [manifest.lead, manifest.coordinator, *(voter.peer_id for voter in manifest.voters)]
     others = [peer for peer in deciding if not may_decide(peer, manifest.keepers)]
     if others or isinstance(manifest.keepers, UnsetType) == manifest.settings.is_audited:

@@ -1,10 +1,10 @@
 """One server's part in electing the coordinator: it watches the coordinator, takes over, coordinates, steps down.
 
 Every server holds a long poll at the coordinator. When that breaks, the voters take over by rank: the first that gets
-promises from a majority coordinates, under a term higher than all before. A voter promises only where it misses the
-coordinator itself, or that one hands over. The others learn of the term by LEAD, or from any server, and follow it when
-a majority of the voters says that it promised it. Two servers may believe that they coordinate; only one of them gets
-votes, and the other steps down when told.
+promises from a majority coordinates, under a term higher than all before. A voter promises only if it misses the
+coordinator itself, or if the coordinator hands over. The other servers learn the term by LEAD, or from any server. They
+follow it once a majority of the voters confirms its promises. Two servers may act as coordinators, but only one of them
+gets votes, and the other steps down when it learns of that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Leadership:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._membership = context.membership
-        self._audit_memory = AuditMemory()  # of the last time that this peer coordinated
+        self._audit_memory = AuditMemory()  # memory from the last time that this peer coordinated
         self._steps = steps
         self._me = context.me
         self._over = over  # set when the run is over here
@@ -60,19 +60,19 @@ class Leadership:
         self._events = context.events
         self._announce = context.announce
         self._role = RoleTransport(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
-        self._run: RunState | None = None  # the run that is followed; none yet while its coordinator's work begins here
-        self._tasks = TaskOwner()  # of the run
+        self._run: RunState | None = None  # the run that is followed; None while the coordinator's work begins here
+        self._tasks = TaskOwner()  # tasks of the run
         self._changed = asyncio.Event()
-        self._leads = False  # from the promises on, before there is a coordinator's state
+        self._leads = False  # true from the promises on, before there is a coordinator's state
         self._electing = asyncio.Lock()
-        self._highest_number = 0  # of terms that were tried here, and of those in their way
-        self._missed = NO_TERM  # the term whose coordinator does not answer this server, as far as it knows
-        self._successor: PeerId | None = None  # which this server, as it leaves, asks to coordinate
+        self._highest_number = 0  # highest number of a term that was tried here, or was in the way
+        self._missed = NO_TERM  # the term whose coordinator does not answer this server
+        self._successor: PeerId | None = None  # the server that this coordinator, as it leaves, asks to take over
         self._waits_until_s = 0.0  # see `follow`
         self.voter = Voter(context.boot_id, pace_s=limits.silence_timeout / 2)
-        self.coordinator: Coordinator | None = None  # while this server coordinates
-        self.left_out_because = ""  # the newest record leaves this server out, because its weights differ: how
-        self.behind = asyncio.Event()  # the others have a record that this server cannot get: it may be left out
+        self.coordinator: Coordinator | None = None  # set while this server coordinates
+        self.left_out_because = ""  # how its weights differ, if the newest record therefore leaves this server out
+        self.behind = asyncio.Event()  # the run has a record that this server cannot get: it may be left out
         transport.handle_call(LEAD, self._handle_lead)
         transport.handle_call(WATCH, self._handle_watch)
         transport.handle_call(PULL, self._handle_pull)
@@ -87,15 +87,15 @@ class Leadership:
         )
 
     async def enter_run(self, run: RunState) -> None:
-        """Enter a run that begins, and follow the coordinator of its manifest."""
+        """Enter a run at its beginning, and follow the coordinator of its manifest."""
         self.voter.follow(run.term)
         if run.coordinator == self._me.peer_id:
             await self._coordinate(run, self._proposer(run, run.term), StepState.of(run))
-        # The coordinator may be admitted last: until then it is busy, and nobody takes over for that.
+        # The coordinator may be admitted last. Until then it answers `Busy`, which is no reason to take over.
         await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 
     async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
-        """Watch the coordinator of a run; until then, on the loop's clock, that of a new run may not coordinate yet."""
+        """Watch a run's coordinator; in a new run it may be absent until `waits_until_s`, on the loop's clock."""
         self._run, self._waits_until_s = run, waits_until_s
         self.voter.follow(run.term)
         await self._tasks.close()
@@ -109,13 +109,13 @@ class Leadership:
             await self.coordinator.enter_generation()
 
     async def step_out(self) -> None:
-        """This server is in the run no more."""
+        """Stop following the run, and stop coordinating."""
         self._run, self.left_out_because = None, ""
         await self._tasks.close()
         await self._step_down()
 
     async def abdicate(self) -> None:
-        """Have another server coordinate before this one leaves; a `PeerError` if none of the others can."""
+        """Hand over to another coordinator before this server leaves; raise `PeerError` if no other server can."""
         run = self._membership.run_or_none
         if run is None or self.coordinator is None:
             return
@@ -138,7 +138,7 @@ class Leadership:
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}{run.keepers_remedy}")
 
     async def close(self) -> None:
-        """The run is over. Raises what a task of the coordinator raised."""
+        """End with the run; raise the error of a coordinator's task, if any."""
         await self._tasks.close()
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is not None:
@@ -147,7 +147,7 @@ class Leadership:
     # ------------------------------------------------------------------ calls of other servers
 
     async def _handle_lead(self, caller: PeerId, body: bytes) -> bytes:
-        """Another peer says that it has the promises of a majority."""
+        """Follow another server, which reports the promises of a majority."""
         leading = decode(body, CoordinatorTerm)
         run = self._membership.running
         if caller != leading.term[1] or caller not in run.servers:
@@ -165,7 +165,7 @@ class Leadership:
         return encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
 
     async def _handle_take_over(self, caller: PeerId, body: bytes) -> bytes:
-        """The coordinator leaves, and asks this server to be the next."""
+        """Become the coordinator, because the present coordinator leaves and asks for it."""
         asked = decode(body, CoordinatorTerm)
         run = self._membership.running
         run.check_generation(asked.generation)
@@ -179,10 +179,10 @@ class Leadership:
         return b""
 
     async def _hear_of(self, run: RunState, terms: Iterable[Term]) -> None:
-        """Follow the highest of these terms that a majority of the voters promised, if it is above the known one."""
+        """Follow the highest of these terms that a majority of the voters promised, if it is above the known term."""
 
         def agrees(term: Term) -> bool:
-            # As a voter, who misses the coordinator agrees to a term that others promised already.
+            # A voter that misses the coordinator agrees to a term that other voters promised already.
             may_promise = self._missed == run.term or (run.coordinator == self._me.peer_id and not self._leads)
             is_next = self.voter.term < term and term[0] <= self.voter.highest_number
             return term == self.voter.term or (may_promise and is_next)
@@ -211,7 +211,7 @@ class Leadership:
     async def _handle_watch(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, WatchRequest)
         run = self._run
-        if run is None:  # when a run begins, those that were admitted before this peer look for it
+        if run is None:  # as a run begins, peers that were admitted earlier call before this peer is admitted
             raise Busy("this peer was not admitted to a run yet")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
@@ -228,7 +228,7 @@ class Leadership:
         )
 
     async def _may_succeed(self, candidate: PeerId) -> bool:
-        """Return whether this voter may promise something to a candidate: the coordinator is gone, or hands over."""
+        """Return whether this voter may promise a candidate its vote: the coordinator is gone, or hands over."""
         run = self._membership.running
         if self._leads:
             return self._successor == candidate
@@ -242,14 +242,14 @@ class Leadership:
         return not reply.coordinates or reply.successor == candidate
 
     def _check_slot(self, generation: int, step: int) -> None:
-        """Refuse to promise anything for a slot that cannot be open: of the records this voter has missed one."""
+        """Refuse promises for a slot that cannot be open; this voter may have missed one record, but not more."""
         run = self._membership.running
         run.check_generation(generation)
-        if step > run.version + 1:  # who has missed more cannot vote either, see `_check_proposed`
+        if step > run.version + 1:  # a voter that misses more cannot vote either, see `_check_proposed`
             raise Busy(f"this voter is at version {run.version}, and knows nothing of step {step}")
 
     async def _check_proposed(self, record: Record) -> None:
-        """Refuse to vote for a record that cannot follow from the one before, which must be known here."""
+        """Refuse to vote for a record that cannot follow from the previous record, which must be known here."""
         run = self._membership.running
         if slot_of(record) > (run.manifest.generation, run.version):
             with contextlib.suppress(SwarmError):
@@ -259,19 +259,19 @@ class Leadership:
         self._check_record(record)
 
     def _check_record(self, record: Record) -> None:
-        """Refuse a record that cannot follow from what is known here."""
+        """Refuse a record that cannot follow from the state known here."""
         run, closing = self._membership.running, record.closing
         check_record(run, record)
         for signed in unrecorded(run.bans, record.bans):
             self._transport.ban(signed)
         for peer in record.keepers or ():
-            if is_certified_keeper(self._transport, peer) is False:  # None: it was not heard of here yet
+            if is_certified_keeper(self._transport, peer) is False:  # None: the peer is not known here yet
                 raise ProtocolError(f"record {record.step} names {peer} as a keeper, and its certificate does not")
         if self._me.peer_id not in closing.absent and not self._steps.rounds.holds(closing):
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
 
     def _is_beginning(self, run: RunState, error: SwarmError) -> bool:
-        """Tell whether the coordinator only was not admitted yet to a run that begins."""
+        """Return whether the run only begins, and its coordinator was not admitted yet."""
         return isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < self._waits_until_s
 
     async def _handle_pull(self, caller: PeerId, body: bytes) -> bytes:
@@ -313,10 +313,10 @@ class Leadership:
             elif not reply.coordinates:
                 await self._replace_coordinator(run, "it stepped down")
             elif reply.term < run.term:
-                await asyncio.sleep(_RETRY_S)  # it will hear of its own term
+                await asyncio.sleep(_RETRY_S)  # it will learn its own term
 
     async def _until_deposed(self, run: RunState, coordinator: Coordinator) -> None:
-        """Return when this server coordinates no more. If it was frozen or cut off, it finds that out by asking."""
+        """Wait until this server does not coordinate any more; it asks, because it may have been frozen or cut off."""
         while self.coordinator is coordinator and not coordinator.deposed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._limits.silence_timeout):
@@ -329,13 +329,13 @@ class Leadership:
 
     async def _watch(self, run: RunState) -> WatchReply:
         if run.coordinator == self._me.peer_id:
-            raise NotCoordinator("this peer stepped down, and nobody else is known to coordinate")
+            raise NotCoordinator("this peer stepped down, and knows no other coordinator")
         hold_s = min(2 * self._limits.silence_timeout, _MAX_HOLD_S)
         request = WatchRequest(term=run.term, version=run.version, hold_s=hold_s)
         return await watch(self._transport, run.coordinator, request, timeout=hold_s + self._limits.silence_timeout)
 
     async def _replace_coordinator(self, run: RunState, reason: str) -> None:
-        """The coordinator is gone, or does not coordinate: find the next one, or become it."""
+        """Find the next coordinator, or become it, because the present coordinator is gone or stepped down."""
         self._missed = run.term
         try:
             await self._find_successor(run, reason)
@@ -348,19 +348,19 @@ class Leadership:
         missed = run.term
         replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
         await self._hear_of(run, {reply.term for reply in replies.values()})
-        # Records that others claim come with the next coordinator, or with the voters' promises.
+        # Records that other servers report come with the next coordinator, or with the voters' promises.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:
             await self._catch_up(run)
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
         if run.term == missed and self._me in candidates:
-            # The lower ranks give the one before them the time that it needs to make itself known.
+            # Lower ranks wait, so that the rank before them has time to make itself known.
             rank = candidates.index(self._me)
             await asyncio.sleep(rank * self._limits.silence_timeout / _RANKS_PER_SILENCE)
             if run.term == missed and not self._over.is_set():
                 await self._take_over(run, reason)
 
     async def _catch_up(self, run: RunState) -> None:
-        """Apply a record that did not reach this server, with the mean gradients held here of its round."""
+        """Apply a record that this server missed, with the mean gradients of its round that are held here."""
         peer, step = run.coordinator, run.version
         try:
             await self._pull_next(run)
@@ -408,7 +408,8 @@ class Leadership:
         except (TimeoutError, SwarmError) as error:
             why = str(error) or "no majority of the voters let it in time"
             _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
-            # By small steps, whatever a voter says, and not beyond what this one would promise: see `Voter`.
+            # The number grows by small steps, even if a voter reports a high number, and stays within this voter's own
+            # limit: see `Voter`.
             in_the_way = min(proposer.number_in_the_way, self.voter.highest_number - 1)
             self._highest_number = max(self._highest_number, in_the_way)
             self._leads = False
@@ -453,7 +454,7 @@ class Leadership:
             await self._step_down()
 
     async def _lead(self, run: RunState, term: Term, accepted: Record | None) -> None:
-        """Tell all servers that this one leads, itself first. One that misses it learns it from any other."""
+        """Announce to all servers, itself first, that this server coordinates. Any server passes it on to the rest."""
         await self._follow_term(run, term)
         self._leads = True
         newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]
@@ -462,13 +463,13 @@ class Leadership:
         async def tell(peer: PeerId) -> None:
             answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
             if run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step:
-                # It missed the newest record.
+                # The peer missed the newest record.
                 await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
 
         await self._tell_all({*run.servers, *newcomers}, tell, "Server %s does not know its coordinator yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
-        """Have a record that was decided applied; here, too, unless the record leaves this peer out."""
+        """Send a decided record to all its servers; apply it here, too, unless it leaves this peer out."""
         body = encode(record)
 
         async def tell(peer: PeerId) -> None:
@@ -477,13 +478,13 @@ class Leadership:
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
         peers |= {newcomer.member.peer_id for newcomer in record.newcomers}
         await self._tell_all(peers, tell, f"Server %s did not apply record {record.step}: %s")
-        # Last: a peer that is left out cannot, and then another one coordinates the rest.
+        # Last, because a peer that is left out cannot apply it; then another server coordinates the rest.
         await self._apply_next(run, record)
 
     async def _tell_all(
         self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]], failure: str
     ) -> None:
-        """Tell all peers but this one at once. Those that do not answer soon are not waited for."""
+        """Run `tell` for all other peers at once, and wait only for peers that answer soon."""
         others = sorted(peers - {self._me.peer_id})
         telling = {self._tasks.spawn(_logged(partial(tell, peer), failure, peer)) for peer in others}
         if telling:
@@ -493,7 +494,7 @@ class Leadership:
 async def _logged(
     work: Callable[[], Awaitable[None]], failure: str, *values: object, level: int = logging.INFO
 ) -> None:
-    """Do what others make good if it fails, and log why it did; `failure` is a format of `values` and of the error."""
+    """Run work whose failure other peers repair, and log its error; `failure` is a format of `values` and the error."""
     try:
         await work()
     except SwarmError as error:

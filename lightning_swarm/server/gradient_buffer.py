@@ -26,11 +26,11 @@ class ReceiptLedger:
 
     def __init__(self, step: int, kept_bytes: int) -> None:
         self.step = step
-        self._receipts: dict[Receipt, None] = {}  # in the order of adding
+        self._receipts: dict[Receipt, None] = {}  # in the order of adding, which audits need
         self._named: frozenset[Receipt] | None = None
-        self.origins: dict[int, Origin] = {}  # of the batches that it holds something of, by their places
-        self._granted: Mapping[int, Origin] = _NOTHING  # those of the named batches
-        self.kept = KeptWorks(kept_bytes)  # for audits, which only some runs have
+        self.origins: dict[int, Origin] = {}  # place -> origin of each batch with a receipt here
+        self._granted: Mapping[int, Origin] = _NOTHING  # origins of the named batches
+        self.kept = KeptWorks(kept_bytes)  # work for audits, in audited runs only
 
     @property
     def final(self) -> bool:
@@ -43,19 +43,19 @@ class ReceiptLedger:
         return self._named is not None or bool(self._receipts)
 
     def holds(self, receipt: Receipt) -> bool:
-        """Tell whether the microbatch's gradient is in the sum."""
+        """Return whether the microbatch's gradient is in the sum."""
         return receipt in self._receipts
 
     def add(self, receipt: Receipt, origin: Origin) -> bool:
-        """Enter a receipt; false if it is there already, and then nothing may be added to the sum.
+        """Enter a receipt; return False if it is there already, so that its gradient is not added again.
 
-        False, too, if the sum holds something of the batch from another trainer.
+        Returns False, too, if the sum holds a microbatch of the batch from another trainer.
         """
         first, _, _ = receipt
         if receipt in self._receipts:
             return False
-        # Not named: the batch does not count, for it was struck, or granted by a peer that does not coordinate any
-        # more; or another server's sum has the microbatch, or shall have it.
+        # Not named: the batch was struck, or granted by a former coordinator, or another server's sum holds the
+        # microbatch or will hold it.
         if self._named is not None and receipt not in self._named:
             raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
         granted = self._granted.get(first)
@@ -65,8 +65,8 @@ class ReceiptLedger:
                 f"{origin.trainer}"
             )
         before = granted or self.origins.get(first, origin)
-        # Only the coordinator knows whose the batch is. If it is the second caller's, that one shall not be refused for
-        # what the first did: the sum begins anew when the step closes, and the batch's own trainer sends it again.
+        # Only the coordinator knows which trainer owns the batch. If it is the second caller, a refusal would punish it
+        # for the first. Instead the sum is cleared when the step closes, and the owner sends the batch again.
         if before.trainer != origin.trainer:
             return False
         if before != origin:
@@ -79,21 +79,21 @@ class ReceiptLedger:
         return True
 
     def freeze(self, named: AbstractSet[Receipt] = frozenset(), granted: Mapping[int, Origin] = _NOTHING) -> None:
-        """Add only what `named` holds from now on: nothing while ledgers are read, then what is this server's."""
+        """Accept only the receipts in `named` from now on: none while ledgers are read, then this server's."""
         self._named, self._granted = frozenset(named), granted
 
     def freeze_like(self, other: ReceiptLedger) -> None:
-        """Take only what another ledger would take, which this one replaces."""
+        """Accept only the receipts that another ledger would accept, which this ledger replaces."""
         self._named, self._granted = other._named, other._granted
 
     def agrees(self, named: AbstractSet[Receipt], granted: Mapping[int, Origin]) -> bool:
-        """Tell whether the sum holds nothing but what is named, and that with these origins of its batches."""
+        """Return whether the sum holds only named receipts, with these origins of their batches."""
         return self._receipts.keys() <= named and all(
             granted[first] == origin for first, origin in self.origins.items()
         )
 
     def thaw(self) -> None:
-        """Take any receipt again: the step takes batches again."""
+        """Accept any receipt again, because the step takes batches again."""
         self._named, self._granted = None, _NOTHING
 
     @property
@@ -103,7 +103,7 @@ class ReceiptLedger:
 
     @property
     def claims(self) -> bytes:
-        """What is claimed of all microbatches in the sum, in their order."""
+        """The claims about all microbatches in the sum, sorted by receipt."""
         return b"".join(self.kept.claim(receipt) for receipt in sorted(self._receipts))
 
     @property
@@ -112,7 +112,7 @@ class ReceiptLedger:
         return pack_order(self._receipts)
 
     def holds_any(self, batches: Collection[int]) -> bool:
-        """Tell whether a microbatch of these batches, given by their places, is in the sum."""
+        """Return whether a microbatch of these batches, given by their places, is in the sum."""
         return any(first in batches for first, _, _ in self._receipts)
 
 
@@ -124,17 +124,17 @@ class GradientSum:
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._shapes = [parameter.shape for parameter in parameters]
         length = sum(map(torch.Size.numel, self._shapes))
-        # ``[elements of the parameters]``, of the dtype and on the device of the mean. Its values mean nothing.
+        # ``[elements of the parameters]``, with the mean's dtype and device. Its values are meaningless.
         self.like = torch.empty((), dtype=dtype, device=device).expand(length)
-        self.values = self._nothing(length, dtype, device)  # the sum, of the same kind
-        self.touched = [False] * len(self._shapes)  # for each parameter, whether it was given a gradient
+        self.values = self._nothing(length, dtype, device)  # the sum
+        self.touched = [False] * len(self._shapes)  # per parameter, whether a gradient was added
 
     @staticmethod
     def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(length, dtype=dtype, device=device)
 
     def converted(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return gradients in the sum's dtype, which takes memory; to add them takes none."""
+        """Convert gradients to the sum's dtype, which takes memory; adding them takes none."""
         return [None if gradient is None else gradient.to(self.values.dtype) for gradient in gradients]
 
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
@@ -149,7 +149,7 @@ class GradientSum:
             torch._foreach_add_(sums, added, alpha=weight)
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Reset the sum to zero."""
         self.values.zero_()
         self.touched = [False] * len(self._shapes)
 
@@ -160,7 +160,7 @@ class GradientSum:
 
 
 class ExactSum(GradientSum):
-    """A gradient sum in fixed point, as in `averaging.deterministic`: bits do not depend on where or in which order."""
+    """A gradient sum in fixed point, see `averaging.deterministic`: its bits do not depend on the order of adding."""
 
     @staticmethod
     @override
@@ -169,7 +169,7 @@ class ExactSum(GradientSum):
 
     @override
     def converted(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return gradients  # they are added in slices, as whole numbers
+        return gradients  # added in slices, as integers
 
     @override
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
@@ -177,7 +177,7 @@ class ExactSum(GradientSum):
         self.touched = [had or gradient is not None for had, gradient in zip(self.touched, gradients, strict=True)]
         fits = deterministic.fit(given, weight)
         deterministic.note(self.values, fits=fits)
-        if not fits:  # noted instead of added: the sum has no mean
+        if not fits:  # counted instead of added, so the sum has no mean
             return
         begin = 0
         for shape, gradient in zip(self._shapes, gradients, strict=True):

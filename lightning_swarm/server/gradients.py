@@ -1,4 +1,4 @@
-"""The gradients that a server has summed in the open steps, and the ledgers that say what is in the sums."""
+"""A server's gradient sums of the open steps, and the ledgers of the microbatches in them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _MAX_STRAY_STEPS: Final = 3
 class _OpenSums:
     """The ledgers and the struck batches of an open step."""
 
-    ledgers: dict[int, ReceiptLedger]  # by stage
-    fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # batches that were struck from it, and by whom
+    ledgers: dict[int, ReceiptLedger]  # stage -> ledger
+    fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # struck batches, under this term
 
 
-# What one sum shall hold, and the origins of its batches by their places.
+# The receipts that one sum must hold, and the origins of their batches by place.
 _Named = tuple[set[Receipt], dict[int, Origin]]
 
 WrittenByStage = Mapping[int, Mapping[str, Tensor]]
@@ -59,32 +59,32 @@ WrittenByStage = Mapping[int, Mapping[str, Tensor]]
 
 @dataclass
 class _NextStep:
-    """Progress of the step whose record is next; begun anew with every record and every generation."""
+    """Progress of the step whose record is next; reset by every record and every generation."""
 
-    change: StepChange = NO_CHANGE  # that it began with
+    change: StepChange = NO_CHANGE  # the change with which it began
     written: WrittenByStage = field(default_factory=dict)  # the weights of the change
-    round: int = 0  # of the newest freeze
+    round: int = 0  # the round of the newest freeze
     frozen_under: Term = NO_TERM
 
 
-# Whatever changes a sum runs on the compute thread, so that freezing falls between two additions and never into one.
-# After a job was queued the run may roll back, or go on without this server: so each job checks the generation again.
+# Sums change on the compute thread only, so that a freeze falls between two additions and never into one. While a job
+# is queued, the run may roll back, or continue without this server, so each job checks the generation again.
 class GradientSums:
-    """The gradient sums of one server's stages, and the receipts of what is in them."""
+    """The gradient sums of one server's stages, and the receipts of their microbatches."""
 
     def __init__(self, membership: RunMembership, kept_bytes: int) -> None:
         self._membership = membership
-        self._kept_bytes = kept_bytes  # of work, in memory
+        self._kept_bytes = kept_bytes  # bytes of memory for work that is kept for audits
         self._me = membership.me
-        self.stages: dict[int, Stage] = {}  # by index
-        self._open: dict[int, _OpenSums] = {}  # by step
-        self._joining = False  # a peer was joining when this server froze last
+        self.stages: dict[int, Stage] = {}  # index -> stage
+        self._open: dict[int, _OpenSums] = {}  # step -> its ledgers and struck batches
+        self._joining = False  # whether a peer was joining at the last freeze
         self.next = _NextStep()
-        # By trainer, the steps to which it sent gradients of a batch that the coordinator says is another one's.
+        # trainer -> generations and steps in which it sent gradients of another trainer's batch
         self._strays: defaultdict[PeerId, set[tuple[int, int]]] = defaultdict(set)
 
     def _begin_anew(self, run: RunState | None) -> None:
-        """Have empty sums."""
+        """Begin with empty ledgers for all open steps."""
         self._open = {step: self._opened(step) for step in (run.open_steps if run is not None else ())}
         self.next = _NextStep()
 
@@ -97,20 +97,20 @@ class GradientSums:
     # ------------------------------------------------------------------ the run
 
     def enter_run(self, stages: dict[int, Stage], *, now_s: float) -> None:
-        """Begin to sum in the run that this server has entered, with stages at its version."""
+        """Begin to sum in a run, with stages at the run's version."""
         self.stages = stages
         for stage in stages.values():
             stage.load.start_step(now_s=now_s)
         self._begin_anew(self.run)
 
     def leave_run(self) -> None:
-        """Hold no stage."""
+        """Release all stages."""
         self.stages = {}
         self._strays.clear()
         self._begin_anew(None)
 
     def enter_generation(self) -> None:
-        """Begin anew with the run's next generation, and with what this server holds in it."""
+        """Begin the run's next generation, with the stages that this server still holds."""
         run = self.run
         self._keep_held(run)
         for stage in self.stages.values():
@@ -145,7 +145,7 @@ class GradientSums:
         return self._open[step]
 
     def stage(self, index: int) -> Stage:
-        """One of the stages that this server holds."""
+        """Return one of the stages that this server holds."""
         if index not in self.stages:
             raise NotMember(f"this peer serves the stages {sorted(self.stages)}, not stage {index}")
         return self.stages[index]
@@ -167,7 +167,7 @@ class GradientSums:
     # ------------------------------------------------------------------ what counts
 
     def settle(self, change: StepChange, generation: int) -> None:
-        """Begin the open step, to which nothing was added yet, with a change."""
+        """Begin the open step with a change; refuse it if gradients were added already."""
         run = self.run
         run.check_generation(generation)
         check_change(change, run.manifest.stages)
@@ -176,7 +176,7 @@ class GradientSums:
         written = change.written
         if written is not None and run.manifest.settings.delay_optimizer_step:
             raise ProtocolError(
-                "where steps are delayed, nobody writes weights: the next step computes with older ones"
+                "where steps are delayed, no hook may write weights, because the next step computes with older weights"
             )
         held = [stage for stage in self.stages.values() if written is not None and stage.index in written.stages]
         weights = {stage.index: stage.evaluation_weights(written.number) for stage in held if written is not None}
@@ -188,7 +188,7 @@ class GradientSums:
         self.next.written, self.next.change = weights, change
 
     def follow_change(self, stage: Stage, change: StepChange, written: Mapping[str, Tensor]) -> None:
-        """At a joiner, which nobody asks to settle, begin the open step as its members did."""
+        """Begin the open step as its members did, at a joiner, which the coordinator does not ask to settle."""
         if change.selection is not None:
             stage.select(change.selection)
         if change.written not in (None, self.next.change.written) and stage.index in change.written.stages:
@@ -197,12 +197,12 @@ class GradientSums:
         self.next.change = change
 
     def strike(self, step: int, batches: Collection[int]) -> None:
-        """Add no gradient of these batches to a step any more, as long as the peer that struck them coordinates."""
-        # With its term: the next coordinator may count them.
+        """Refuse gradients of these batches in a step, as long as the peer that struck them coordinates."""
+        # Bound to its term, because the next coordinator may count them.
         self._opened_step(step).fenced = (self.run.term, self._struck(step) | set(batches))
 
     def _struck(self, step: int) -> frozenset[int]:
-        """The batches that the present coordinator has struck from a step."""
+        """Return the batches that the present coordinator has struck from a step."""
         run, opened = self._membership.run_or_none, self._open.get(step)
         if run is None or opened is None:
             return frozenset()
@@ -210,21 +210,21 @@ class GradientSums:
         return batches if run.term == term else frozenset()
 
     def may_count(self, key: CallKey) -> bool:
-        """Tell whether a record to come may count the call."""
+        """Return whether a later record may count the call."""
         run = self.run
         is_open = key.generation == run.manifest.generation and key.step in run.open_steps
         return is_open and key.first not in self._struck(key.step)
 
     def check_counts(self, stage: Stage, key: CallKey) -> None:
-        """Refuse a call that no record will count: of a batch that was struck, or of a step that is over."""
+        """Refuse a call that no record will count, because its batch was struck, or its step is over."""
         if key.first in self._struck(key.step):
             raise LeaseRevoked(f"the batch at {key.first} was struck from step {key.step}")
         if key.step < stage.version:
             raise LeaseRevoked(f"step {key.step} is decided, and does not count what comes now")
 
     def check_own_batches(self, trainer: PeerId) -> None:
-        """Refuse a trainer that sent gradients of others' batches in several steps."""
-        # Not for the first one: a place may have been granted again by a coordinator that had not heard of it.
+        """Refuse a trainer that sent gradients of other trainers' batches in several steps."""
+        # A single step is no proof: a new coordinator may grant a place again because it does not know the first grant.
         if len(self._strays.get(trainer, ())) >= _MAX_STRAY_STEPS:
             raise ProtocolError(
                 f"{trainer} sent gradients of batches that were granted to others in {_MAX_STRAY_STEPS} steps; no more "
@@ -242,9 +242,9 @@ class GradientSums:
         seen: Tensor | None = None,
         work: KeptWork | None = None,
     ) -> bool:
-        """Enter the receipt and add gradients and what batch norms saw, once; keep `work` with it for audits.
+        """Enter the receipt, and add gradients and batch norm statistics, once; keep `work` for audits.
 
-        True: the sum holds the microbatch, or something of its batch that another trainer sent.
+        Returns True: the sum holds the microbatch, or a microbatch of its batch from another trainer.
         """
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
@@ -254,13 +254,13 @@ class GradientSums:
         ledgers = self._opened_step(key.step).ledgers
         ledger, total = ledgers[index], stage.sum_of(key.step)
         if work is not None and not ledger.holds(key.receipt):
-            ledger.kept.keep(key.receipt, work)  # first, for no receipt may be without its work
-        converted = total.converted(gradients)  # before the receipt is there: it may take more memory than there is
+            ledger.kept.keep(key.receipt, work)  # before the receipt, which must not exist without its work
+        converted = total.converted(gradients)  # before the receipt, because memory may run out
         if ledger.add(key.receipt, origin):
             try:
                 total.add(converted, origin.weight)
                 stage.statistics.add(key, seen)
-            except BaseException:  # a part of it may be in the sum, which is worth nothing then
+            except BaseException:  # the sum may hold a part of it, and is worthless then
                 total.clear()
                 ledgers[index] = self._ledger(key.step)
                 ledgers[index].freeze_like(ledger)
@@ -269,13 +269,13 @@ class GradientSums:
 
     @property
     def are_audited(self) -> bool:
-        """True if others may look into what is added here."""
+        """Whether peers may audit the microbatches that are added here."""
         run = self._membership.run_or_none
         return run is not None and run.manifest.settings.is_audited
 
     @property
     def arithmetic(self) -> str:
-        """Tells what the bits of this server's results depend on; see `arithmetic_of`."""
+        """Name the hardware and software that determine the bits of this server's results; see `arithmetic_of`."""
         stages = self.stages.values()
         return shortened(
             "; ".join(sorted({arithmetic_of(one.device, offloads=one.optimizer.offloads) for one in stages}))
@@ -285,7 +285,7 @@ class GradientSums:
         return self.are_audited and not stage.on_trainers
 
     def holds(self, stage_index: int, key: CallKey) -> bool:
-        """Tell whether the sum holds the microbatch."""
+        """Return whether the sum holds the microbatch."""
         opened = self._open.get(key.step)
         ledger = opened.ledgers.get(stage_index) if opened is not None else None
         return ledger is not None and ledger.holds(key.receipt)
@@ -293,19 +293,19 @@ class GradientSums:
     # ------------------------------------------------------------------ closing
 
     def look_ahead(self) -> bool:
-        """Take a piece of the fingerprint that the next freeze asks for, while idle; returns whether more is left."""
+        """Compute a piece of the fingerprint for the next freeze, while idle; return whether more is left."""
         return any(self._is_compared(stage) and stage.look_ahead() for stage in tuple(self.stages.values()))
 
     def _is_compared(self, stage: Stage) -> bool:
-        """Tell whether the stage's weights are compared, with those of another replica or of a joiner."""
+        """Return whether the stage's weights are compared with another replica's or with a joiner's."""
         run = self._membership.run_or_none
         return run is not None and (self._joining or run.rosters[stage.index] != [self._me])
 
     def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
-        """Freeze the sums for the coordinator of a term; returns the ledgers, and the tickets that are stale now."""
+        """Freeze the sums for the coordinator of a term; return the ledgers, and the tickets that are now stale."""
         run = self.run
         run.check_generation(request.generation)
-        if term != run.term:  # another one coordinates by now
+        if term != run.term:  # another server coordinates by now
             raise NotCoordinator(f"the run is led under the term {run.term} by now, not {term}")
         self._check_round(request)
         named = {} if request.named is None else self._named(request.named)
@@ -336,14 +336,14 @@ class GradientSums:
         return reports, stale
 
     def kept_work(self, step: int, stage_index: int, receipt: Receipt) -> KeptWork:
-        """What is kept of a microbatch in an open step's sum; `ProtocolError` if it is in none here."""
+        """Return the work kept of a microbatch in an open step's sum; raise `ProtocolError` if no sum here holds it."""
         ledger = self._opened_step(step).ledgers.get(stage_index)
         if ledger is None or receipt not in ledger.kept:
             raise ProtocolError(f"nothing is kept here of microbatch {receipt} of step {step} in stage {stage_index}")
         return ledger.kept.get(receipt)
 
     def check_is_frozen(self, step: int, stage_index: int) -> None:
-        """Refuse to show anything of a sum to which something may be added."""
+        """Refuse to show a sum that may still change."""
         ledger = self._opened_step(step).ledgers.get(stage_index)
         if ledger is None or not ledger.final:
             raise ProtocolError(f"the sum of stage {stage_index} in step {step} is not frozen here")
@@ -361,10 +361,10 @@ class GradientSums:
             raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")
 
     def _named(self, named: Sequence[NamedReceipts]) -> dict[int, _Named]:
-        """The receipts that the sums here shall hold, and the origins of their batches, by stage."""
+        """Return by stage the receipts that the sums here must hold, and the origins of their batches."""
         indices = [part.stage_index for part in named]
         if sorted(indices) != sorted(self.stages):
-            raise ProtocolError(f"what is named must be of the stages {sorted(self.stages)}, got {indices[:100]}")
+            raise ProtocolError(f"receipts must be named for the stages {sorted(self.stages)}, got {indices[:100]}")
         found = {}
         for part in named:
             receipts = unpack(part.receipts)
@@ -372,7 +372,7 @@ class GradientSums:
         return found
 
     def _freeze_stage(self, stage: Stage, named: _Named | None, request: FreezeRequest) -> list[str]:
-        """Decide what may be added to a stage's sum from now on; returns the tickets of earlier results, now stale."""
+        """Decide which receipts a stage's sum accepts from now on; return the stale tickets of earlier results."""
         step, ledgers = request.step, self._opened_step(request.step).ledgers
         ledger = ledgers[stage.index]
         granted_to = {} if named is None else named[1]
@@ -388,15 +388,15 @@ class GradientSums:
             return []
         receipts, granted = named or (set[Receipt](), {})
         ledger.freeze(receipts, granted)
-        lacking = sorted(receipts - ledger.held)  # to be computed: an earlier result would keep it from that
+        lacking = sorted(receipts - ledger.held)  # to be computed anew, which an earlier result would prevent
         return [
             CallKey.of(request.generation, request.step, receipt).result(stage.index, "backward") for receipt in lacking
         ]
 
     def reopen(self) -> None:
-        """Have sums that a former coordinator froze take gradients again, until the present one freezes them."""
+        """Reopen sums that a former coordinator froze, until the present coordinator freezes them."""
         if self.next.frozen_under == self.run.term:
-            return  # its freeze was quicker than the end of this peer's own coordinating, say
+            return  # the present coordinator has frozen them already
         for opened in self._open.values():
             for ledger in opened.ledgers.values():
                 ledger.thaw()
@@ -404,7 +404,7 @@ class GradientSums:
     # ------------------------------------------------------------------ closed
 
     def bind(self, closing: Closing, rosters: Sequence[Sequence[Member]]) -> dict[int, int]:
-        """Check that the sums are frozen for a round; returns this server's place in each of its stages' rosters."""
+        """Check that the sums are frozen for a round; return this server's index in each of its stages' rosters."""
         self.run.check_generation(closing.generation)
         self.check_frozen(closing)
         for index in self.stages:
@@ -417,7 +417,7 @@ class GradientSums:
         return {index: rosters[index].index(self._me) for index in self.stages}
 
     def check_named(self, request: AverageRequest) -> None:
-        """Refuse a round whose frozen sums are not exactly what is named."""
+        """Refuse a round unless the frozen sums hold exactly the named microbatches."""
         closing = request.closing
         self.run.check_generation(closing.generation)
         self.check_frozen(closing)
@@ -438,12 +438,12 @@ class GradientSums:
             raise ProtocolError(f"step, round are {here} here, got a closing of {(closing.step, closing.round)}")
 
     def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
-        """Apply a decided record to all stages or to none; a record that comes twice is applied once."""
+        """Apply a decided record to all stages or to none; a repeated record is applied once."""
         run = self.run
         after = run.open_steps.stop
         run.check_generation(record.closing.generation)
         if all(stage.version == record.step + 1 for stage in self.stages.values()):
-            return  # applied before, for a caller that hung up before it had the answer
+            return  # applied before, but the caller missed the answer
         run.check(record)
         if len(record.touched) != len(run.rosters):
             raise ProtocolError(f"a record of {len(record.touched)} stages; there are {len(run.rosters)}")
@@ -454,12 +454,12 @@ class GradientSums:
         for index, stage in self.stages.items():
             stage.apply(record, gradients[index], touched[index], before=applied if run.ties else ())
             applied.append(stage)
-        # With the last stage: what is added from now on, on this thread, is of later steps.
+        # Together with the last stage, on this thread: later additions belong to later steps.
         self._open.pop(record.step, None)
         self._open[after] = self._opened(after)
 
     def open_next_step(self, record: Record, *, now_s: float) -> None:
-        """After a record: open the next step, and free what this server holds no more."""
+        """Open the next step after a record, and free stages that this server does not hold any more."""
         self.run.apply(record)
         self._keep_held(self.run)
         for stage in self.stages.values():
@@ -468,15 +468,15 @@ class GradientSums:
 
     def _keep_held(self, run: RunState) -> None:
         held = {index for index, roster in enumerate(run.rosters) if self._me in roster}
-        if held:  # else this server is still joining, or a record left it out: it joins again with what it has
-            # New ones, for the compute thread may be looking at the old ones.
+        if held:  # otherwise it still joins, or a record left it out and it joins again with its stages
+            # New dicts, because the compute thread may be reading the old dicts.
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}
             for opened in self._open.values():
                 opened.ledgers = {index: ledger for index, ledger in opened.ledgers.items() if index in held}
 
 
 def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
-    """Tell for each parameter of a stage whether it got a gradient, here or in another stage that holds it, too."""
+    """Return for each parameter of a stage whether it had a gradient, here or in another stage that holds it."""
     ties, bitmaps = run.ties, record.touched
     selection = record.change.selection or stage.selection
     trained = trained_names(selection) if selection is not None and ties else ()

@@ -1,4 +1,4 @@
-"""A stage's forward and backward calls: from the request to the ticket that holds its result."""
+"""Handles a stage's forward and backward calls, from the request to the ticket that holds the result."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _T = TypeVar("_T")
-_Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extras
+_Inputs = tuple[Any, dict[str, Any]]  # positional inputs as received, and extras
 
 
 class ComputeHandlers:
@@ -76,11 +76,11 @@ class ComputeHandlers:
         self._sums = steps.sums
         self._limits = limits
         self._closed = False
-        self.cache = ActivationCache(limits.cache_bytes)  # of forwards whose backward is still to come
+        self.cache = ActivationCache(limits.cache_bytes)  # forwards whose backward is pending
         self.graphs = KeptGraphs()
-        self.num_forwards = 0  # so far
-        self.num_samples = 0  # likewise, in all stages together
-        self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls whose tensors are not there yet
+        self.num_forwards = 0  # since the start
+        self.num_samples = 0  # since the start, in all stages together
+        self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls without a result yet
         max_bytes, admit = limits.max_message_bytes, self._membership.check_trainer
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=max_bytes, admit=admit)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=max_bytes, admit=admit)
@@ -94,12 +94,12 @@ class ComputeHandlers:
         self._closed = True
 
     def give_up(self, prefix: str) -> None:
-        """Give up a batch that was struck; its trainer, if it still waits, gets the error."""
+        """Cancel the calls of a struck batch; a trainer that still waits receives the error."""
         self.under_way.fail(prefix, LeaseRevoked("the batch was struck from its step"))
         self.discard_results(prefix)
 
     def discard_results(self, prefix: str) -> None:
-        """Drop results whose names begin with `prefix`, and what was kept for them."""
+        """Drop results whose names begin with `prefix`, and the forwards kept for them."""
         self._tickets.drop(prefix)
         self.cache.drop(prefix)
 
@@ -140,7 +140,7 @@ class ComputeHandlers:
             kept = CachedForward(call, graph=result.graph, graph_bytes=result.graph_bytes, output_digest=its_digest)
             if keep:
                 self.graphs.enter(kept)
-            return replace(result, graph=None), kept  # so that nothing else keeps the graph
+            return replace(result, graph=None), kept  # no other object keeps the graph
 
         (result, kept), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
@@ -152,14 +152,14 @@ class ComputeHandlers:
             kept.busy_s, kept.input_bytes = busy_s, input_bytes
             self.cache.keep(name, kept)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
-        # A result that can be fetched only once is not kept; one that is lost on the way is computed again.
+        # A result that is fetched once is not kept; if it is lost in transit, it is computed again.
         once = self.cache.full or not keep or key.evaluation
         self._tickets.fulfil(name, to_message(result.output, result.requires_grad), encode(report), once=once)
 
     async def _forward_call(
         self, stage: Stage, request: ForwardRequest | BackwardRequest, source: Ticket | None, given: _Inputs
     ) -> tuple[ForwardCall, tuple[StageReport, ...]]:
-        """The forward that a request is about, with inputs as `given` or from `source`, and the source's reports."""
+        """Return the request's forward, with inputs as `given` or from `source`, and the source's reports."""
         inputs, extras = given
         reports: tuple[StageReport, ...] = ()
         if source is None:
@@ -188,7 +188,7 @@ class ComputeHandlers:
         return Message()
 
     def _check_backward(self, request: BackwardRequest) -> None:
-        """Refuse a backward that belongs to no forward with gradients, and one that must not add and would."""
+        """Refuse a backward without a forward with gradients, and a backward that would add but must not."""
         key, open_steps = request.key, self._sums.open_steps
         if (key.step not in open_steps and not key.evaluation) or not request.mode.grad:
             raise ProtocolError(
@@ -213,11 +213,11 @@ class ComputeHandlers:
             try:
                 gradients, _, after = await self._fetch(request.source, gradient=True)
             except BaseException:
-                if key.evaluation or self._sums.may_count(key):  # for when another peer has the gradient
+                if key.evaluation or self._sums.may_count(key):  # kept until another peer has the gradient
                     self.cache.keep(key.name(stage.index, "forward", trainer), kept)
                 raise
         receipt, version, origin = False, self._computes_on(key), Origin(request.weight, trainer)
-        await self._steps.wait_for_version(version)  # a peer that takes another one's place may be behind
+        await self._steps.wait_for_version(version)  # a peer that replaces another peer may be behind
 
         def compute() -> serialization.Tree:
             nonlocal receipt
@@ -226,7 +226,7 @@ class ComputeHandlers:
             is_audited = request.accumulate and self._sums.are_audited
             with stage.at(version), stage.holding(key.weights):
                 graph, its_digest = kept.take_graph(), kept.output_digest
-                if is_audited and not its_digest:  # another server computed the forward, or it was forgotten
+                if is_audited and not its_digest:  # another server computed the forward, or it was dropped
                     again = stage.computation.forward(kept.call)
                     graph, its_digest = again.graph, output_digest(again)
                 graph = graph or stage.computation.graph(kept.call)
@@ -237,7 +237,7 @@ class ComputeHandlers:
                     is_first = stage.index == 0
                     work = KeptWork.of(kept.call, its_digest, gradients, input_gradients, is_first=is_first)
                 receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.seen, work)
-            synchronize(stage.device)  # so that the call is said to take as long as its kernels do
+            synchronize(stage.device)  # the call's time includes its kernels
             return input_gradients
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
@@ -250,7 +250,7 @@ class ComputeHandlers:
     async def _kept(
         self, trainer: PeerId, stage: Stage, request: BackwardRequest, again: _Inputs | None
     ) -> CachedForward:
-        """Get what this peer kept of the forward, or what the request brings instead."""
+        """Return the forward that this peer kept, or the forward that the request brings instead."""
         forward_name = request.key.name(stage.index, "forward", trainer)
         kept = self.cache.pop(forward_name)
         if kept is not None:
@@ -265,11 +265,11 @@ class ComputeHandlers:
         self._membership.run.check_trainer(caller)
         request = decode(body, CancelRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        name = request.key.name(stage.index, request.direction, caller)  # its own call, and nobody else's
+        name = request.key.name(stage.index, request.direction, caller)  # only the caller's own call
         await self.under_way.cancel(name)
         if request.direction == "forward":
             return encode(CancelReply(added=False))
-        # On the compute thread: a job that runs there is not interrupted, and may be about to add.
+        # On the compute thread, because a running job is not interrupted, and may be about to add.
         added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
         return encode(CancelReply(added=added and request.key.adds))
 
@@ -277,7 +277,7 @@ class ComputeHandlers:
         request = decode(body, ReceiptsRequest)
         self._sums.check(caller, request.generation, request.step)
         keys = [CallKey.of(request.generation, request.step, receipt) for receipt in request.receipts]
-        # Before the compute thread is asked, for calls that are under way may be added meanwhile.
+        # Before asking the compute thread, because pending calls may be added meanwhile.
         pending = {
             index: [key.name(index, "backward", request.trainer) in self.under_way.tasks for key in keys]
             for index in self._steps.stages
@@ -293,7 +293,7 @@ class ComputeHandlers:
     # ------------------------------------------------------------------ parts
 
     def _judges(self, key: CallKey, stage_index: int) -> bool:
-        """Tell whether a probe comes for a stage that this server does not hold, since no other server is believed."""
+        """Return whether a probe asks this coordinator of an audited run about a stage that it does not hold."""
         run = self._membership.run
         run.check_generation(key.generation)
         is_asked = key.is_probe and not key.weights and stage_index < len(run.rosters)
@@ -320,26 +320,26 @@ class ComputeHandlers:
         return stage
 
     def _computes_on(self, key: CallKey) -> int:
-        """The version of the weights that a call is computed with."""
+        """Return the version of the weights with which a call is computed."""
         return key.step if key.evaluation else self._membership.run.weights_version(key.step)
 
     async def _fetch(
         self, source: Ticket, *, gradient: bool = False
     ) -> tuple[serialization.Tree, list[bool], tuple[StageReport, ...]]:
-        """Fetch what another stage computed, its flags, and the reports it comes with."""
+        """Fetch another stage's result, its flags and its reports."""
         try:
             message, report = await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
             return *from_message(message), _reports(report)
-        except TicketGone as error:  # nobody is to blame: it is computed again
+        except TicketGone as error:  # no fault: it is computed again
             gone = GradientGone if gradient else TicketGone
             raise gone(f"{source.name} is not at {source.peer_id} any more: {error}") from error
         except SwarmError as error:
             missing = GradientMissing if gradient else InputMissing
-            reason, *_ = str(error).splitlines() or [""]  # its traceback stays there, for the trainer to fetch
+            reason, *_ = str(error).splitlines() or [""]  # the traceback stays there, and the trainer fetches it
             raise missing(f"{source.name} did not come from {source.peer_id}: {reason}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
-        """Compute a microbatch; if there is no memory beside the graphs of others, compute it again without these."""
+        """Compute a microbatch; if memory runs out beside other graphs, drop these and compute it again."""
         with raising_stage_errors(stage.index, self._transport.peer_id):
             try:
                 return await self._executor.submit(priority, run)
@@ -360,7 +360,7 @@ class ComputeHandlers:
                 raise
 
     async def _note_refusal(self, stage: Stage, step: int, error: Exception) -> None:
-        """If there was no memory for a microbatch alone, report so, and free what the error keeps alive."""
+        """Report that memory ran out even for a single microbatch, and free the objects that the error keeps alive."""
         if is_out_of_memory(error):
             await self._executor.submit(FIRST, lambda: free_memory(error, stage.device))
             stage.load.count_refusal()
@@ -369,18 +369,18 @@ class ComputeHandlers:
 
 
 def wanted_gradients(inputs: serialization.Tree, mode: ComputeMode) -> list[bool]:
-    """Tell for each of the pipeline's own inputs whether the backward shall give its gradient."""
+    """Return for each of the pipeline's own inputs whether backward returns its gradient."""
     return [mode.input_grad and serialization.is_differentiable(leaf) for leaf in serialization.leaves(inputs)]
 
 
 def draws_of(seed: int, key: CallKey, stage_index: int) -> int:
-    """Return the seed of all random draws of a call: the same wherever it is computed."""
+    """Return the seed of all random draws of a call, the same on each server that computes it."""
     return key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage_index, int(key.evaluation))
 
 
 @contextlib.contextmanager
 def raising_stage_errors(stage: int, peer: PeerId) -> Iterator[None]:
-    """Raise what the model's code raises inside, which may be anything, as an error that travels as text."""
+    """Convert any error of the model's code, raised inside, to an error that travels as text."""
     try:
         yield
     except SwarmError:
@@ -392,7 +392,7 @@ def raising_stage_errors(stage: int, peer: PeerId) -> Iterator[None]:
 
 
 def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
-    """Make the error that a trainer gets if there was no memory here for a microbatch."""
+    """Return the error for a trainer whose microbatch found no memory here."""
     return OutOfMemory(
         f"a server must have memory for one microbatch of its stage, and {peer} has too little for one of stage "
         f"{stage}: {str(error).rstrip('.')}. Lower `microbatch_size`, use activation checkpointing in the blocks or "
@@ -401,7 +401,7 @@ def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
 
 
 def _stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:
-    """Make the error that a trainer gets for one that the model's code raised here."""
+    """Return the error for a trainer if the model's code raised `error` here."""
     return StageError(
         f"stage {stage} raised {type(error).__name__} on peer {peer}: {error}\n"
         + "".join(traceback.format_exception(error))
@@ -409,7 +409,7 @@ def _stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:
 
 
 def checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
-    """Return a call's inputs and extras as they came; `ProtocolError` refuses another tree."""
+    """Return a call's inputs and extras as received; raise `ProtocolError` for another tree."""
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
         raise ProtocolError("a call must bring a pair of inputs and extras")
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
@@ -427,6 +427,6 @@ def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple
 
 
 def _reports(report: bytes) -> tuple[StageReport, ...]:
-    """The reports of a call, and of the calls that its own input came with."""
+    """Return the report of a call, and the reports that came with its input."""
     first = decode(report, CallReport)
     return (StageReport(busy_s=first.busy_s, queued=first.queued, receipt=first.receipt), *first.others)

@@ -1,4 +1,4 @@
-"""Steps a stage's parameters with the user's optimizer, cut down to them. Its state is with them, or on the CPU."""
+"""Steps a stage's parameters with the user's optimizer, reduced to them. Its state is beside them, or on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_swarm.protocol.messages.run import Selection
 
 
 class StageOptimizer:
-    """The user's optimizer, over the parameters of one stage; None: nothing will train."""
+    """The user's optimizer, over the parameters of one stage; None: the run does not train."""
 
     def __init__(
         self,
@@ -34,33 +34,34 @@ class StageOptimizer:
     ) -> None:
         self.torch_optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         self._own = self._stepped = dict(parameters)
-        # With `offload`, copies on the CPU are stepped, and state is there, too. With `apart`, other objects that share
-        # the parameters' memory: a graph of autograd refuses its backward where a parameter itself was stepped since.
+        # With `offload`, the optimizer steps copies on the CPU, where its state is, too. With `apart`, it steps other
+        # objects that share the parameters' memory, because autograd refuses a backward after a step of the parameter
+        # itself.
         if offload or apart:
             self._stepped = {name: _copied(parameter, offload=offload) for name, parameter in parameters.items()}
         self.offloads = offload
         self._clip_value = clip_value  # each element of a gradient is clamped to this range
-        self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # by the optimizer itself
+        self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # its own writes
         if self._stepped is not self._own:
             copy_overrides(self.torch_optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
-        before = dict(self.torch_optimizer.state)  # some have state before their first step, of all parameters
+        before = dict(self.torch_optimizer.state)  # some optimizers have state before their first step
         self.torch_optimizer.state.clear()
         self.load_state({name: before[parameter] for name, parameter in self._own.items() if parameter in before})
 
     def select(self, selection: Selection) -> None:
-        """Take the parameter groups of `selection`. What is known of a parameter stays with it."""
+        """Adopt the parameter groups of `selection`. Each parameter keeps its state."""
         groups = self.torch_optimizer.param_groups
         del groups[selection.num_groups :]
-        while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
+        while len(groups) < selection.num_groups:  # the record brings its hyperparameters
             groups.append(copy.deepcopy(self.torch_optimizer.defaults))
         self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
         for index, group in enumerate(groups):  # empty groups stay: records address groups by place
             group["params"] = [own for name, own in self._stepped.items() if selection.groups.get(name) == index]
 
     def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Names of new hyperparameters that cannot replace those here, of the first group that has any."""
+        """Return the names of new hyperparameters that cannot replace the present values, for the first such group."""
         groups = zip(self.torch_optimizer.param_groups, self._written, hyperparameters, strict=False)
-        for group, written, values in groups:  # what steps have written here goes before
+        for group, written, values in groups:  # hyperparameters written by steps here have precedence
             new = {key: value for key, value in values.items() if key not in written}
             wrong = [key for key, value in new.items() if key == "params" or not _fits(group.get(key), value)]
             if wrong:
@@ -75,7 +76,7 @@ class StageOptimizer:
         *,
         portable: bool = False,
     ) -> None:
-        """Step with gradients times `factor`; a parameter whose gradient is None is passed over.
+        """Step with gradients times `factor`; a parameter whose gradient is None is skipped.
 
         With `portable` the result has the same bits on machines of all kinds.
         """
@@ -118,7 +119,7 @@ class StageOptimizer:
                 self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
 
     def _make_contiguous(self) -> None:
-        """Lay state out as a joiner has it, which gets it as bytes: matrix products round by the layout, too."""
+        """Lay out state as on a joiner, which receives it as bytes, because matrix products also round by layout."""
         for parameter, state in self.torch_optimizer.state.items():
             for tensor in serialization.leaves(dict(state)):
                 if isinstance(tensor, Tensor) and not _is_laid_out(tensor, parameter):
@@ -126,7 +127,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def _fetch(self, names: Iterable[str]) -> None:
-        """Begin each step with the parameters' values, so that nothing else that sets weights need know of copies."""
+        """Copy the parameters' values before each step, so that other code that sets weights can ignore the copies."""
         if self.offloads:
             for name in names:
                 self._stepped[name].copy_(self._own[name])
@@ -135,7 +136,7 @@ class StageOptimizer:
                 self._stepped[name].data = self._own[name].data
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The state of each parameter that has some, a tree of tensors and numbers. Shared memory, not copies."""
+        """Return the state of each parameter that has some: trees of tensors and numbers. Shared memory, not copies."""
         found = self.torch_optimizer.state
         groups = zip(self.torch_optimizer.param_groups, self._written, strict=True)
         written = {id(own): {GROUP: dict(values)} for group, values in groups if values for own in group["params"]}
@@ -143,19 +144,19 @@ class StageOptimizer:
         return {name: state for name, state in both.items() if state or self._stepped[name] in found}
 
     def saved_state(self) -> dict[str, dict[str, Any]]:
-        """The state as the optimizer itself saves it: some do not save all that they have."""
+        """Return the state as the optimizer itself saves it; some optimizers save only a part."""
         names = {id(parameter): name for name, parameter in self._stepped.items()}
         return as_saved(self.torch_optimizer, names, self.state())
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the state of this stage's parameters, to the bit; the state before is gone."""
+        """Load the state of this stage's parameters, bit for bit, in place of their former state."""
         groups = {
             id(parameter): (group, written)
             for group, written in zip(self.torch_optimizer.param_groups, self._written, strict=True)
             for parameter in group["params"]
         }
-        # Not by `load_state_dict`: it casts what an optimizer keeps in another dtype than its parameter's, which
-        # replicas that have gone on without loading do not, and it knows no parameter that is in no group any more.
+        # Not by `load_state_dict`, which casts state to the parameter's dtype, unlike on replicas that did not load. It
+        # also ignores parameters outside of all groups.
         for name, parameter in self._stepped.items():
             self.torch_optimizer.state.pop(parameter, None)
             group, written = groups.get(id(parameter), ({}, {}))
@@ -165,32 +166,32 @@ class StageOptimizer:
                 self.torch_optimizer.state[parameter] = _placed(own, parameter, group)
 
     def share(self, other: StageOptimizer) -> None:
-        """Share the state of parameters that `other` has, too, and has stepped: the same state, not a copy."""
+        """Share the state of parameters that `other` also holds and has stepped: the same state, not a copy."""
         for name, parameter in self._own.items():
             if other._own.get(name) is parameter and other._stepped[name] in other.torch_optimizer.state:
                 self.torch_optimizer.state[self._stepped[name]] = other.torch_optimizer.state[other._stepped[name]]
 
     def clear_state(self) -> None:
-        """Have no state."""
+        """Drop all state."""
         self.torch_optimizer.state.clear()
         self._written = [{} for _ in self.torch_optimizer.param_groups]
 
 
 def _is_written(key: str, value: object) -> bool:
-    """Tell whether an optimizer may have written this into a parameter group: numbers only."""
+    """Return whether an optimizer may have written this into a parameter group: numbers only."""
     return key != "params" and isinstance(value, (int, float))
 
 
 def _copied(parameter: nn.Parameter, *, offload: bool) -> nn.Parameter:
-    # Memory is shared by `data`, not by `detach`: what that gives shares the count of changes, too.
+    # Shares memory by `data`, because `detach` would also share the version counter.
     data = parameter.detach().to("cpu", copy=True) if offload else parameter.data
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter's state to where the optimizer wants it: with the parameter, but steps are counted on the CPU.
+    """Copy a parameter's state to the device that the optimizer expects: the parameter's, or the CPU for step counts.
 
-    A copy: an optimizer steps in place, and what is loaded may be what the user's own optimizer shows.
+    It is copied because an optimizer steps in place, and the loaded state may belong to the user's own optimizer.
     """
     counts_there = group.get("capturable") or group.get("fused")
     placed = {}
@@ -204,19 +205,19 @@ def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any
 
 
 def _is_laid_out(tensor: Tensor, parameter: Tensor) -> bool:
-    """Tell whether a tensor of a parameter's state is laid out as all servers have it."""
+    """Return whether a tensor of a parameter's state has the layout that all servers have."""
     return tensor.is_contiguous() or (tensor.shape == parameter.shape and tensor.stride() == parameter.stride())
 
 
 def _copied_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Copy a tensor of a parameter's state; one of its shape is laid out as it is, in channels last say."""
+    """Copy a tensor of a parameter's state; with the parameter's shape it gets its layout, such as channels last."""
     if tensor.shape != parameter.shape:
         return tensor.clone(memory_format=torch.contiguous_format)
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
 
 
 def _fits(own: object, new: object) -> bool:
-    """Tell whether `new` can take the place of a hyperparameter. The wire knows neither tuples nor tensors."""
+    """Return whether `new` can replace a hyperparameter. Messages carry neither tuples nor tensors."""
     if isinstance(own, (list, tuple)):
         if not isinstance(new, list) or len(new) != len(own):
             return False

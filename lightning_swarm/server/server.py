@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Puts the parts of a server together, and takes them into a run's next generation and out of the run."""
+    """Connects the parts of a server, and takes them into a run's next generation and out of the run."""
 
     def __init__(self, context: ServerContext, model: PeerModel) -> None:
         self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
@@ -79,11 +79,11 @@ class Server:
         context.transport.handle_call(RELEASE, self._handle_release)
 
     async def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer calls."""
         await self._tasks.start()
 
     async def close(self) -> None:
-        """Stop computing. Raises what a task of this server raised."""
+        """Stop computing; raise the error of a task of this server, if any."""
         self.calls.close()
         try:
             await self.admission.leadership.close()
@@ -94,7 +94,7 @@ class Server:
             await self._tasks.close()
 
     def report(self) -> ServerReport | None:
-        """Report for people; None before there is a run."""
+        """Report the server's state for users; None before there is a run."""
         if not self.admission.ready.is_set():
             return None
         run, device = self.membership.run, self.admission.model.device
@@ -125,33 +125,34 @@ class Server:
     # ------------------------------------------------------------------ the next generation, and out
 
     async def step_out(self, *, keeps_snapshots: bool = False) -> None:
-        """Leave the run after a record without this server, which keeps a stage to join again with."""
+        """Leave the run after a record without this server; keep a stage, with which it can join again."""
         run = self.membership.run_or_none
-        # This server is admitted to the next run when nothing is left of this one, nor a job on the compute thread.
+        # The next run may admit this server only when nothing of this run is left, not even a job on the compute
+        # thread.
         async with self.admission.transition:
             if run is None or run is not self.membership.run_or_none:
                 return
             holders = [len(roster) for roster in run.rosters]
-            await self.admission.step_out()  # what comes from now on is refused
+            await self.admission.step_out()  # later calls are refused
             await self.calls.under_way.abort_all()
-            await self.steps.rounds.close()  # before its tickets go: the next run may have a round of the same name
+            await self.steps.rounds.close()  # before dropping its tickets: the next run may reuse their names
             self.calls.discard_results("g")
             self.sessions.discard()
             stages = await self.steps.leave_run()
             self.donor.enter_generation()
-            if not keeps_snapshots:  # else it will soon be back in the same run
+            if not keeps_snapshots:  # otherwise it soon joins the same run again
                 self.snapshots.discard()
             self.joiner.keep(stages, holders)
 
     async def release(self) -> None:
-        """Leave a run that is void here: this server may be admitted to a run, or join one, as before its first."""
+        """Leave a run that is void here; this server may then be admitted to a run, or join one, as at its start."""
         await self.step_out()
-        self.membership.trains_in = None  # its peers may end this one no more
+        self.membership.trains_in = None  # peers of that run may not end this peer any more
         self.voter.void_promises()
 
     async def _handle_release(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReleaseRequest)
-        if self.membership.has_run:  # else the call comes twice
+        if self.membership.has_run:  # otherwise the call is a repetition
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
             await self.release()
@@ -162,7 +163,7 @@ class Server:
         return b""
 
     async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:
-        """Enter the run's next generation. Nothing is left of the old one when this returns."""
+        """Enter the run's next generation. Nothing of the old generation is left when this returns."""
         async with self.admission.transition:
             old = self.membership.run.manifest.generation
             self.membership.enter_generation(caller, decode(body, RestartRequest))
@@ -190,7 +191,7 @@ class Server:
         _log.error("This server leaves the run: %s", failure)
         self.admission.failure = failure
         self._tasks.spawn(self.step_out())
-        self.admission.leadership.behind.set()  # wakes who waits for this server's end
+        self.admission.leadership.behind.set()  # wakes the task that waits for this server's end
 
     def _on_fenced(self, prefix: str) -> None:
         self.calls.give_up(prefix)
@@ -214,7 +215,7 @@ def _held(stage: Stage, manifest: StageManifest) -> HeldStage:
 
 
 def _newest(record: Record | None) -> StepReport | None:
-    """Report what the newest step was made of, if one was decided, and counted something."""
+    """Report the batches of the newest step; None if no step was decided, or it counted no batch."""
     if record is None or not record.closing.batches:
         return None
     closing, portable = record.closing, record.portable or []
@@ -223,9 +224,9 @@ def _newest(record: Record | None) -> StepReport | None:
 
 @cache
 def _describe_machine(device: torch.device) -> MachineReport:
-    """Describe the machine around a device. Its memory counts in full, whoever uses it."""
+    """Describe the machine around a device, with all of its memory, used or free."""
     host_bytes: int | None = None
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # not every system says so
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown on some systems
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         memory_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -236,13 +237,13 @@ def _describe_machine(device: torch.device) -> MachineReport:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the most of a device's memory that this process has held at once; None: it cannot be told."""
+    """Return the largest amount of device memory that this process held at once, in bytes; None: unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu":
         return None
     try:
-        # All of the process. Not by `getrusage`: there a child begins with what its parent held.
+        # The peak of the process. Not by `getrusage`, where a child begins with its parent's peak.
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
     except OSError:  # not Linux
@@ -250,6 +251,6 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def describe_peak(device: torch.device) -> str:
-    """Say `peak_bytes` in a sentence, after a space; an empty text where it cannot be told."""
+    """Return `peak_bytes` as a sentence behind a space; an empty text if it is unknown."""
     num_bytes = peak_bytes(device)
     return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""

@@ -1,4 +1,4 @@
-"""One stage on one peer: its weights, its optimizer, and the gradients of the open steps; on the compute thread."""
+"""One stage on one peer: weights, optimizer, and the gradients of the open steps; used on the compute thread."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 from lightning_swarm.server.optimizer import StageOptimizer
 
-_SMOOTHING: Final = 0.05  # of microbatches
+_SMOOTHING: Final = 0.05  # weight of the newest microbatch
 _STEP_SMOOTHING: Final = 0.3
-_MAX_REFUSED: Final = 3  # microbatches in a row: one may be longer than others
-_MIN_MEASURED: Final = 4  # microbatches: the first ones load and compile
+_MAX_REFUSED: Final = 3  # microbatches in a row, because a single one may be unusually long
+_MIN_MEASURED: Final = 4  # microbatches, because the first load and compile
 
 
 class StageLoad:
@@ -43,7 +43,7 @@ class StageLoad:
         self._busy_share = MovingAverage(_STEP_SMOOTHING)
         self._busy_in_step_s = 0.0
         self._step_began_s: float | None = None
-        self._num_refused = 0  # microbatches for which there was no memory, since the last one that went through
+        self._num_refused = 0  # microbatches without enough memory, since the last success
 
     def count_refusal(self) -> None:
         """Count a microbatch for which this server has no memory."""
@@ -55,7 +55,7 @@ class StageLoad:
         return self._num_refused >= _MAX_REFUSED
 
     def count_samples(self, num_samples: int, *, busy_s: float, queued: int) -> None:
-        """Count a microbatch that went through."""
+        """Count a microbatch that was computed."""
         self._num_measured += 1
         self._num_refused = 0
         self._num_samples.measure(num_samples)
@@ -64,24 +64,24 @@ class StageLoad:
         self._busy_in_step_s += busy_s
 
     def start_step(self, *, now_s: float) -> None:
-        """Begin a step, the first one or the first after an absence, which counts as no step."""
+        """Begin the first step, or the first step after an absence."""
         self._step_began_s, self._busy_in_step_s = now_s, 0.0
 
     def note_step(self, *, now_s: float) -> None:
-        """End a step, with all that belongs to it, and begin the next one."""
+        """End a step, measure its busy share, and begin the next step."""
         if (share := self._so_far(now_s)) is not None:
             self._busy_share.measure(share)
         self.start_step(now_s=now_s)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples a second while it computes, of the last microbatches, both ways; None before a few were measured."""
+        """Samples per second of computing, forward and backward, of recent microbatches; None until a few ran."""
         num_samples, busy_s = self._num_samples.value, self._busy_s.value
         return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _MIN_MEASURED else None
 
     @property
     def microbatch_size(self) -> float | None:
-        """Samples in the last microbatches; None: there was none."""
+        """Samples in the last microbatches; None before the first."""
         return self._num_samples.value
 
     @property
@@ -90,32 +90,32 @@ class StageLoad:
         return self._queued.value or 0.0
 
     def busy_share(self, *, now_s: float) -> float | None:
-        """The part of the last steps' time in which it computed; in the first step, of that step so far."""
+        """Return the share of the last steps in which it computed; in the first step, the share so far."""
         return self._busy_share.value if self._busy_share.value is not None else self._so_far(now_s)
 
     def _so_far(self, now_s: float) -> float | None:
-        """The busy share of the open step; None: it has only begun."""
+        """Return the busy share of the open step; None if it has just begun."""
         began_s = self._step_began_s
         return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
 
 
-# A step of the optimizer writes into other memory than that of the weights before it. So a microbatch whose backward is
-# still to come finds the weights of its forward, and each step costs one copy.
+# A step of the optimizer writes into other memory than the weights before it. So a microbatch whose backward is still
+# pending finds the weights of its forward, and each step costs one copy.
 class WeightVersions:
-    """The newest values of some parameters, which these hold themselves, and the values before."""
+    """Two versions of some parameters: the newest in the parameters themselves, and the version before."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._own = parameters  # by name
-        self._before: dict[str, Tensor] = {}  # of the parameters that were stepped last
-        self._elsewhere: dict[str, Tensor] = {}  # likewise, of those that another stage's versions keep
-        self._spare: dict[str, Tensor] = {}  # memory of older values
+        self._own = parameters  # name -> parameter
+        self._before: dict[str, Tensor] = {}  # name -> value before the last step
+        self._elsewhere: dict[str, Tensor] = {}  # the same for parameters whose former values another stage keeps
+        self._spare: dict[str, Tensor] = {}  # name -> memory for a later version
         self.has_before = False
 
     @torch.no_grad()
     def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions]) -> None:
-        """Begin a version with the weights of the one before; only parameters in `names` may change until the next one.
+        """Begin a version with the present weights; only parameters in `names` may change before the next version.
 
-        `elsewhere` has the versions of other stages here that share some of these parameters, and have turned before.
+        `elsewhere` has the versions of other stages here that share some of these parameters, and have turned already.
         """
         self._spare.update(self._before)
         self._before, self._elsewhere = {}, {}
@@ -131,13 +131,13 @@ class WeightVersions:
         self.has_before = True
 
     def before(self) -> contextlib.AbstractContextManager[None]:
-        """Have the parameters hold the version before inside."""
+        """Return a context in which the parameters hold the version before."""
         return _holding(self._own, self._before | self._elsewhere)
 
 
 @contextlib.contextmanager
 def _holding(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have tensors hold other values inside, and their own again afterwards."""
+    """Put other values into tensors inside, and their own values afterwards."""
     before = {name: own[name].data for name in values}
     try:
         for name, value in values.items():
@@ -150,13 +150,13 @@ def _holding(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterato
 
 @dataclass
 class StageGeneration:
-    """The state of a stage, beside weights and optimizer, that does not outlive a generation of the run."""
+    """The state of a stage, beside weights and optimizer, that ends with a generation of the run."""
 
-    sums: dict[int, GradientSum] = field(default_factory=dict)  # by step
-    carried: AveragingState = field(default_factory=AveragingState)  # from the last step's averaging to the next one's
-    evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # with their number
-    ahead: tuple[object, Fingerprint] | None = None  # of the weights after a step, and what it was begun for
-    digests: StateDigests | None = None  # likewise, in an audited run
+    sums: dict[int, GradientSum] = field(default_factory=dict)  # step -> sum
+    carried: AveragingState = field(default_factory=AveragingState)  # averaging state of the last step, for the next
+    evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # their number, and the weights by name
+    ahead: tuple[object, Fingerprint] | None = None  # identities of the tensors after a step, and their fingerprint
+    digests: StateDigests | None = None  # the same in an audited run
 
 
 class Stage:
@@ -180,13 +180,13 @@ class Stage:
         self.device = device
         self.version = version
         self.codecs = codecs
-        self.exact = exact  # sums gradients so that their sums do not depend on the order
-        self._audited = audited  # proves what it has by BLAKE3, one pass a version
+        self.exact = exact  # sums gradients in fixed point, independent of the order
+        self._audited = audited  # proves its state by BLAKE3, in one pass per version
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer
-        self.selection: Selection | None = None  # which parameters train, and in which group; None: none will
+        self.selection: Selection | None = None  # trained parameters and their groups; None: none train
         self._versions = WeightVersions(self.parameters) if keeps_before else None
         self.generation = StageGeneration()
         self._spare: GradientSum | None = None
@@ -196,7 +196,7 @@ class Stage:
     # ------------------------------------------------------------------ what trains
 
     def select(self, selection: Selection) -> None:
-        """Train what `selection` says from now on. What the optimizer knows of a parameter stays with it."""
+        """Train the parameters of `selection` from now on. Each parameter keeps its optimizer state."""
         if selection == self.selection:
             return
         frozen = set(selection.frozen)
@@ -204,7 +204,7 @@ class Stage:
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
         self.optimizer.select(selection)
-        # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
+        # Parameters outside of all groups are neither stepped nor counted in the norm for clipping.
         trained = trained_names(selection)
         trainable = [parameter for name, parameter in self.parameters.items() if name in trained]
         if list(map(id, trainable)) != list(map(id, self.trainable)):
@@ -212,7 +212,7 @@ class Stage:
         self.selection = selection
 
     def _train(self, trainable: list[nn.Parameter]) -> None:
-        """Make room for the gradients of `trainable`."""
+        """Train these parameters, with new sums for their gradients."""
         self.computation.train(trainable)
         self.generation.sums, self.generation.carried = {}, AveragingState()
         self._spare = None
@@ -231,7 +231,7 @@ class Stage:
     # ------------------------------------------------------------------ a step
 
     def sum_of(self, step: int) -> GradientSum:
-        """The gradient sum of an open step."""
+        """Return the gradient sum of an open step."""
         if step < self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; step {step} is decided")
         sums = self.generation.sums
@@ -241,7 +241,7 @@ class Stage:
         return sums[step]
 
     def new_sum(self) -> GradientSum:
-        """Make an empty sum of gradients of what trains."""
+        """Return an empty sum for the gradients of the trainable parameters."""
         return (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
 
     @property
@@ -250,7 +250,7 @@ class Stage:
         return self.sum_of(self.version)
 
     def check_version(self, version: int) -> None:
-        """Refuse a call that means other weights than the newest."""
+        """Refuse a call for other weights than the newest."""
         if version != self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}, not at {version}")
 
@@ -260,14 +260,14 @@ class Stage:
         return self.version - (self._versions is not None and self._versions.has_before)
 
     def at(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """Hold the weights of a version inside: the newest, or, where they are kept, those before."""
+        """Return a context with the weights of a version: the newest, or the version before if it is kept."""
         if version == self.oldest < self.version and self._versions is not None:
             return self._versions.before()
         self.check_version(version)
         return contextlib.nullcontext()
 
     def enter_generation(self, version: int, selection: Selection | None) -> None:
-        """Begin anew at `version`. Weights and the optimizer's state are still to come."""
+        """Begin anew at `version`. Weights and optimizer state are loaded later."""
         self.version = version
         self.generation = StageGeneration()
         if selection is not None:
@@ -278,7 +278,7 @@ class Stage:
             self._versions = WeightVersions(self.parameters)
 
     def check_applies(self, record: Record) -> None:
-        """Refuse a record that `apply` would fail on, before anything is changed."""
+        """Refuse a record on which `apply` would fail, before anything is changed."""
         if record.step != self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; record {record.step} is not next")
         selection = record.change.selection or self.selection
@@ -291,11 +291,12 @@ class Stage:
     def apply(
         self, record: Record, mean_gradient: Tensor, touched: Sequence[bool], *, before: Sequence[Stage] = ()
     ) -> None:
-        """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
+        """Apply a record, ``v_{k+1} = f(v_k, record)``; nothing else changes weights and optimizer state.
 
-        The mean gradient has `mean_length` elements, and the same bytes on every replica. `touched` says for each
-        trainable parameter whether any microbatch gave it a gradient: optimizers pass over the others, on one machine
-        as here. `before` are the stages here that have applied the record, so that what they share has taken its step.
+        The mean gradient has `mean_length` elements, and the same bytes on every replica. `touched` states for each
+        trainable parameter whether any microbatch had a gradient for it: optimizers skip the rest, as on one machine.
+        `before` are the stages here that have applied the record already, and so have stepped the parameters they
+        share.
         """
         if record.change.selection is not None:
             self.select(record.change.selection)
@@ -310,7 +311,7 @@ class Stage:
             elsewhere = {name: other._versions for name, other in stepped.items() if other._versions is not None}
             self._versions.turn(names if applies else (), elsewhere)
         sum_ = self.sum_of(record.step)
-        self.generation.digests = None  # which would keep tensors that the step replaces
+        self.generation.digests = None  # they would keep tensors that the step replaces
         if applies:
             views = zip(names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
@@ -327,10 +328,10 @@ class Stage:
         self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
-        synchronize(self.device)  # else the next microbatch would be said to take as long as this, too
+        synchronize(self.device)  # otherwise the next microbatch's time would include this
 
     def fingerprint(self, challenge: int = 0) -> int:
-        """A hash of weights, buffers and optimizer state at this version; under a challenge other than 0, a proof."""
+        """Return a hash of weights, buffers and optimizer state; under a challenge other than 0, a proof."""
         if challenge and self._audited:
             return int.from_bytes(self.proof(challenge, STATE_KINDS, self.selection)[:8], "little")
         if challenge:
@@ -339,28 +340,28 @@ class Stage:
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 
     def proof(self, challenge: int, kinds: Collection[StateKind], more: Any = None) -> bytes:
-        """Prove under a challenge what this stage has, and `more`; see `StateDigests`."""
+        """Return a proof of this stage's state, and of `more`, under a challenge; see `StateDigests`."""
         digests, begun = self.generation.digests, self._begun_digests()
         if digests is None or digests.identity != begun.identity:
             digests = self.generation.digests = begun
         return digests.proof(challenge, kinds, more)
 
     def fingerprints(self) -> dict[str, int]:
-        """A fingerprint of each weight and buffer, and of each parameter's optimizer state."""
+        """Return a fingerprint of each weight and buffer, and of each parameter's optimizer state."""
         held = {name: [tensor] for name, tensor in self.module.named_stage_tensors().items()}
         state = {f"optimizer state of {name}": own for name, own in self.optimizer.state().items()}
         held.update((name, serialization.flatten(own)[1]) for name, own in state.items())
         return {name: fingerprint(tensors) for name, tensors in held.items()}
 
     def look_ahead(self) -> bool:
-        """Take a piece of the fingerprint after a step, while idle; returns whether more is left."""
+        """Compute a piece of the fingerprint after a step, while idle; return whether more is left."""
         if self._audited:
             return self.generation.digests is not None and self.generation.digests.advance()
         ahead = self.generation.ahead
         return ahead is not None and ahead[1].advance()
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
-        """Begin a fingerprint; returns also what changes if a tensor is replaced or written to."""
+        """Begin a fingerprint; return it behind identities that change if a tensor is replaced or written to."""
         held = self._held()
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
 
@@ -378,7 +379,7 @@ class Stage:
         return like.numel() + self.statistics.length * torch.float64.itemsize // like.itemsize
 
     def with_statistics(self, mean_gradient: Tensor, statistics: Tensor) -> Tensor:
-        """Join both into the one vector that a round ends with."""
+        """Join both into the vector that a round returns."""
         return torch.cat([mean_gradient, statistics.view(mean_gradient.dtype).to(mean_gradient.device)])
 
     def _apart(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -390,16 +391,16 @@ class Stage:
     # ------------------------------------------------------------------ state
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by their names in the whole model's state dict. Shared memory, not copies."""
+        """Return parameters and buffers by their names in the model's state dict. Shared memory, not copies."""
         return {name: tensor.detach() for name, tensor in self.module.named_stage_tensors().items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Overwrite parameters and buffers. One of another name, shape or dtype is refused, and nothing changed."""
+        """Overwrite parameters and buffers; refuse other names, shapes or dtypes, and then change nothing."""
         for name, tensor in self._check_weights(weights).items():
             tensor.copy_(weights[name])
 
     def set_evaluation_weights(self, number: int, weights: dict[str, Tensor]) -> None:
-        """Keep weights that evaluations may mean by `number`; with no weights, drop those."""
+        """Keep weights for evaluations under `number`; without weights, drop the weights of that number."""
         if not weights:
             self.check_evaluation_weights(number)
             self.generation.evaluation_weights = None
@@ -409,19 +410,19 @@ class Stage:
         self.generation.evaluation_weights = number, copies
 
     def check_evaluation_weights(self, number: int) -> None:
-        """Refuse a call that means other evaluation weights than those here."""
+        """Refuse a call for evaluation weights that are not here."""
         if number:
             self.evaluation_weights(number)
 
     def evaluation_weights(self, number: int) -> dict[str, Tensor]:
-        """Return the evaluation weights of a number; `TicketGone` if they did not come here."""
+        """Return the evaluation weights of a number; raise `TicketGone` if they are not here."""
         here, weights = self.generation.evaluation_weights or (0, {})
         if number != here:
             raise TicketGone(f"stage {self.index} has no evaluation weights {number}; it has {here or None}")
         return weights
 
     def holding(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Hold the evaluation weights of `number` inside, and the stage's own again afterwards; 0: nothing changes."""
+        """Return a context with the evaluation weights of `number`; 0: the stage keeps its own weights."""
         self.check_evaluation_weights(number)
         weights = self.generation.evaluation_weights
         if number == 0 or weights is None:
@@ -429,7 +430,7 @@ class Stage:
         return _holding(self.module.named_stage_tensors(), weights[1])
 
     def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this stage's own weights; those given are refused unless alike in name, shape and dtype."""
+        """Return this stage's own weights; refuse `weights` that differ in name, shape or dtype."""
         own = self.weights()
         if own.keys() != weights.keys():
             raise ProtocolError(f"stage {self.index} has the weights {sorted(own)}, got {sorted(weights)}")
@@ -442,7 +443,7 @@ class Stage:
         return own
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take over optimizer state, as `optimizer` gave it, to the bit; that of another stage is refused."""
+        """Load optimizer state, bit for bit as `StageOptimizer.state` returned it; refuse another stage's state."""
         unknown = sorted(state.keys() - self.parameters.keys())
         are_dicts = (isinstance(own, dict) and isinstance(own.get(GROUP, {}), dict) for own in state.values())
         if unknown or not all(are_dicts):

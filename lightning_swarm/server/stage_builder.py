@@ -1,4 +1,4 @@
-"""A peer's own copy of the model: cut into stages, of which the peer builds those it serves."""
+"""A peer's own copy of the model, from which it builds the stages that it serves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ComputeSettings:
 
     device: torch.device
     compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # see `StageModule.compile_by`
-    offload: bool = False  # have optimizers and their state on the CPU, if the device is another one
+    offload: bool = False  # keep optimizers and their state on the CPU, if the device is not the CPU
 
 
 class PeerModel:
@@ -53,26 +53,26 @@ class PeerModel:
         initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
-        remove_hooks(module)  # a stage computes the layers at its ends in part
-        self.blocks = blocks  # where it is cut
+        remove_hooks(module)  # a stage computes only a part of the layers at its ends
+        self.blocks = blocks  # the blocks between which the model is cut
         # The user's optimizer over `module`'s parameters; gets the run's number of steps, if that is known.
         self._optimizer = optimizer
         self._template: OptimizerTemplate | None = None
         self.device = settings.device
         self._compiler = settings.compiler
         self.offloads = settings.offload and settings.device.type != "cpu"
-        self.initial_weights = initial_weights  # what a stage's parameters and buffers are at first, at a run's starter
+        self.initial_weights = initial_weights  # a stage's initial tensors, at the peer that starts a run
         self._foreign: frozenset[int] = frozenset()  # ids of tensors that belong to another module
-        # The module may have kept its optimizer, and may come to train with it.
+        # The module may have kept its optimizer, and may train with it later.
         self._made: weakref.ref[Optimizer] | None = None
 
     @property
     def arithmetic(self) -> str:
-        """Name what the bits of this peer's results depend on; see `arithmetic_of`."""
+        """Name the hardware and software that determine the bits of this peer's results; see `arithmetic_of`."""
         return arithmetic_of(self.device, offloads=self.offloads)
 
     def twin(self) -> PeerModel:
-        """The model of a server beside this one's module: it has tensors of its own, once it is built."""
+        """Return the model for a server beside this one's module; once it is built, it has tensors of its own."""
         module, blocks = partition.twin_of(self._module, self.blocks)
         remember_copy(module, self._module)
         settings = ComputeSettings(self.device, self._compiler, self.offloads)
@@ -85,7 +85,7 @@ class PeerModel:
         return partition.build_stages(self._module, self.blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
-        """Describe the stages for the manifest; the last roster is of the stage on the trainers, needed or not."""
+        """Describe the stages for the manifest; the last roster is for the stage on the trainers, needed or not."""
         return [
             StageManifest(
                 first_block=blocks.start,
@@ -100,17 +100,17 @@ class PeerModel:
         ]
 
     def _constants(self, stage: StageModule) -> dict[str, list[float]]:
-        """Return the values that peers must have built alike. Forwards and hooks may change trainers' tensors."""
+        """Return values that all peers must build alike; not trainers' tensors, which forwards and hooks may change."""
         if not stage.spec.on_trainers:
             return constants(stage.named_block_modules())
         inside = {id(module) for block in self.blocks.modules for module in block.modules()}
         return built_numbers((name, m) for name, m in self._module.named_modules() if name and id(m) not in inside)
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a run of another model with a `ConfigError` that names the first field that differs."""
+        """Raise a `ConfigError` that names the first difference if the run has another model."""
         if manifest.is_whole:
             self.blocks = partition.no_blocks(self._module)
-        # Boundary layers are the run's: they come and go with it.
+        # Boundary layers belong to the run.
         adopt_layers(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
         remove_hooks(self._module)
         num_blocks = len(self.blocks.modules)
@@ -145,24 +145,25 @@ class PeerModel:
             self._freeze(set(manifest.selection.frozen))
             self._template = self._template or self._make_template(manifest)
         self._free_all_but(modules, served)
-        # Freed for an earlier run, never made, or another module's. Their values come with the run.
+        # Fill tensors that were freed for an earlier run, never made, or belong to another module. The run brings their
+        # values.
         built = [module for module in modules if module.spec.index in served]
         self.fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
-        # One optimizer for each stage: stages move apart, and their parameter groups with them.
+        # One optimizer per stage, because stages move apart with their parameter groups.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
     def borrowed(self, manifest: Manifest, index: int) -> Stage:
-        """Build a stage that this peer does not serve, with tensors of its own; its weights are still to come."""
+        """Build a stage that this peer does not serve, with tensors of its own; its weights are loaded later."""
         twin = self.twin()
         twin._template = self._template
         return twin.build(manifest, [index])[index]
 
     def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
-        """Free the memory of the stages that are not served any more. On the compute thread."""
+        """Free the memory of the stages that are not served any more, on the compute thread."""
         self._free_all_but(self.build_stages(ranges_of(manifest.stages)), served)
 
     def _make_template(self, manifest: Manifest) -> OptimizerTemplate:
-        """Have the user's optimizer made, once, while it finds the parameters that the module has from its author."""
+        """Make the user's optimizer, once, while the module has its original parameters."""
         optimizer = self._optimizer(manifest.total_steps)
         if manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
             raise ConfigError(
@@ -195,13 +196,13 @@ class PeerModel:
         return stage
 
     def _freeze(self, frozen: Collection[str]) -> None:
-        """Freeze what the lead's callbacks froze, so that `configure_optimizers` finds here what it found there."""
+        """Freeze the parameters that the lead's callbacks froze, so that `configure_optimizers` finds the same here."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
 
     def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
-        """Move the other stages' parameters to meta."""
+        """Move the other stages' parameters to the meta device."""
         parameters = {stage.spec.index: dict(stage.named_stage_parameters()).values() for stage in stages}
         own = {id(parameter) for index in served for parameter in parameters[index]}
         foreign = {id(parameter): parameter for others in parameters.values() for parameter in others}
@@ -214,14 +215,14 @@ class PeerModel:
         )
 
     def fill(self, ids: Collection[int] | None = None) -> None:
-        """Give memory of their own to tensors that have none, all or those with these ids; values are still to come."""
+        """Allocate tensors that lack memory of their own, all or by their ids; their values are loaded later."""
         tensors = {id(tensor): tensor for tensor in (*self._module.parameters(), *self._module.buffers())}
         lacking = {key for key, tensor in tensors.items() if tensor.is_meta or key in self._foreign}
         wanted = lacking if ids is None else lacking.intersection(ids)
         self._replace({key: self._own(tensors[key]) for key in wanted})
 
     def _replace(self, replaced: Mapping[int, Tensor]) -> None:
-        """Put tensors in the place of others, by the ids of those."""
+        """Replace tensors, given by the ids of the old tensors."""
         put_tensors(self._module, replaced)
         if self._made is not None and (optimizer := self._made()) is not None:
             replace_parameters(optimizer, {key: new for key, new in replaced.items() if isinstance(new, nn.Parameter)})

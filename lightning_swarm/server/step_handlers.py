@@ -1,4 +1,4 @@
-"""A server's part in a step: settle what trains, drop struck batches, freeze, apply the decided record."""
+"""A server's part in a step: begin it with a change, drop struck batches, freeze, apply the decided record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_swarm.server.stage import Stage
 
 
 class StepHandlers:
-    """Takes a server's stages from record to record, as the coordinator's calls say."""
+    """Takes a server's stages from record to record, by the coordinator's calls."""
 
     def __init__(
         self,
@@ -44,15 +44,16 @@ class StepHandlers:
         self._me = context.me
         self._timeout = context.limits.call_timeout
         self._events = context.events
-        # Called with each applied record, the mean gradients of this server's stages, and what was written before it.
-        self.on_failed: Callable[[StepError], None] = lambda _: None  # called if this server's stages are of no use
+        # `on_decided` receives each applied record, the mean gradients of this server's stages, and weights written
+        # before it.
+        self.on_failed: Callable[[StepError], None] = lambda _: None  # called if this server's stages become unusable
         self._on_decided = on_decided
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
         self.unrecorded_snapshots: Callable[[], Sequence[HeldSnapshot]] = (
-            tuple  # of its own stages, that no record knows
+            tuple  # snapshots of its own stages that no record names
         )
         self._applied = asyncio.Condition()
-        self.began_s = 0.0  # when this server came into the run; on the monotonic clock
+        self.began_s = 0.0  # time when this server entered the run, on the monotonic clock
         self.sums = GradientSums(context.membership, context.limits.cache_bytes)
         self.rounds = AveragingRounds(context, self.sums)
         context.executor.while_idle(self.sums.look_ahead)
@@ -62,29 +63,29 @@ class StepHandlers:
         transport.handle_call(APPLY, self._handle_apply)
 
     def enter_run(self, stages: dict[int, Stage]) -> None:
-        """Begin in the run that this server has entered, with stages at its version."""
+        """Begin in a run, with stages at the run's version."""
         self.began_s = time.monotonic()
         self.rounds.discard_round()
         self.sums.enter_run(stages, now_s=now_s())
 
     async def leave_run(self) -> list[Stage]:
-        """Hold no stage any more; returns those that were held."""
+        """Release all stages; return them."""
         stages = list(self.sums.stages.values())
-        await self._compute(self.sums.leave_run)  # after what runs on the compute thread
+        await self._compute(self.sums.leave_run)  # after the job that runs on the compute thread
         self.rounds.discard_round()
         await self._notify()
         return stages
 
     async def enter_generation(self) -> None:
-        """Begin anew with the run's next generation: nothing of the old one may change a stage any more."""
+        """Begin the run's next generation: no job of the old generation may change a stage any more."""
         self.rounds.discard_round()
         self.sums.next.change = NO_CHANGE
-        # After what runs on the compute thread; what comes later there looks at the generation first.
+        # After the job that runs on the compute thread; later jobs check the generation first.
         await self._compute(self.sums.enter_generation)
         await self._notify()
 
     async def reopen(self) -> None:
-        """Have sums that a former coordinator froze take gradients again, until the present one freezes them."""
+        """Reopen sums that a former coordinator froze, until the present coordinator freezes them."""
         await self._compute(self.sums.reopen)
 
     async def _notify(self) -> None:
@@ -104,7 +105,7 @@ class StepHandlers:
         return tuple(sorted(self.sums.stages))
 
     def stage(self, index: int) -> Stage:
-        """One of the stages that this server holds."""
+        """Return one of the stages that this server holds."""
         return self.sums.stage(index)
 
     async def add_batch(
@@ -115,10 +116,10 @@ class StepHandlers:
         weight: float,
         seen: Tensor | None = None,
     ) -> None:
-        """Add the gradients of a batch for the parameters that this peer, a trainer, holds itself; once, as `add` does.
+        """Add a batch's gradients for the parameters that this peer holds as a trainer, once; see `GradientSums.add`.
 
         In the batch's key ``index`` and ``call`` are 0. A parameter may be left out or have None for its gradient.
-        `seen` is what batch norms saw.
+        `seen` are the batch norm statistics.
         """
         stage = self.stage(index)
         found = [gradients.get(name) for name in stage.trainable_names]
@@ -126,7 +127,7 @@ class StepHandlers:
         await self._compute(lambda: self.sums.add(stage, key, found, origin, seen))
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
-        """Copy a stage's weights of a version, or of the newest; returns the version with them."""
+        """Copy a stage's weights of a version, or of the newest; return the version and the copies."""
         stage = self.stage(index)
 
         def copy() -> tuple[int, dict[str, Tensor]]:
@@ -139,7 +140,7 @@ class StepHandlers:
     async def wait_for_version(self, version: int, *, within_s: float | None = None) -> None:
         """Wait until all stages are at `version`, or this server is in no run.
 
-        Raises `DeadlineExceeded` after so many seconds; None: those of an exchange.
+        Raises `DeadlineExceeded` after `within_s` seconds; None: after `Limits.call_timeout`.
         """
         within_s = self._timeout if within_s is None else within_s
         try:
@@ -153,19 +154,19 @@ class StepHandlers:
             ) from None
 
     async def wait_for_next(self, version: int) -> None:
-        """Wait until all stages are at `version`, which must be the next one at most: the caller's data take memory."""
+        """Wait until all stages are at `version`, at most the next, because the caller's data take memory meanwhile."""
         if version > self.version + 1:
             raise ProtocolError(f"this peer is at version {self.version}, and waits for the next one; got {version}")
         await self.wait_for_version(version)
 
     async def passed(self, version: int, *, within_s: float, written: float = math.inf) -> None:
-        """Wait until the stages are beyond `version`, or have other written weights, or for so many seconds."""
+        """Wait until the stages are beyond `version`, or have other written weights, or `within_s` has passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._applied:
                 await self._applied.wait_for(lambda: (self.version, self.sums.next.change.number) > (version, written))
 
     async def wait_for_written(self, version: int, number: int) -> None:
-        """At a joiner, wait until its stage holds what was written at a version; raises `DeadlineExceeded`."""
+        """Wait at a joiner for the weights written at a version; raise `DeadlineExceeded` if they do not come."""
         await self.passed(version, written=number - 1, within_s=self._timeout)
         if (self.version, self.sums.next.change.number) < (version, number):
             raise DeadlineExceeded(f"the weights written at version {version} did not come in {self._timeout:g} s")
@@ -187,7 +188,7 @@ class StepHandlers:
         self.sums.strike(request.step, request.batches)
         for first in request.batches:
             self._on_fenced(batch_name(request.generation, request.step, first))
-        # A job on the compute thread is not interrupted; when this is answered, nothing is added any more.
+        # Wait for the job on the compute thread, so that nothing is added after the answer.
         await self._compute(lambda: None)
         return b""
 
@@ -205,7 +206,7 @@ class StepHandlers:
         for name in stale:
             self._tickets.drop(name)
         if not self.rounds.has_begun(request.generation, request.step, request.round):
-            self.rounds.begin(expected)  # a freeze that comes twice, or late, must not end what it has begun
+            self.rounds.begin(expected)  # a repeated or late freeze must not end its own round
         noted, bans = self._events.report(), unrecorded(self.sums.run.bans, self._transport.bans) or UNSET
         snapshots = list(self.unrecorded_snapshots()) or UNSET
         return encode(
@@ -223,7 +224,7 @@ class StepHandlers:
         record = decode(body, Record)
         closing = record.closing
         if self._membership.has_run and record.step < self.version:
-            return b""  # it comes twice
+            return b""  # a repeated call
         self.sums.check(caller, closing.generation, closing.step)
         await self.apply_record(record)
         return b""
@@ -237,13 +238,13 @@ class StepHandlers:
         await self.commit(record, self.rounds.counted(record))
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
-        """Apply a decided record, once, even if it comes twice at the same time by different ways."""
+        """Apply a decided record once, even if it arrives twice at the same time."""
         try:
             await self._compute(lambda: self.sums.apply(record, gradients))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Some parameters may have taken their step. Nothing here may be used, or handed out, any more.
+            # Some parameters may have been stepped, so the stages must not be used or sent any more.
             failure = StepError(
                 "a server must have memory for the step of its optimizer, and this one had too little in step "
                 f"{record.step}: {error}. It leaves the run. Use `offload_optimizer=True` or an optimizer with less "
@@ -265,7 +266,7 @@ class StepHandlers:
             self._applied.notify_all()
 
     async def follow_change(self, step: int, change: StepChange, written: Mapping[str, Tensor]) -> None:
-        """At a joiner, which nobody asks to settle, begin an open step as its members did."""
+        """Begin an open step as its members did, at a joiner, which the coordinator does not ask to settle."""
 
         def follow() -> None:
             for stage in self.sums.stages.values():

@@ -1,4 +1,4 @@
-"""Brings a joiner into a stage: a replica meets it, sends it the state, and keeps the records that follow."""
+"""Brings a joiner into a stage: a replica connects to it, sends it the state, and keeps the records that follow."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _MAX_MET: Final = 256
-_MAX_JOINING: Final = 3  # at once; more wait for their turn, so that each is in sooner
-_MAX_PIECES: Final = 4  # under way to one peer
+_MAX_JOINING: Final = 3  # joiners at once; more have to wait, so that each joins sooner
+_MAX_PIECES: Final = 4  # pieces in transit to one peer
 _MAX_PIECE_BYTES: Final = 4 << 20
 _MIN_PIECE_BYTES: Final = 64 << 10
-_IDLE_S: Final = 60.0  # after so long without a request a download is given up
-_MIN_BYTES_PER_S: Final = 64 << 10  # of a download, on the average; others wait for its place
-_MAX_RECORDS: Final = 16  # that a joiner may follow before it is let in, beside those that it has missed
+_IDLE_S: Final = 60.0  # seconds without a request after which a download is dropped
+_MIN_BYTES_PER_S: Final = 64 << 10  # lowest mean rate of a download, because other joiners wait for its place
+_MAX_RECORDS: Final = 16  # records that a joiner may follow before it is admitted, beside the records that it missed
 _HOLD_S: Final = 20.0
-_CATCH_UP: Final = 4.0  # a joiner catches up at least so many times as fast as records come
-_CONNECT_TIMEOUT_S: Final = 8.0  # the coordinator asks for a little longer
+_CATCH_UP: Final = 4.0  # a joiner catches up this many times as fast as records come, or faster
+_CONNECT_TIMEOUT_S: Final = 8.0  # a little less than the coordinator's own timeout
 
 
 class Throttle:
-    """Limits the bytes sent in a second, on the average; requests are served in their order."""
+    """Limits the mean number of bytes sent per second; requests are served in order."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0  # when all that was promised is sent
+        self._free_s = 0.0  # time when all promised bytes are sent
 
     async def acquire(self, num_bytes: int) -> None:
-        """Wait until so many bytes may be sent."""
+        """Wait until `num_bytes` may be sent."""
         wait_s = self._free_s - now_s()
         self.charge(num_bytes)
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)
 
     def charge(self, num_bytes: int) -> None:
-        """Count bytes that are sent at once, whatever was promised to others, which wait for longer."""
+        """Count bytes that are sent at once, so that requests after them wait longer."""
         self._free_s = max(self._free_s, now_s()) + num_bytes / self._bytes_per_s
 
 
@@ -63,34 +63,34 @@ class _CatchingUp:
     stage_index: int
     version: int
     last_heard_s: float
-    due: int | None = None  # the version at which it gives its place to others; None: it is downloading
-    entered: bool = False  # by the last record, which it may still ask for
+    due: int | None = None  # the version at which it loses its place; None: it is downloading
+    entered: bool = False  # admitted by the last record, which it may still request
 
 
 @dataclass
 class _OutgoingCopy:
-    """A download that a joiner has under way here."""
+    """A download by a joiner in progress here."""
 
     began_s: float
     last_heard_s: float
-    num_bytes: int = 0  # that were sent
+    num_bytes: int = 0  # bytes sent
     copy: StageCopy | None = None  # None: it is being made
-    num_pieces: int = 0  # under way
+    num_pieces: int = 0  # pieces in transit
 
 
 @dataclass
 class _DonorGeneration:
-    """The donor's copies and records for joiners, which begin again in another generation of the run."""
+    """The donor's copies and records for joiners, which begin anew in each generation of the run."""
 
     followers: dict[PeerId, _CatchingUp] = field(default_factory=dict)
     downloads: dict[PeerId, _OutgoingCopy] = field(default_factory=dict)
-    copies: dict[int, StageCopy] = field(default_factory=dict)  # the newest of each stage, while a peer downloads it
-    # Records by step, with their mean gradients, what was written before them, and the members before them.
+    copies: dict[int, StageCopy] = field(default_factory=dict)  # stage -> newest copy, while a peer downloads it
+    # step -> record, its mean gradients, weights written before it, and the members before it
     kept: dict[int, tuple[Record, Mapping[int, Tensor], WrittenByStage, SeatedMembers]] = field(default_factory=dict)
 
 
 class Donor:
-    """Sends this server's stages to joiners, and keeps records with their mean gradients as long as one needs them."""
+    """Sends this server's stages to joiners, and keeps records with their mean gradients while joiners need them."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
@@ -103,11 +103,11 @@ class Donor:
         self._met: dict[PeerId, Candidate] = {}
         self._membership.introduced = self._met
         self._queued: set[PeerId] = set()  # peers that wait for a place
-        self._backoff = JoinBackoff()  # of peers that began downloads, and were let in after none
-        self._freed = asyncio.Event()  # perhaps a place is free; each time another event
+        self._backoff = JoinBackoff()  # delays peers that began downloads and never joined
+        self._freed = asyncio.Event()  # set when a place may be free, and then replaced
         self._throttle = Throttle(limits.max_upload)
         self._applied_s = 0.0  # when the newest record was applied
-        self._interval_s = 0.0  # between it and the one before
+        self._interval_s = 0.0  # seconds between the last two records
         transport.handle_call(MEET, self._handle_meet)
         transport.handle_call(RECORD_DIGEST, self._handle_record_digest)
         transport.handle_stream(FOLLOW, self._handle_follow, max_bytes=0)
@@ -115,7 +115,7 @@ class Donor:
         transport.handle_stream(NEXT, self._handle_next, max_bytes=0)
 
     def keep_record(self, record: Record, gradients: Mapping[int, Tensor], written: WrittenByStage) -> None:
-        """Keep a record that was applied here, if a joiner will ask for it."""
+        """Keep a record that was applied here, if a joiner will request it."""
         at_s, state = now_s(), self._state
         self._interval_s, self._applied_s = at_s - self._applied_s, at_s
         state.followers = {peer: follower for peer, follower in state.followers.items() if not follower.entered}
@@ -123,10 +123,10 @@ class Donor:
             peer = newcomer.member.peer_id
             self._met.pop(peer, None)
             self._backoff.clear(peer)
-            self._end_download(peer)  # it may have got another copy's pieces, and not say so
+            self._end_download(peer)  # it may have downloaded from another donor, without a notice here
             if peer in state.followers:
                 state.followers[peer].entered = True
-        for one in record.convicted or ():  # it may be about to come back
+        for one in record.convicted or ():  # a convicted peer may be about to join again
             self._met.pop(one.peer, None)
             state.followers.pop(one.peer, None)
             self._end_download(one.peer)
@@ -137,7 +137,7 @@ class Donor:
         self._notify()
 
     def enter_generation(self) -> None:
-        """Begin anew with the run's next generation, or without a run: all that followed the old one begin again."""
+        """Begin anew in the run's next generation, or without a run; all followers have to begin again."""
         self._state = _DonorGeneration()
 
     async def _handle_meet(self, caller: PeerId, body: bytes) -> bytes:
@@ -152,21 +152,21 @@ class Donor:
         except TimeoutError:
             raise PeerError(f"no connection to {peer} within {_CONNECT_TIMEOUT_S:g} s") from None
         self._met.pop(peer, None)
-        self._state.followers.pop(peer, None)  # it joins anew, so what it followed is of no use to it
+        self._state.followers.pop(peer, None)  # it joins anew, so the old records are of no use to it
         self._end_download(peer)
         self._met[peer] = candidate
-        # Peers that download stay, for as long as that may take.
+        # Peers that download stay, however long that takes.
         idle = [other for other in self._met if other not in self._state.followers]
         for other in idle[: max(0, len(self._met) - _MAX_MET)]:
             del self._met[other]
         return b""
 
     async def _handle_record_digest(self, caller: PeerId, body: bytes) -> bytes:
-        """Tell a joiner which record was decided, so that it need not believe its donor."""
+        """Return the digest of a decided record, so that a joiner need not trust its donor."""
         request = decode(body, RecordDigestRequest)
         run = self._membership.running
         if not self._membership.knows_server(caller):
-            raise ProtocolError(f"records are told to servers and those that join, and {caller} is neither")
+            raise ProtocolError(f"record digests are for servers and joiners of the run, and {caller} is neither")
         run.check_generation(request.generation)
         await self._steps.wait_for_next(request.step + 1)  # the caller's donor may be quicker
         run.check_generation(request.generation)
@@ -188,7 +188,7 @@ class Donor:
         download = state.downloads[caller] = _OutgoingCopy(at_s, at_s)
         if request.version is None:
             self._backoff.add(caller, now_s=at_s)
-            # Before the copy is made: of what is applied after it nothing may be missed.
+            # Before the copy is made, so that no later record is missed.
             state.followers[caller] = _CatchingUp(stage.index, self._steps.version, at_s)
         try:
             # On the compute thread, so that it falls between two records.
@@ -218,7 +218,7 @@ class Donor:
             raise ProtocolError(f"a copy of {copy.num_bytes} bytes has none from {start} to {stop}")
         if download.num_pieces >= _MAX_PIECES:
             raise Busy(f"{download.num_pieces} pieces are on their way to this peer, at most {_MAX_PIECES} may be")
-        # A fraction of a second's worth, so that nothing waits for long behind it.
+        # Bytes for a fraction of a second, so that no message waits long behind them.
         stop = min(stop, start + min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._limits.max_upload // 10)))
         download.num_pieces += 1
         download.num_bytes += stop - start
@@ -254,16 +254,16 @@ class Donor:
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
         record, gradients, written, seats = self._state.kept[request.version]
         gradient, behind = gradients[stage.index].cpu(), written.get(stage.index, {})
-        self._throttle.charge(gradient.nbytes)  # before any download: a joiner that falls behind begins that again
+        self._throttle.charge(gradient.nbytes)  # before any download: a joiner that falls behind downloads again
         if request.version + 1 < self._steps.version:
-            # Many records one right after the other would hold activations up on the link.
+            # Many records in a row would delay activations on the link.
             at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
             await asyncio.sleep(min(gradient.nbytes / self._limits.max_upload, at_most_s))
         reply = NextReply(record=record, seats=None if request.seated else seats, names=list(behind))
         return Message(encode(reply), (gradient, *(tensor.cpu() for tensor in behind.values())))
 
     def _open_step(self, request: NextRequest, seats: SeatedMembers | None) -> Message:
-        """Tell a joiner that knows all records what the open step began with, if it does not know that."""
+        """Return the open step's change to a joiner that has all records, if it lacks the change."""
         following = self._steps.sums.next
         if request.version != self._steps.version or request.written == following.change.number:
             return Message(encode(NextReply(record=None, seats=seats)))
@@ -272,7 +272,7 @@ class Donor:
         return Message(encode(reply), tuple(tensor.cpu() for tensor in written.values()))
 
     async def _get_place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
-        """Wait until a stage may be sent to one more peer: each has one download under way, and few join at a time."""
+        """Wait for a place: each peer has one download in progress, and few peers join at a time."""
         end_s = now_s() + within_s
         if caller in self._state.downloads or caller in self._queued:
             raise Busy("this peer has a download under way, or asks for one")
@@ -288,7 +288,7 @@ class Donor:
             self._queued.discard(caller)
 
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
-        """Count the peers that download, and those that follow the records: each is sent a gradient with every step."""
+        """Count the peers that download, and the followers of records, which receive a gradient with every step."""
         self._give_up_stalled()
         busy, oldest_s = set(self._state.downloads), now_s() - _IDLE_S
         for peer, follower in self._state.followers.items():
@@ -302,7 +302,7 @@ class Donor:
             raise Busy(f"{caller} began {count} downloads here and never joined. It may try again in {wait_s:.0f} s.")
 
     def _give_up_stalled(self) -> None:
-        """Take their places from joiners that do not go on."""
+        """Free the places of joiners that make no progress."""
         at_s, state = now_s(), self._state
         bytes_per_s = min(_MIN_BYTES_PER_S, self._limits.max_upload / (2 * _MAX_JOINING))
         for peer, download in list(state.downloads.items()):
@@ -316,7 +316,7 @@ class Donor:
                 del state.followers[peer]
 
     def _end_download(self, peer: PeerId) -> None:
-        """End a download; its copy is dropped with the last peer that wants it."""
+        """End a download; drop its copy if no other peer wants it."""
         self._state.downloads.pop(peer, None)
         wanted = [download.copy for download in self._state.downloads.values()]
         if None not in wanted:
@@ -335,13 +335,13 @@ class Donor:
         stage = self._steps.stage(stage_index)
         candidate = self._met.get(caller)
         known = candidate is not None and candidate.stage_index == stage_index
-        # The record that lets the caller in may have been applied here before it was applied there.
+        # The record that admits the caller may be applied here before it is applied there.
         if not known and caller not in (member.peer_id for member in self._membership.run.rosters[stage_index]):
             raise ProtocolError(f"{caller} was not introduced as one that joins stage {stage_index}")
         return stage
 
     def _drop_unneeded(self) -> None:
-        """Keep the records that some joiner needs, within bounds; joiners that need the oldest begin again."""
+        """Keep the records that a joiner needs, within bounds; joiners that need the oldest have to begin again."""
         oldest_s = now_s() - self._limits.join_timeout
         followers = {
             peer: follower for peer, follower in self._state.followers.items() if follower.last_heard_s >= oldest_s
@@ -362,8 +362,8 @@ class Donor:
 
 
 def _shared_copy(state: _DonorGeneration, stage: Stage, generation: int) -> StageCopy:
-    """Copy a stage; all peers that download the same version share one copy. On the compute thread."""
-    # Of the caller's generation: copies of a stage as it was before must not come among those of the next one.
+    """Copy a stage, on the compute thread; all peers that download the same version share one copy."""
+    # `state` is the caller's generation, so that a copy of an old generation never enters the next.
     copy = state.copies.get(stage.index)
     if copy is None or copy.version != stage.version:
         copy = state.copies[stage.index] = StageCopy.of(stage, generation)

@@ -1,4 +1,4 @@
-"""Calls that bring the state of a server's stages, and calls that read it: for trainers and for checkpoints."""
+"""Calls that load and read the state of a server's stages, for trainers and for checkpoints."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _T = TypeVar("_T")
 
-# Of folders that servers write to. A server that sees one with such a number shares the lead's file system.
+# Names of folders that servers write to. A server that finds such a folder shares the lead's file system.
 FOLDER: Final = r"\.[^/\\]*\.[0-9a-f]{32}\.partial"
 
 
 class StateHandlers:
-    """Answers the calls that bring the state of this server's stages, and those that read or write it."""
+    """Handles the calls that load, read or write the state of this server's stages."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers, *, on_loaded: Callable[[int], None]) -> None:
         self._compute = context.compute
@@ -57,7 +57,7 @@ class StateHandlers:
         self._membership.check_lead(caller, "brings weights")
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
-        """Take a stage's initial weights, or its optimizer's state, from the lead. No other peer's are ever used."""
+        """Load a stage's initial weights, or its optimizer's state, from the lead. No other peer may send them."""
         self._check_brings(caller)
         run = self._membership.run
         state = decode(message.body, StageState)
@@ -79,7 +79,7 @@ class StateHandlers:
         return Message()
 
     async def _handle_evaluation_weights(self, caller: PeerId, message: Message) -> Message:
-        """Take weights from the lead that evaluations may use."""
+        """Keep weights from the lead for evaluations."""
         self._check_brings(caller)
         head = decode(message.body, EvaluationWeights)
         self._membership.run.check_generation(head.generation)
@@ -92,13 +92,13 @@ class StateHandlers:
 
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
         run = self._membership.run
-        if caller != run.coordinator or not run.manifest.settings.is_audited:  # which judges by it
+        if caller != run.coordinator or not run.manifest.settings.is_audited:  # the coordinator audits by this state
             run.check_trainer(caller)
         request = decode(message.body, StateRequest)
         return (await self._read(request, lambda stage: _state(stage, request)))[1]
 
     async def _handle_prove(self, caller: PeerId, body: bytes) -> bytes:
-        """Prove what this server has of a stage, to a trainer or a judge that another server sent it."""
+        """Prove this server's state of a stage to a trainer or coordinator that received it from another server."""
         run = self._membership.run
         if caller != run.coordinator:
             run.check_trainer(caller)
@@ -119,7 +119,7 @@ class StateHandlers:
             return Message(encode(WriteReply(here=False, written=[])))
         stage, parts = await self._read(request, lambda stage: _content(stage, request))
         try:
-            # Shared, not copied: the lead waits, and no record is applied meanwhile.
+            # Shared, not copied, because no record is applied while the lead waits.
             written = await asyncio.to_thread(sharded_format.write, folder, stage.index, parts)
         except OSError as error:
             raise SwarmError(f"stage {stage.index} cannot be written to {folder}: {error}") from error
@@ -143,7 +143,7 @@ class StateHandlers:
 
 
 def _content(stage: Stage, request: WriteRequest) -> dict[str, Any]:
-    """The content of a stage's checkpoint. Shared memory, not copies."""
+    """Return the content of a stage's checkpoint. Shared memory, not copies."""
     left_out = {buffer.name for buffer in stage.module.spec.buffers if not buffer.persistent}.union(request.without)
 
     def kept(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,5 +166,5 @@ def _state(stage: Stage, request: StateRequest) -> Message:
         names=list(state),
         structure=structure if request.optimizer else None,
     )
-    # Shared, not copied: the lead reads, and no record is applied meanwhile.
+    # Shared, not copied, because no record is applied while the lead reads.
     return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))

@@ -1,4 +1,4 @@
-"""Joins a run that is under way: download a stage, follow its records, enter a roster by one of them."""
+"""Joins a run that is under way: downloads a stage, follows its records, and enters a roster by one of them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
-_HOLD_S: Final = 15.0  # for the next record
+_HOLD_S: Final = 15.0  # seconds to wait for the next record
 _POLL_S: Final = 1.0
-_MAX_ATTEMPTS: Final = 8  # with pauses of two minutes in all: a record may have to leave out an earlier life first
-_MAX_TARGET_ATTEMPTS: Final = 3  # to get the stage that a server moves to
+_MAX_ATTEMPTS: Final = 8  # with pauses of two minutes in all: a record may have to exclude an earlier life first
+_MAX_TARGET_ATTEMPTS: Final = 3  # attempts to join the stage to which a server moves
 _FIRST_PAUSE_S: Final = 1.0
 _COMPARED: Final = ("Python", "torch", "lightning")
 
@@ -68,32 +68,32 @@ class Joiner:
         self._membership = context.membership
         self._steps = steps
         self._stage: Stage | None = None
-        self._joined_at = 0  # the version of the run then
-        self._target: int | None = None  # the stage that a record told this server to hold
-        self._former: int | None = None  # the stage that it had before
+        self._joined_at = 0  # the run's version at that time
+        self._target: int | None = None  # the stage to which a record moved this server
+        self._former: int | None = None  # the stage that it held before
         self._is_unlike = False  # the machines of the stage's servers are of other kinds
         self._has_compared = False  # versions were found to differ
-        self._alone = False  # one replica shall send everything
-        self._unconfirmed: set[PeerId] = set()  # donors that sent what the coordinator did not confirm
-        self._refused_by: set[PeerId] = set()  # of the peers that announce themselves
-        self._say: Callable[[str], None] = _log.info  # tells the user how far it is
+        self._alone = False  # a single replica must send everything
+        self._unconfirmed: set[PeerId] = set()  # donors whose state the coordinator did not confirm
+        self._refused_by: set[PeerId] = set()  # announced peers that refused this peer
+        self._say: Callable[[str], None] = _log.info  # reports progress to the user
         context.transport.handle_call(LISTEN, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
-        """Join with the stage of fewest `holders`, of those that this server has built for a run that it left."""
+        """Join with a stage that this server built for a run it left: the stage with the fewest `holders`."""
         self._target = self._former = None
         self._stage = min(stages, key=lambda stage: holders[stage.index], default=self._stage)
 
     def move_to(self, stage_index: int, *, former: int) -> None:
-        """Join with another stage than `former`, which this server had, and takes again if it cannot get the other."""
+        """Join with another stage than `former`, which this server held, and fall back to `former` if that fails."""
         self._stage, self._target, self._former = None, stage_index, former
 
     async def enter(
         self, find: Callable[[], Awaitable[Sequence[PeerId]]], say: Callable[[str], None] = _log.info
     ) -> None:
-        """Come into a run: be admitted at its beginning, or join one whose coordinator `find` names.
+        """Enter a run: be admitted at its beginning, or join a run whose coordinator `find` names.
 
-        There may be no run for long. Raises `ConfigError` if this peer's model or version is not the run's, and
+        It may wait long for a run. Raises `ConfigError` if this peer's model or version is not the run's, and
         `PeerError` if the run does not let this peer in.
         """
         self._say = say
@@ -107,8 +107,8 @@ class Joiner:
             await asyncio.sleep(_POLL_S)
 
     async def _find_coordinator(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
-        """Ask announced coordinators which peer coordinates the run by now; announcements outlive runs."""
-        others: list[int] = []  # versions of the protocol
+        """Ask announced coordinators for the run's present coordinator, because announcements outlive runs."""
+        others: list[int] = []  # protocol versions of peers that cannot be read here
 
         async def ask(announced: PeerId) -> PeerId | None:
             try:
@@ -121,13 +121,13 @@ class Joiner:
                     return PeerId(view.term[1])
                 others.append(there)
             except SwarmError as error:
-                # Not an error of this peer: anyone may announce itself, and refuse.
+                # No error of this peer: any peer may announce itself, and refuse.
                 is_news = isinstance(error, AccessDenied) and announced not in self._refused_by
                 self._refused_by |= {announced} if is_news else set()
                 _log.log(logging.WARNING if is_news else logging.INFO, "No run at %s: %s", announced, error)
             return None
 
-        # All at once: those that announce themselves and then keep silent would hold this peer up, one by one.
+        # All at once, because silent peers would otherwise delay this peer one by one.
         found = await first_found(map(ask, await find()))
         for there in others if found is None else ():
             check_protocol_version(there, there="in the run", here="here")
@@ -152,7 +152,7 @@ class Joiner:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
 
     async def _join(self, coordinator: PeerId, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
-        """Try to join a few times. Another peer may come to coordinate meanwhile."""
+        """Try to join a few times. The coordinator may change meanwhile."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
                 if attempt > 1 and not self._membership.has_run:  # else this server follows the run's coordinator
@@ -177,7 +177,7 @@ class Joiner:
 
     @property
     def _done(self) -> bool:
-        """True if this server is in, or the run is over."""
+        """Whether this server is a member, or the run is over."""
         return self._membership.is_member or self._admission.left.is_set()
 
     async def _try(self, coordinator: PeerId, attempt: int) -> None:
@@ -197,17 +197,17 @@ class Joiner:
             arithmetic=self._admission.model.arithmetic,
         )
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
-        if self._stage is None or self._stage.index != reply.stage_index:  # in an audited run it does not choose
+        if self._stage is None or self._stage.index != reply.stage_index:  # an audited run chooses the stage
             stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         self._is_unlike = reply.is_unlike
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
-        # Joiners of one stage go round its replicas, and so do the attempts of one joiner: a replica may be gone.
+        # Joiners of a stage, and attempts of a joiner, start at different replicas, because a replica may be gone.
         first = (self._membership.me.boot_id + attempt) % len(roster)
         donors = [*roster[first:], *roster[:first]]
         is_audited = view.manifest.settings.is_audited
         download = StageDownload(self._transport, self._stage, limits=self._limits, say=self._say)
-        # In an audited run one server sends all, so that it is known who sent what the coordinator does not confirm.
+        # In an audited run one server sends all, so that the sender of unconfirmed state is known.
         donors = self._confirmed(donors, coordinator) if is_audited else donors
         try:
             donor, version = await self._download(download, donors, self._stage, alone=self._alone or is_audited)
@@ -219,13 +219,13 @@ class Joiner:
             is_fault = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)
             if is_fault or not is_audited or download.donor in (None, coordinator):
                 raise
-            # Whatever it was: it may have been made to end this peer.
+            # Any error counts, because a donor may cause it on purpose, to end this peer.
             self._unconfirmed.add(download.donor)
             self._events.note("unconfirmed", peer=download.donor, stage=self._stage.index, reason=str(error))
             raise Unconfirmed(f"the state that {download.donor} sent is not confirmed: {error}") from error
 
     def _confirmed(self, donors: Sequence[PeerId], coordinator: PeerId) -> list[PeerId]:
-        """The donors to ask in an audited run: after one lied, the coordinator before the others."""
+        """Return the donors to ask in an audited run; after a false state, the coordinator first."""
         left = [peer for peer in donors if peer not in self._unconfirmed]
         if not left:
             raise Unconfirmed(
@@ -237,13 +237,13 @@ class Joiner:
     async def _download(
         self, download: StageDownload, donors: Sequence[PeerId], stage: Stage, *, alone: bool
     ) -> tuple[PeerId, int]:
-        """Take over the state of the replicas; returns the one to follow, and the version."""
+        """Download and load the state of a stage; return the replica to follow, and the version."""
         donor, incoming = await download.download(donors, alone=alone)
         snapshot = incoming.head.snapshot
         weights, state = incoming.values()
 
         def load() -> int:
-            if self._done:  # loading would undo what the record that let this peer in did
+            if self._done:  # loading would undo the record that admitted this peer
                 raise PeerError("a record let this peer in while it was downloading")
             stage.enter_generation(snapshot.version, snapshot.selection)
             stage.load_weights(weights)
@@ -278,7 +278,7 @@ class Joiner:
                 donor,
                 NEXT,
                 Message(encode(request)),
-                timeout=hold_s + self._limits.call_timeout,  # a donor that froze is not waited for like a download
+                timeout=hold_s + self._limits.call_timeout,  # shorter than for a download: the donor may freeze
                 max_bytes=self._limits.max_message_bytes,
             )
             reply = decode(message.body, NextReply)
@@ -303,14 +303,14 @@ class Joiner:
                 hold_s = 0.0
 
     def _check_portable(self, record: Record, stage: Stage) -> None:
-        """Refuse to step as machines of another kind did: the weights would differ from theirs in their last bits."""
+        """Refuse a record that other kinds of machine applied without portable arithmetic; last bits would differ."""
         if self._is_unlike and record.outcome == "apply" and stage.index not in (record.portable or ()):
             raise PeerError(
                 f"record {record.step} was decided before the run knew that this machine is of another kind"
             )
 
     async def _confirm_record(self, record: Record) -> None:
-        """In an audited run, raise `Unconfirmed` if a donor's record is not the one that was decided."""
+        """In an audited run, raise `Unconfirmed` if a donor's record is not the decided record."""
         run = self._membership.run
         if not run.manifest.settings.is_audited:
             return
@@ -324,7 +324,7 @@ class Joiner:
             raise Unconfirmed(f"its record of step {record.step} is not the one that was decided")
 
     async def _confirm_members(self, version: int) -> bool:
-        """In an audited run, take the run's members from the coordinator, not from a donor; False: not yet."""
+        """In an audited run, get the members from the coordinator, not from a donor; return False if too early."""
         run = self._membership.run
         if not run.manifest.settings.is_audited:
             return True
@@ -344,7 +344,7 @@ class Joiner:
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
     def _seat(self, seats: SeatedMembers, version: int) -> None:
-        """Take over the members of the run at a version. This peer was out when it joined, whatever names it before."""
+        """Adopt the run's members at a version. Up to its join this peer was no member, even if it is named."""
         self._membership.run.check_seats(seats)
         rosters = seats.rosters
         if version <= self._joined_at:
@@ -352,7 +352,7 @@ class Joiner:
         self._membership.run.set_members(replace(seats, rosters=rosters))
 
     async def _handle_listen(self, caller: PeerId, body: bytes) -> bytes:
-        """Collect and hold a round's mean gradient, so that its record may let this server in."""
+        """Collect and hold a round's mean gradient, so that its record may admit this server."""
         request = decode(body, ListenRequest)
         closing = request.closing
         stage = self._stage
@@ -366,7 +366,7 @@ class Joiner:
         held = self._steps.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
             if request.change.written is not None and stage.index in request.change.written.stages:
-                await self._steps.wait_for_written(closing.step, request.change.number)  # they come from its donor
+                await self._steps.wait_for_written(closing.step, request.change.number)  # the donor sends them
             await self._steps.follow_change(closing.step, request.change, {})
             mean, carried = await self._steps.rounds.collect(closing, stage, rosters)
         version_hash = await self._compute(partial(stage.fingerprint, request.challenge))

@@ -1,4 +1,4 @@
-"""Copies of stages that a server keeps in case all that hold one die: of its own stages, and of a neighbour's."""
+"""Snapshots of stages, in case all servers of a stage die: of a server's own stages, and of another server's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class KeptLoops:
     def __init__(self, context: ServerContext, steps: StepHandlers, ordered: Callable[[], set[int]]) -> None:
         self._membership = context.membership
         self._steps = steps
-        self._ordered = ordered  # the versions of the snapshots that there are to be
+        self._ordered = ordered  # returns the versions of the ordered snapshots
         self._kept: dict[int, Message] = {}
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
         context.transport.handle_stream(
@@ -55,15 +55,15 @@ class KeptLoops:
 
     @property
     def versions(self) -> list[int]:
-        """The versions of the weights that the states go with."""
+        """The versions of the weights to which the states belong."""
         return sorted(self._kept)
 
     def get(self, version: int) -> Any:
-        """The loop's state at a version, a value of `plain_values`; a `KeyError` if it is not kept here."""
+        """Return the loop's state at a version, a value of `plain_values`; raise `KeyError` if it is not kept here."""
         return plain_values.unpack(self._kept[version].tensors)
 
     def prune(self) -> None:
-        """Forget states that no snapshot goes with."""
+        """Drop states without a snapshot."""
         ordered = self._ordered()
         self._kept = {version: loop for version, loop in self._kept.items() if version in ordered}
 
@@ -73,8 +73,8 @@ class KeptLoops:
         await self._steps.wait_for_next(head.version)  # its record may come here later than to the lead
         self._check(caller, head)
         if head.version not in self._ordered():
-            raise ProtocolError(f"nobody said that there is a snapshot of version {head.version}")
-        TravellingLoop.read(plain_values.unpack(message.tensors))  # refuses one that could not be read when needed
+            raise ProtocolError(f"no record orders a snapshot of version {head.version}")
+        TravellingLoop.read(plain_values.unpack(message.tensors))  # refuses a state that could not be read later
         self._kept[head.version] = message
         self.prune()
         return Message()
@@ -94,7 +94,7 @@ _log = logging.getLogger(__name__)
 
 
 def copied(stage: Stage, generation: int) -> Message:
-    """Copy a stage's weights and optimizer state to the CPU. On the compute thread."""
+    """Copy a stage's weights and optimizer state to the CPU, on the compute thread."""
     weights, state = stage.weights(), stage.optimizer.state()
     structure, tensors = serialization.flatten(list(state.values()))
     head = Snapshot(
@@ -107,7 +107,7 @@ def copied(stage: Stage, generation: int) -> Message:
         structure=structure,
         selection=stage.selection,
     )
-    # Copied: it may take long to send, and records go on changing the original.
+    # Copied, because sending may take long, and records change the original meanwhile.
     copies = (tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors])
     return Message(encode(head), tuple(copies))
 
@@ -117,7 +117,7 @@ class _StoredSnapshot:
     head: Snapshot
     digest: bytes
     tensors: Sequence[Tensor]
-    file: IO[bytes] | None = None  # has the tensors, if they are not here
+    file: IO[bytes] | None = None  # holds the tensors, if `tensors` is empty
 
     def close(self) -> None:
         if self.file is not None:
@@ -129,7 +129,7 @@ class SnapshotStore:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[tuple[int, int], _StoredSnapshot] = {}  # by version and stage
+        self._kept: dict[tuple[int, int], _StoredSnapshot] = {}  # (version, stage) -> snapshot
 
     @property
     def held(self) -> list[HeldSnapshot]:
@@ -145,7 +145,7 @@ class SnapshotStore:
         return sum(num_bytes(snapshot.tensors) for snapshot in self._kept.values())
 
     async def put(self, head: Snapshot, tensors: Sequence[Tensor], *, wanted: Callable[[], bool]) -> None:
-        """Keep a snapshot, which must not change any more, if it is still `wanted` once written; `OSError`: no room."""
+        """Keep an immutable snapshot if it is still `wanted` once written; raise `OSError` if there is no room."""
         own = await asyncio.to_thread(digest, tensors, encode(head))
         kept = _StoredSnapshot(head, own, tensors)
         if self.used_bytes + num_bytes(tensors) > self._max_bytes:
@@ -157,13 +157,13 @@ class SnapshotStore:
         self._kept[head.version, head.stage_index] = kept
 
     async def get(self, stage_index: int, version: int) -> tuple[Snapshot, Sequence[Tensor]]:
-        """A snapshot; `TicketGone` if it is not kept."""
+        """Return a snapshot; raise `TicketGone` if it is not kept."""
         kept = self._kept.get((version, stage_index))
         if kept is None:
             raise TicketGone(f"stage {stage_index} at version {version} is not kept here (any more)")
         if kept.file is None:
             return kept.head, kept.tensors
-        # Mapped here and now, for it may be dropped while it is read; and each reader has a position of its own.
+        # Mapped now, because it may be dropped while it is read, and each reader needs its own position.
         mapped = mmap.mmap(kept.file.fileno(), 0, access=mmap.ACCESS_READ)
         return kept.head, await asyncio.to_thread(_read, mapped)
 
@@ -185,9 +185,9 @@ def _written(tensors: Sequence[Tensor]) -> IO[bytes]:
         torch.save(list(tensors), file)
         file.flush()
     except BaseException as error:
-        with contextlib.suppress(OSError):  # what is left to write has no room either
+        with contextlib.suppress(OSError):  # no room for the rest of the file either
             file.close()
-        if isinstance(error.__context__, OSError):  # torch's own error, on top of that of a full disk
+        if isinstance(error.__context__, OSError):  # torch's own error, raised on top of the full disk's error
             raise error.__context__ from None
         raise
     return file
@@ -201,17 +201,17 @@ def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _SnapshotOrder:
-    """An order for snapshots, as a record gave it."""
+    """A record's order for snapshots."""
 
     generation: int
-    version: int  # of the weights after it
+    version: int  # version of the weights after the record
     keep: int | None
     keepers: Sequence[PeerId | None]
     at_s: float
 
 
 class Snapshots:
-    """Takes snapshots when a record orders them, sends them to the peers that shall keep them, and keeps others'."""
+    """Takes snapshots when a record orders them, sends them to other servers, and keeps other servers' snapshots."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
@@ -221,9 +221,9 @@ class Snapshots:
         self._steps = steps
         self._limits, self._events = limits, context.events
         self._spawn = context.tasks.spawn
-        self._order: _SnapshotOrder | None = None  # the newest one
-        self._older: _SnapshotOrder | None = None  # that of the older version that is kept
-        self._senders: dict[tuple[int, int], PeerId] = {}  # by stage and version: who sent the copy that is kept here
+        self._order: _SnapshotOrder | None = None  # the newest order
+        self._older: _SnapshotOrder | None = None  # the order of the older version that is kept
+        self._senders: dict[tuple[int, int], PeerId] = {}  # (stage, version) -> sender of the copy kept here
         self.store = SnapshotStore(limits.snapshot_bytes)
         self.loops = KeptLoops(context, steps, self._versions)
         steps.unrecorded_snapshots = self._untold
@@ -233,19 +233,19 @@ class Snapshots:
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
 
     def discard(self) -> None:
-        """Drop all: the run entered its next generation, or is over. A snapshot that is being written is not kept."""
+        """Drop all snapshots, even while they are written: the run is over, or in its next generation."""
         self._order = self._older = None
         self.store.keep_only(None)
         self.loops.prune()
 
     @property
     def ordered(self) -> OrderedSnapshots | None:
-        """The newest order of this run that was seen here."""
+        """The newest order of this run."""
         order = self._order
         return None if order is None else OrderedSnapshots(order.version, order.keep, order.at_s)
 
     def _untold(self) -> list[HeldSnapshot]:
-        """The newest snapshots of this server's own stages, as long as no record tells what they are."""
+        """Return the newest snapshots of this server's own stages whose digests no record names yet."""
         order, run = self._order, self._membership.run
         if order is None:
             return []
@@ -257,7 +257,7 @@ class Snapshots:
         return set() if order is None else {version for version in (order.version, order.keep) if version is not None}
 
     def on_record(self, record: Record) -> Coroutine[Any, Any, None] | None:
-        """After a record, return the work of taking a snapshot, if the record orders one."""
+        """Return the work of taking a snapshot after a record, if the record orders it."""
         if record.snapshots and self._membership.run.manifest.settings.is_audited:
             self._spawn(self._replace_false(record.snapshots))
         if record.snapshot is None or not self._membership.is_member:
@@ -267,19 +267,19 @@ class Snapshots:
         self._older = next((one for one in (self._order, self._older) if one and one.version == snapshot.keep), None)
         self._order = order
         self._senders = {key: peer for key, peer in self._senders.items() if self._order_of(key[1]) is not None}
-        self.store.keep_only(record.snapshot.keep)  # so there are never more than two
+        self.store.keep_only(record.snapshot.keep)  # two versions at most are kept
         self.loops.prune()
-        rosters = self._membership.run.rosters  # after the record
+        rosters = self._membership.run.rosters  # rosters after the record
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
         return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
 
     async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
-        """Copy stages as they are now, before the next record, and send those whose first replica is here."""
+        """Copy stages before the next record, and send the copies of stages whose first replica is here."""
         taken: dict[int, Message] = {}
-        # All of them before any is hashed, which may take longer than a step.
+        # Copy all before hashing any, because that may take longer than a step.
         for message in [await self._compute(partial(copied, stage, order.generation)) for stage in stages]:
             head = decode(message.body, Snapshot)
-            if head.version == order.version and await self._put(head, message.tensors, order):  # else it is further
+            if head.version == order.version and await self._put(head, message.tensors, order):  # else it is ahead
                 taken[head.stage_index] = message
         for index in sorted(first & taken.keys()):
             keeper = order.keepers[index] if index < len(order.keepers) else None
@@ -292,7 +292,7 @@ class Snapshots:
                 _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
     async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _SnapshotOrder) -> bool:
-        """Keep a snapshot; false if there is no room, or if another order has come meanwhile."""
+        """Keep a snapshot; return False if there is no room, or if another order has come meanwhile."""
         try:
             await self.store.put(head, tensors, wanted=lambda: self._order is order)
         except OSError as error:
@@ -303,7 +303,7 @@ class Snapshots:
     # ------------------------------------------------------------------ in audited runs
 
     async def _replace_false(self, told: Sequence[HeldSnapshot]) -> None:
-        """Fetch the snapshots that this server keeps of others' stages, where what came is not what a record tells."""
+        """Replace kept snapshots of other servers' stages whose digest is not the record's."""
         mine = {(one.stage_index, one.version): one.digest for one in self.store.held}
         for one in told:
             if mine.get((one.stage_index, one.version), one.digest) != one.digest:
@@ -311,7 +311,7 @@ class Snapshots:
                 await self._fetch(one)
 
     async def _fetch(self, told: HeldSnapshot) -> None:
-        """Fetch from one of the servers that took it what another one sent falsely."""
+        """Fetch a snapshot from a server that took it, because another server sent a false copy."""
         index, version, order = told.stage_index, told.version, self._order_of(told.version)
         if order is None or index >= len(order.keepers) or order.keepers[index] != self._transport.peer_id:
             return
@@ -332,7 +332,7 @@ class Snapshots:
                 _log.info("%s gives no snapshot of stage %d: %s", peer, index, error)
 
     def _order_of(self, version: int) -> _SnapshotOrder | None:
-        """The order for the snapshots of a version that are kept."""
+        """Return the order for the kept snapshots of a version."""
         return next((one for one in (self._order, self._older) if one is not None and one.version == version), None)
 
     # ------------------------------------------------------------------ calls of other peers
@@ -364,7 +364,7 @@ class Snapshots:
                 f"a record tells the BLAKE3 digest of stage {head.stage_index} at version {head.version}, and this "
                 "copy has another one"
             )
-        order = self._check_ordered(caller, head)  # there may be a newer one by now
+        order = self._check_ordered(caller, head)  # a newer order may have come
         self._senders[head.stage_index, head.version] = caller
         if not await self._put(head, message.tensors, order):
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
@@ -380,7 +380,9 @@ class Snapshots:
             or head.stage_index >= min(len(order.keepers), len(run.rosters))
             or order.keepers[head.stage_index] != self._transport.peer_id
         ):
-            raise ProtocolError(f"nobody said that stage {head.stage_index} at version {head.version} is kept here")
+            raise ProtocolError(
+                f"no record orders that stage {head.stage_index} at version {head.version} is kept here"
+            )
         if caller not in {member.peer_id for member in run.rosters[head.stage_index]}:
             raise ProtocolError(f"{caller} does not hold stage {head.stage_index}")
         names = [name for name, _, _ in run.manifest.stages[head.stage_index].parameters]

@@ -27,11 +27,11 @@ from lightning_swarm.server.state_transfer.snapshots import copied
 
 _log = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 4 << 20  # asked for at once; a donor may send less
-_PULLS: Final = 2  # pieces that are asked of a donor at once, so that its link is never idle
+PIECE_BYTES: Final = 4 << 20  # bytes requested at once; a donor may send less
+_PULLS: Final = 2  # requests to a donor at once, so that its link is never idle
 _MAX_HELPERS: Final = 3
 _BUSY_S: Final = 1.0
-_HOLD_S: Final = 15.0  # for a place, at all replicas together
+_HOLD_S: Final = 15.0  # seconds to wait for a place, at all replicas together
 _RELEASE_S: Final = 2.0
 
 
@@ -39,7 +39,7 @@ _RELEASE_S: Final = 2.0
 class StageCopy:
     """A copy of a stage's whole state, which records no longer change."""
 
-    head: FollowReply  # says what the tensors are
+    head: FollowReply  # describes the tensors
     tensors: tuple[Tensor, ...]  # contiguous, on the CPU
 
     @classmethod
@@ -61,7 +61,7 @@ class StageCopy:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def piece(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """The bytes from `start` to `stop` of all tensors, one after the other; shared memory, not copies."""
+        """Return the bytes from `start` to `stop` of all tensors, one after the other; shared memory, not copies."""
         return tuple(_overlaps(self.tensors, start, stop))
 
 
@@ -80,11 +80,11 @@ class IncomingSnapshot:
                 "Raise it, or cut the model into more stages."
             )
         self.head = head
-        # Nothing is allocated for a head that was refused above: of another stage, or of too many bytes.
+        # Allocated only now, after a wrong stage or too many bytes were refused.
         self._tensors = [torch.empty(layout.shape, dtype=_dtype(layout)) for layout in head.layouts]
 
     def fill(self, start: int, parts: Sequence[Tensor], *, at_most: int) -> int:
-        """Enter a piece; returns its bytes. One that was not asked for raises a `ProtocolError` and changes nothing."""
+        """Write a piece; return its bytes. A piece that does not fit raises `ProtocolError` and changes nothing."""
         num_bytes = sum(part.numel() for part in parts)
         if not 0 < num_bytes <= at_most or any(part.dtype != torch.uint8 or part.ndim != 1 for part in parts):
             raise ProtocolError(f"a piece has 1 to {at_most} bytes, got {num_bytes} elements in {len(parts)} tensors")
@@ -96,7 +96,7 @@ class IncomingSnapshot:
         return num_bytes
 
     def values(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The weights and the optimizer's state by their names; a `ProtocolError` if they cannot be a stage's."""
+        """Return the weights and the optimizer's state by name; raise `ProtocolError` if they cannot be a stage's."""
         for tensor in self._tensors:
             # torch computes nonsense with a bool that is neither 0 nor 1.
             if tensor.dtype is torch.bool and tensor.numel() and int(_flat(tensor).max()) > 1:
@@ -107,7 +107,7 @@ class IncomingSnapshot:
 
 
 def _overlaps(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """The bytes from `start` to `stop` of all tensors, one after the other."""
+    """Yield the bytes from `start` to `stop` of all tensors, one after the other."""
     first = 0
     for tensor in tensors:
         end = first + tensor.nbytes
@@ -133,7 +133,7 @@ def _dtype(layout: TensorLayout) -> torch.dtype:
 
 
 class StageDownload:
-    """The download of one stage. `stage`, of the joiner's own copy of the model, says what the tensors must be."""
+    """The download of one stage. `stage`, in the joiner's own model, defines the expected tensors."""
 
     def __init__(
         self, transport: Transport, stage: Stage, *, limits: Limits, say: Callable[[str], None] = _log.info
@@ -142,14 +142,14 @@ class StageDownload:
         self._stage = stage
         self._limits = limits
         self._say = say
-        self._missing: dict[int, int] = {}  # the end of each missing piece, by its begin
-        self._asked: dict[int, set[PeerId]] = {}  # the peers that were asked for a piece, by its begin
+        self._missing: dict[int, int] = {}  # begin -> end of each missing piece
+        self._asked: dict[int, set[PeerId]] = {}  # begin of a piece -> peers that were asked for it
         self.donor: PeerId | None = None  # the replica that was asked last to send a copy, and all records after it
         self.helpers: set[PeerId] = set()  # peers that sent a piece beside the donor
-        self._copied: list[PeerId] = []  # peers that hold a copy for this one beside the donor
+        self._copied: list[PeerId] = []  # peers beside the donor that hold a copy for this peer
 
     async def download(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, IncomingSnapshot]:
-        """Download all of a stage; returns also the replica that keeps the records from its version on.
+        """Download all of a stage; return it with the replica that keeps the records from its version on.
 
         The donors are asked in their order; with `alone`, one of them sends everything. Raises `PeerError` if the donor
         is gone, or no longer holds the copy.
@@ -175,7 +175,7 @@ class StageDownload:
             ) from None
 
     async def _follow_first(self, donors: Sequence[PeerId]) -> tuple[PeerId, FollowReply]:
-        """Follow the first donor that has a place; joiners wait for one, for a few are served at a time."""
+        """Follow the first donor that has a place; wait for it, because few joiners are served at a time."""
         hold_s = 0.0
         while True:
             for donor in donors:
@@ -184,7 +184,7 @@ class StageDownload:
                     return donor, await self._follow(donor, None, hold_s=hold_s / len(donors))
                 except Busy as error:
                     _log.info("%s has no place for one more download: %s", donor, error)
-            await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # it may be busy with something else, and not wait
+            await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # a donor that is busy for another reason does not wait
             hold_s = _HOLD_S
 
     async def _follow(self, donor: PeerId, version: int | None, *, hold_s: float = 0.0) -> FollowReply:
@@ -211,7 +211,7 @@ class StageDownload:
         await gather(self._release(peer, incoming) for peer in self._copied)
 
     async def _help(self, peer: PeerId, incoming: IncomingSnapshot) -> None:
-        """Have one more replica send pieces. That it cannot is no fault."""
+        """Fetch pieces from one more replica; its failure does no harm."""
         try:
             head = await self._follow(peer, incoming.head.snapshot.version)
             self._copied.append(peer)
@@ -222,7 +222,7 @@ class StageDownload:
             _log.info("%s does not help with the download: %s", peer, error)
 
     async def _pull(self, peer: PeerId, incoming: IncomingSnapshot, *, to_the_end: bool) -> None:
-        """Ask for pieces, one after the other; `to_the_end`: also those that other peers were asked for."""
+        """Request pieces, one after the other; with `to_the_end`, also pieces that other peers were asked for."""
         while (start := self._next_piece(peer, to_the_end=to_the_end)) is not None:
             asked = self._asked.setdefault(start, set())
             asked.add(peer)

@@ -205,7 +205,7 @@ def test_a_standby_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwar
     ("changes", "refusal"),
     [
         ({"by": A}, "the lead trainer says what its loop was at, not a"),
-        ({"version": 0}, "nobody said that there is a snapshot of version 0"),
+        ({"version": 0}, "no record orders a snapshot of version 0"),
         ({"value": torch.zeros(20_000)}, "bytes"),
         # What could not be read when the loop is to go on is refused when it comes.
         ({"value": {"epoch": 1}}, "the state of a loop has other fields"),

@@ -205,7 +205,7 @@ def test_who_coordinates_ends_nothing_while_the_lead_answers(make_swarm: MakeSwa
     async def go() -> Record:
         for method, words in ((BREAK_OFF, body), (LEAVE, b"")):
             for peer in (B, C, D):
-                with pytest.raises(Busy, match=r"the lead trainer answers this server, so nobody .* ends it"):
+                with pytest.raises(Busy, match=r"the lead trainer answers this server, so no peer .* ends it"):
                     await call(peer, method, words, timeout=SILENCE_S)
                 assert not swarm.servers[peer].admission.left.is_set()
         record = await swarm.step(rows(1))
