@@ -21,7 +21,7 @@ from lightning_swarm.model.joint_attention import CannotJoin
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LEAST_DIMENSIONS: Final = 3  # number of dimensions of a hidden state ``[rows, tokens, ...]``
+_LEAST_DIMENSIONS: Final = 3  # fewest dimensions of a hidden state ``[rows, tokens, ...]``
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ class LayersOfStage:
 
     @contextlib.contextmanager
     def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
-        """Add an adapter's products to the layers' outputs inside."""
+        """Add an adapter's products to the layers' outputs within the context."""
         with contextlib.ExitStack() as hooks:
             for layer, added in self._added(adapter, drops=drops).items():
                 hooks.callback(layer.register_forward_hook(added).remove)
@@ -137,7 +137,7 @@ class LayersOfStage:
 
     @contextlib.contextmanager
     def adapted_by_rows(self, adapters: Sequence[tuple[int, Adapter | None]], *, drops: bool) -> Iterator[None]:
-        """Add each text's adapter to the outputs of its rows inside.
+        """Add each text's adapter to the outputs of its rows within the context.
 
         Args:
             adapters: Each text's number of rows and its adapter, in the order of the rows.

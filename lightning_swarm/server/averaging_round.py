@@ -1,4 +1,4 @@
-"""A server's averaging rounds: average the frozen sums, and hold the means until a record counts one round.
+"""Runs averaging rounds: averages a server's frozen sums, and holds the means until a record counts one round.
 
 A round begins as soon as the sums are frozen, on the batches that the coordinator expects to count. Meanwhile the
 coordinator checks the ledgers. If they differ from this expectation, it never asks for the round's result.

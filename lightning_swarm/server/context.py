@@ -150,7 +150,7 @@ class RunMembership:
         run.enter_generation(request)
         self.loaded = set()
 
-    # ------------------------------------------------------------------ what is refused
+    # ------------------------------------------------------------------ checks
 
     def check_admits(self, caller: PeerId, manifest: Manifest) -> None:
         """Refuse admission to a run by a peer that may not admit, or that means another life of this process."""

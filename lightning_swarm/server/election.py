@@ -211,7 +211,7 @@ class Leadership:
     async def _handle_watch(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, WatchRequest)
         run = self._run
-        if run is None:  # as a run begins, peers that were admitted earlier call before this peer is admitted
+        if run is None:  # peers that a new run admitted earlier may call already
             raise Busy("this peer was not admitted to a run yet")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
@@ -398,7 +398,7 @@ class Leadership:
             while True:
                 async with asyncio.timeout(timeout):
                     accepted = await proposer.prepare()
-                self._highest_number = number  # from here on the term is used up
+                self._highest_number = number  # the term is used up now
                 await self._lead(run, term, accepted)
                 if accepted is None:
                     break

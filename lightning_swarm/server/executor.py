@@ -56,7 +56,7 @@ class Executor(ABC):
 
     @abstractmethod
     def has_waiting(self, priority: Priority) -> bool:
-        """Return whether a job waits that is at least as urgent. A job may ask, on its thread."""
+        """Return whether a job of at least this priority waits; a running job may call it on its thread."""
 
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
         """Call `work` again and again while no job waits, until it returns False; resume after the next job.

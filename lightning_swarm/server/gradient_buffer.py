@@ -26,7 +26,7 @@ class ReceiptLedger:
 
     def __init__(self, step: int, kept_bytes: int) -> None:
         self.step = step
-        self._receipts: dict[Receipt, None] = {}  # in the order of adding, which audits need
+        self._receipts: dict[Receipt, None] = {}  # ordered by adding, as audits need it
         self._named: frozenset[Receipt] | None = None
         self.origins: dict[int, Origin] = {}  # place -> origin of each batch with a receipt here
         self._granted: Mapping[int, Origin] = _NOTHING  # origins of the named batches

@@ -164,7 +164,7 @@ class GradientSums:
         if step not in run.open_steps or generation != here[0]:
             raise ProtocolError(f"generation, step are {here} here, got {(generation, step)}")
 
-    # ------------------------------------------------------------------ what counts
+    # ------------------------------------------------------------------ counting
 
     def settle(self, change: StepChange, generation: int) -> None:
         """Begin the open step with a change; refuse it if gradients were added already."""
@@ -388,7 +388,7 @@ class GradientSums:
             return []
         receipts, granted = named or (set[Receipt](), {})
         ledger.freeze(receipts, granted)
-        lacking = sorted(receipts - ledger.held)  # to be computed anew, which an earlier result would prevent
+        lacking = sorted(receipts - ledger.held)  # must be computed anew, which an earlier result would prevent
         return [
             CallKey.of(request.generation, request.step, receipt).result(stage.index, "backward") for receipt in lacking
         ]

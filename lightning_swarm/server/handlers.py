@@ -78,8 +78,8 @@ class ComputeHandlers:
         self._closed = False
         self.cache = ActivationCache(limits.cache_bytes)  # forwards whose backward is pending
         self.graphs = KeptGraphs()
-        self.num_forwards = 0  # since the start
-        self.num_samples = 0  # since the start, in all stages together
+        self.num_forwards = 0  # counted since the start
+        self.num_samples = 0  # counted since the start, in all stages together
         self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls without a result yet
         max_bytes, admit = limits.max_message_bytes, self._membership.check_trainer
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=max_bytes, admit=admit)
@@ -259,7 +259,7 @@ class ComputeHandlers:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
         return CachedForward((await self._forward_call(stage, request, request.inputs, again))[0])
 
-    # ------------------------------------------------------------------ cancelling, and what a lost trainer has left
+    # ------------------------------------------------------------------ cancelling, and receipts of a lost trainer
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
         self._membership.run.check_trainer(caller)

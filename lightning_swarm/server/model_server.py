@@ -129,7 +129,9 @@ class ModelServer:
     def stage_of(self, step: SessionStep) -> SessionStage:
         """See `SessionHost`."""
         if (step.generation, step.version, step.weights) != (0, 0, 0):
-            raise ProtocolError("a served model's weights do not change, so a step must name version 0 of them")
+            raise ProtocolError(
+                "a served model's weights do not change, so a step must name generation, version and weights 0"
+            )
         stage = self._stages.get(step.stage_index)
         if step.number == 1 and self.is_draining:
             raise Busy("this server is about to leave, and takes no new texts")

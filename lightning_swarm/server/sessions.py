@@ -105,7 +105,7 @@ class SessionHandlers:
         return len(self._held)
 
     def num_under_way(self, quiet_s: float) -> int:
-        """Return the number of sessions with a step in the last seconds; others may be chats that wait for users."""
+        """Return the number of sessions with a step in the last seconds; the rest may be idle chats."""
         return sum(held.goes_on or now_s() < held.used_s + quiet_s for held in self._held.values())
 
     @property
@@ -436,7 +436,7 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
 
 
 def _check_tokens(hidden: Any, stage: SessionStage) -> None:
-    """Refuse a step that would keep other sessions waiting for too long, whatever the form of its hidden state."""
+    """Refuse a step that would keep other sessions waiting for too long, in any form of its hidden state."""
     if stage.max_tokens is None:
         return
     leaves = serialization.leaves(hidden)

@@ -115,7 +115,7 @@ class WeightVersions:
     def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions]) -> None:
         """Begin a version with the present weights; only parameters in `names` may change before the next version.
 
-        `elsewhere` has the versions of other stages here that share some of these parameters, and have turned already.
+        `elsewhere` has the versions of other stages here that share some of these parameters, and have begun it.
         """
         self._spare.update(self._before)
         self._before, self._elsewhere = {}, {}
@@ -137,7 +137,7 @@ class WeightVersions:
 
 @contextlib.contextmanager
 def _holding(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put other values into tensors inside, and their own values afterwards."""
+    """Put other values into tensors within the context, and restore their own afterwards."""
     before = {name: own[name].data for name in values}
     try:
         for name, value in values.items():
@@ -193,7 +193,7 @@ class Stage:
         self.load = StageLoad()
         self._train([])
 
-    # ------------------------------------------------------------------ what trains
+    # ------------------------------------------------------------------ trained parameters
 
     def select(self, selection: Selection) -> None:
         """Train the parameters of `selection` from now on. Each parameter keeps its optimizer state."""
@@ -361,7 +361,7 @@ class Stage:
         return ahead is not None and ahead[1].advance()
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
-        """Begin a fingerprint; return it behind identities that change if a tensor is replaced or written to."""
+        """Return identities that change if a tensor is replaced or written to, and a begun fingerprint."""
         held = self._held()
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
 

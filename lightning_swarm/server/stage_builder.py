@@ -136,7 +136,7 @@ class PeerModel:
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
         """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""
-        if self.device.type == "cuda":  # for blocks that ask for "cuda"; Lightning does this on its own thread
+        if self.device.type == "cuda":  # blocks may ask for "cuda"; Lightning does this on its own thread
             torch.cuda.set_device(self.device)
         self.check(manifest)
         modules = self.build_stages(ranges_of(manifest.stages))

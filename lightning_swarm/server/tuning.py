@@ -189,7 +189,7 @@ class TuningHandlers:
         self._turns.charge(client, busy_s)
         return found
 
-    # ------------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------------ kept graphs
 
     def _keep(self, key: _Key, kept: _KeptForward) -> None:
         self._kept[key] = kept

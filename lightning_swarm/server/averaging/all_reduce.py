@@ -106,7 +106,7 @@ class AveragingFailed(PeerError):
 class Group:
     """The peers that average with each other in one round."""
 
-    roster: Sequence[PeerId]  # of the stage, the same list on each peer
+    roster: Sequence[PeerId]  # servers of the stage, the same list on each peer
     prefix: str  # names the round; unique to generation, step, round and stage
     tickets: TicketStore  # carry the parts
     timeout: float  # seconds for each exchange

@@ -39,7 +39,7 @@ _SLICE: Final = 1 << 18  # elements added before the loop may run other tasks
 
 # Integers can be added in any order, floats cannot. Each element of a sum has two 64-bit integers, in coarse and in
 # fine units. Together they represent numbers below `LIMIT` to half of `FINE`, and add up `MAX_ADDED` of them without
-# overflow. A last column counts the vectors that were added, and those that did not fit.
+# overflow. A last column counts the vectors that were added, and the vectors that did not fit.
 def nothing(length: int, device: torch.device) -> Tensor:
     """Return an empty sum, ``[2, length + 1]``."""
     return torch.zeros(2, length + 1, dtype=torch.int64, device=device)

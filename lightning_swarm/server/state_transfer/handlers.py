@@ -51,7 +51,7 @@ class StateHandlers:
         transport.handle_call(PROVE, self._handle_prove)
         transport.handle_stream(WRITE, self._handle_write, max_bytes=0)
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ loading
 
     def _check_brings(self, caller: PeerId) -> None:
         self._membership.check_lead(caller, "brings weights")
@@ -88,7 +88,7 @@ class StateHandlers:
         await self._compute(lambda: stage.set_evaluation_weights(head.number, weights))
         return Message()
 
-    # ------------------------------------------------------------------ what is read
+    # ------------------------------------------------------------------ reading
 
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
         run = self._membership.run

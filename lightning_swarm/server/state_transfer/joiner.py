@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 15.0  # seconds to wait for the next record
 _POLL_S: Final = 1.0
-_MAX_ATTEMPTS: Final = 8  # with pauses of two minutes in all: a record may have to exclude an earlier life first
+_MAX_ATTEMPTS: Final = 8  # their pauses sum to two minutes: a record may have to exclude an earlier life first
 _MAX_TARGET_ATTEMPTS: Final = 3  # attempts to join the stage to which a server moves
 _FIRST_PAUSE_S: Final = 1.0
 _COMPARED: Final = ("Python", "torch", "lightning")
