@@ -1,9 +1,9 @@
-"""Caches of keys and values of Hugging Face models: lengths where the forward runs, contents where the blocks are.
+"""Key-value caches of Hugging Face models whose blocks run on servers.
 
-A forward that gets a `transformers.Cache` reads lengths from it to build masks and positions, and hands it to its
-blocks. Where blocks are on servers, the object stays with the forward, its layers on the meta device; each server has
-one of its own, in which only the layers of its blocks hold numbers. This module and `joint_attention` alone know
-transformers.
+A model's forward reads lengths from its `transformers.Cache` to build masks and positions, and passes it to the blocks.
+If the blocks are on servers, this object stays with the forward, with its layers on the meta device. Each server has a
+cache of its own, in which only the layers of its blocks hold tensors. Only this module and `joint_attention` depend on
+how transformers implements caches and attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.protocol.messages.inference import CacheLayer, CacheOperation, CacheRecipe, LayerKind
 
 IN_SESSION: Final = "the session's cache"
-"""Stands in the extras of a call for the cache, which does not travel."""
+"""Replaces the cache in a call's extras, because the cache itself is never sent."""
 
 _HANDLE: Final = "_swarm_handle"
 _LAYERS: Final[dict[str, LayerKind]] = {
@@ -32,7 +32,7 @@ _LAYERS: Final[dict[str, LayerKind]] = {
 }
 _CLASSES: Final = {kind: name for name, kind in _LAYERS.items()}
 
-# What changes a cache between two forwards, by the operation that servers are told.
+# method of a cache that changes its contents -> `CacheOperation.kind` that is sent to servers
 _CHANGES: Final = {
     "crop": "crop",
     "batch_repeat_interleave": "repeat",
@@ -45,17 +45,17 @@ _CHANGES: Final = {
 
 def is_cache(value: Any) -> bool:
     """Return whether a value is a cache of keys and values."""
-    module = sys.modules.get("transformers.cache_utils")  # who has a cache has imported it
+    module = sys.modules.get("transformers.cache_utils")  # imported if any cache exists
     return module is not None and isinstance(value, module.Cache)
 
 
 def without_cache(tree: Any, cache: Any) -> Any:
-    """Put `IN_SESSION` in the place of the cache in a block's output, for it does not travel."""
+    """Replace the cache in a block's output by `IN_SESSION`, because the cache is never sent."""
     return _replaced(tree, lambda value: value is cache, IN_SESSION)
 
 
 def with_cache(tree: Any, cache: Any) -> Any:
-    """Put the forward's own cache in the place of `IN_SESSION`."""
+    """Replace `IN_SESSION` by the forward's own cache."""
     return _replaced(tree, is_in_session, cache)
 
 
@@ -75,15 +75,15 @@ def is_in_session(value: Any) -> bool:
 
 
 class CacheHandle:
-    """The forward's side of a cache whose contents are on servers: it notes what servers have to do, too."""
+    """Holds the lengths of a cache whose contents are on servers, and the operations that servers must still apply."""
 
     def __init__(self, cache: Any) -> None:
         self.recipe = _recipe_of(cache)
-        self.operations: list[CacheOperation] = []  # since the last step
-        self.session: Any = None  # of the pipeline that it is used in
-        self.in_step = False  # a step has begun, and is not done; if it has failed, contents and lengths may differ
-        self._refused = ""  # why it is of no use; empty: it is
-        self.length = 0  # in tokens, as of the last step or operation
+        self.operations: list[CacheOperation] = []  # recorded since the last step
+        self.session: Any = None  # the inference session that uses the cache
+        self.in_step = False  # a step has begun and not ended; if it failed, contents and lengths may differ
+        self._refused = ""  # the reason why the cache cannot be used any more; empty if it can
+        self.length = 0  # tokens, after the last step or operation
         for method, kind in _CHANGES.items():
             if hasattr(cache, method):
                 vars(cache)[method] = _Noted(self, cache, kind)
@@ -104,22 +104,22 @@ class CacheHandle:
         return handle
 
     def refuse_use(self, reason: str) -> None:
-        """Have the cache refuse whatever is done with it from now on: it has not what it should."""
+        """Make all later uses of the cache raise `ConfigError` with this reason, as its contents are incomplete."""
         self._refused = self._refused or reason
 
     def note(self, cache: Any, operation: CacheOperation) -> None:
-        """Change the lengths here, and have the servers change the contents before the next step."""
+        """Apply an operation to the lengths here, and queue it for the servers, which apply it before the next step."""
         apply(cache, operation)
         self.length = length_of(cache)
         self.operations.append(operation)
 
     def take_operations(self) -> list[CacheOperation]:
-        """Return what servers have to do before the next step, and begin to note anew."""
+        """Return the operations that servers must apply before the next step, and clear the queue."""
         taken, self.operations = self.operations, []
         return taken
 
     def grow(self, cache: Any, *, rows: int, length: int, num_layers: int) -> None:
-        """Enter a step of `length` tokens in `rows` rows."""
+        """Extend the lengths by a step of `length` tokens in `rows` rows."""
         _grow(cache, range(max(len(cache.layers), num_layers)), rows=rows, length=length)
         self.length = length_of(cache)
 
@@ -134,16 +134,16 @@ class CacheHandle:
 
 
 class _Noted:
-    """Takes the place of a cache's method that changes it."""
+    """Replaces a method that changes a cache, and records its calls in the cache's handle."""
 
     def __init__(self, handle: CacheHandle, cache: Any, kind: str) -> None:
-        # Weak: the session ends as soon as nobody has the cache any more.
+        # Weak, because the session ends as soon as user code drops the cache.
         self._handle, self._cache, self._kind = handle, weakref.ref(cache), kind
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         cache = self._cache()
         assert cache is not None
-        value = next(iter((*args, *kwargs.values())), None)  # each of these methods takes one
+        value = next(iter((*args, *kwargs.values())), None)  # each of these methods has at most one argument
         if isinstance(value, Tensor) and value.dtype == torch.bool:
             value = value.nonzero()
         if self._kind == "crop" and value is not None and value > 0:
@@ -165,7 +165,7 @@ def _recipe_of(cache: Any) -> CacheRecipe:
     from transformers import cache_utils
 
     kind, remedy = type(cache).__name__, "Leave `cache_implementation` out, or pass `use_cache=False`"
-    # A class of its own may keep something else, and servers make one of these.
+    # Servers build one of these two classes. A subclass may hold more state.
     if type(cache) not in (cache_utils.Cache, cache_utils.DynamicCache) or cache.offloading:
         raise ConfigError(f"a cache on servers must be a `DynamicCache` that is not offloaded, got {kind}. {remedy}.")
     unknown = [type(layer).__name__ for layer in cache.layers if type(layer).__name__ not in _LAYERS]
@@ -192,7 +192,7 @@ def _describe(layer: Any) -> CacheLayer:
 
 
 def build(recipe: CacheRecipe) -> Any:
-    """Make the empty cache of a recipe, at a server."""
+    """Build an empty cache from its recipe, on a server."""
     try:
         from transformers import cache_utils
     except ImportError as error:
@@ -215,9 +215,10 @@ def build(recipe: CacheRecipe) -> Any:
 
 
 def apply(cache: Any, operation: CacheOperation, *, max_bytes: int | None = None) -> None:
-    """Change a cache between two steps.
+    """Apply an operation to a cache between two steps.
 
-    `ProtocolError` refuses rows and tokens that there are not, and a cache that would come to have more bytes.
+    Raises:
+        ProtocolError: The cache does not have these rows or tokens, or would exceed `max_bytes`.
     """
     kind, values = operation.kind, operation.values
     if kind in ("crop", "repeat") and len(values) != 1:
@@ -257,17 +258,17 @@ def _apply(layer: Any, kind: str, values: list[int]) -> None:
 
 
 class Shadow:
-    """Lets a stage's cache have the right lengths in the layers of other stages' blocks, which hold no numbers."""
+    """Keeps the lengths of a stage's cache right in the layers of other stages' blocks, which hold no tensors."""
 
     def __init__(self, cache: Any, *, first_block: int, rows: int, length: int) -> None:
-        """Before a step: enter it in the layers of the blocks before, where one machine has it by now."""
+        """Before a step: extend the lengths of earlier blocks' layers, as a single machine would have by now."""
         self._cache, self._first, self._rows, self._length = cache, first_block, rows, length
         number = first_block if cache.layer_class_to_replicate is not None else min(first_block, len(cache.layers))
         _grow(cache, [index for index in range(number) if not self._is_own(index)], rows=rows, length=length)
         self._before = self._lengths()
 
     def follow(self) -> None:
-        """After the step: enter it in the layers of the blocks behind."""
+        """After the step: extend the lengths of later blocks' layers."""
         now = self._lengths()
         behind = [i for i in range(self._first, len(now)) if i >= len(self._before) or now[i] == self._before[i]]
         grown = [index for index in behind if not self._is_own(index)]
@@ -283,12 +284,12 @@ class Shadow:
 
 
 def can_be_put_back(cache: Any) -> bool:
-    """Return whether each step gives a cache's layers new tensors, and writes into none that it had before."""
+    """Return whether steps only replace the tensors of a cache's layers, so that `putting_back` can restore them."""
     return cache is not None and all(_LAYERS.get(type(one).__name__) in ("full", "sliding") for one in cache.layers)
 
 
 def putting_back(cache: Any) -> Callable[[], None]:
-    """Return what gives a cache that can be put back the contents that it has now."""
+    """Return a function that restores the cache's present contents, if `can_be_put_back`."""
     layers = [(layer, dict(vars(layer))) for layer in cache.layers]
 
     def put_back() -> None:
@@ -301,12 +302,12 @@ def putting_back(cache: Any) -> Callable[[], None]:
 
 
 def num_bytes(cache: Any) -> int:
-    """The bytes of a cache's tensors."""
+    """Return the size of a cache's tensors in bytes."""
     return sum(tensor.nbytes for tensor in tensors(cache))
 
 
 def tensors(cache: Any) -> list[Tensor]:
-    """The tensors with a cache's contents."""
+    """Return the tensors that hold a cache's contents."""
     found = [value for layer in cache.layers for value in _tensors_of(vars(layer).values())]
     return [tensor for tensor in found if tensor.device.type != "meta"]
 
@@ -322,11 +323,11 @@ def _tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:
 def _grow(cache: Any, indices: Iterable[int], *, rows: int, length: int) -> None:
     update: Callable[..., Any] = type(cache).update
     nothing = torch.empty(rows, 1, length, 1, device="meta")
-    grown: dict[int, Tensor] = {}  # by length: nothing reads or changes these
+    grown: dict[int, Tensor] = {}  # length -> shared tensor, which is never read or changed
     for index in indices:
         layer = cache.layers[index] if index < len(cache.layers) else None
         if type(layer).__name__ == "DynamicLayer" and layer.is_initialized:  # type: ignore[union-attr]
-            # As `update` does, which takes a tenth of a millisecond: torch computes on meta in Python.
+            # Same result as `update`, which takes 0.1 ms because torch runs meta operators in Python.
             total = layer.get_seq_length() + length  # type: ignore[union-attr]
             if total not in grown:
                 grown[total] = torch.empty(rows, 1, total, 1, device="meta")
@@ -343,10 +344,10 @@ def _has_length(layer: Any) -> bool:
 
 
 def _has_state(layer: Any) -> bool:
-    """Return whether a layer of linear attention has seen anything."""
+    """Return whether a layer of linear attention has processed any token."""
     return any(map(bool, dict(getattr(layer, "has_previous_state", {})).values()))
 
 
 def length_of(cache: Any) -> int:
-    """Return the number of tokens in a cache; 0: it has none, or only states."""
+    """Return the number of tokens in a cache; 0 if it is empty or has only states of linear attention."""
     return max((layer.get_seq_length() for layer in cache.layers if _has_length(layer)), default=0)

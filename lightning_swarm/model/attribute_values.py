@@ -1,4 +1,4 @@
-"""Plain values of modules' attributes: numbers, texts, None, and short lists of these."""
+"""Plain values of modules' attributes, which can be sent to peers: numbers, strings, None, and short lists of these."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_swarm.core.errors import ProtocolError
 SCALARS: Final = frozenset({type(None), bool, int, float, str})
 _SEQUENCES: Final = frozenset({list, tuple})
 _CONTAINERS: Final = _SEQUENCES | {dict, set}
-_MAX_LENGTH: Final = 4096  # of a text or of a sequence
+_MAX_LENGTH: Final = 4096  # characters of a string, or items of a sequence
 _MAX_DEPTH: Final = 4
 
 
 def is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
-    """Return whether a value is one that can travel."""
+    """Return whether a value is plain, so that it can be sent."""
     kind = type(value)
     if isinstance(value, list | tuple) and kind in _SEQUENCES:
         return depth > 0 and len(value) <= _MAX_LENGTH and all(is_plain(item, depth - 1) for item in value)
@@ -27,13 +27,13 @@ def is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
 
 
 def fits(value: object, first: object) -> bool:
-    """True if an attribute that was `first` may be `value`."""
+    """Return whether `value` is of the same kind as `first`, so that it may replace it in an attribute."""
     kinds = (bool | int | float, str, list | tuple)
     return first is None or value is None or any(isinstance(value, kind) and isinstance(first, kind) for kind in kinds)
 
 
 def same(value: Any, other: Any) -> bool:
-    """True if values are equal, or one object; tensors and arrays of several elements have no simple answer."""
+    """Return whether values are equal, or one object; False if `==` has no single truth value, as for tensors."""
     if value is other:
         return True
     try:
@@ -43,12 +43,12 @@ def same(value: Any, other: Any) -> bool:
 
 
 def packed(value: Any) -> Any:
-    """Pack a plain value for the wire, which does not tell a tuple from a list."""
+    """Encode a plain value for the wire, and mark each sequence as tuple or list, because the wire has only lists."""
     return [type(value) is tuple, *map(packed, value)] if type(value) in _SEQUENCES else value
 
 
 def unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Unpack what `packed` gave; anything else is refused."""
+    """Decode a value of `packed`; raise `ProtocolError` for any other value."""
     if type(value) is list:
         if depth == 0 or not value or len(value) > _MAX_LENGTH + 1 or type(value[0]) is not bool:
             raise ProtocolError("a sequence in a module's attribute must say its kind, and be short")
@@ -60,25 +60,25 @@ def unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 class Comparison:
-    """Compares values in several dicts with others: identical ones are not compared, and next to all of it is C."""
+    """Compares values in several dicts with wanted values, at the speed of C; identical objects count as equal."""
 
     def __init__(self, dicts: Iterable[Mapping[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
         self._dicts = list(dicts)
         self._reads, self._values = [], []
         for own in values:
-            self._reads.append(itemgetter(*own))  # with one name it gives a value, not a tuple of values
+            self._reads.append(itemgetter(*own))  # with one name it returns the value, not a tuple
             self._values.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
 
     def holds(self) -> bool:
-        """True if all values are as wanted."""
+        """Return whether all values equal the wanted ones."""
         try:
             return [read(own) for read, own in zip(self._reads, self._dicts, strict=True)] == self._values
-        except (KeyError, RuntimeError, ValueError, TypeError):  # one is gone, or a tensor has taken its place
+        except (KeyError, RuntimeError, ValueError, TypeError):  # an entry is gone, or a tensor has replaced it
             return False
 
 
 def kept(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return a value to compare with later. Containers that may change in place are copied, `depth` levels deep."""
+    """Return a value for later comparison, with copies of containers that may change in place, `depth` levels deep."""
     kind = type(value)
     if not depth or kind not in _CONTAINERS:
         return value
@@ -88,7 +88,7 @@ def kept(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def is_comparable(value: object) -> bool:
-    """Return whether a value is made of numbers and texts, in containers of limited depth and size."""
+    """Return whether a value consists of numbers and strings, in containers of limited depth and size."""
     found = list(islice(_are_scalars(value, _MAX_DEPTH), _MAX_LENGTH + 1))
     return len(found) <= _MAX_LENGTH and all(found)
 

@@ -34,10 +34,10 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
 
 
 def _matmul_precision() -> MatmulPrecision:
-    """The precision of products of float32 in this process."""
+    """Return this process's precision of float32 matrix products, or one value per backend if these were set."""
     try:
         return cast(MatmulPrecision, torch.get_float32_matmul_precision())
-    except RuntimeError:  # torch's own, where those of backends were set
+    except RuntimeError:  # user code has set the backends' own precisions
         return cast(MatmulPrecision, tuple(backend.fp32_precision for backend in _backends()))
 
 
@@ -46,7 +46,7 @@ def _backends() -> tuple[Any, Any]:
 
 
 def _set_matmul_precision(precision: MatmulPrecision) -> None:
-    # What torch remembers of this call decides if it takes the backends' own for a mix.
+    # Torch compares the backends' own settings with this value, and raises an error if they do not fit together.
     torch.set_float32_matmul_precision(precision if isinstance(precision, str) else "highest")
     if isinstance(precision, str):
         return
@@ -61,11 +61,11 @@ def _set_matmul_precision(precision: MatmulPrecision) -> None:
 
 @contextlib.contextmanager
 def enter_modes(mode: ComputeMode, device_type: str) -> Iterator[None]:
-    """Compute as the trainer would; afterwards the thread's modes are as before."""
+    """Compute in the trainer's modes inside, and restore the thread's modes afterwards."""
     # Inference tensors could serve neither a later backward nor another thread.
     with _global_flags(mode), torch.inference_mode(False), torch.set_grad_enabled(mode.grad):
         if mode.autocast is None and not torch.is_autocast_enabled(device_type):
-            yield  # as most calls do: entering it takes as long as a small layer
+            yield  # most calls end here, because entering autocast takes as long as a small layer
             return
         dtype = None if mode.autocast is None else _dtype(mode.autocast)
         # No cache, as in Lightning: a cached cast sums the gradients of a weight that is used twice in half precision.
@@ -75,15 +75,15 @@ def enter_modes(mode: ComputeMode, device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def enter_backward_modes(mode: ComputeMode) -> Iterator[None]:
-    """Backpropagate as the trainer would: outside autocast, but with its flags."""
+    """Run a backward in the trainer's modes: outside autocast, but with its flags."""
     with _global_flags(mode), torch.inference_mode(False), on_this_thread():
         yield
 
 
 def on_this_thread() -> contextlib.AbstractContextManager[None]:
-    """Have backwards that this thread begins run on it, those of a GPU, too."""
+    """Run the backwards that this thread begins on this thread, also on a GPU."""
     # Autograd has one thread for each GPU. A trainer's backward would hold it and wait for a stage, whose backward
-    # needs it. Nor would Ctrl-C end that wait.
+    # needs the same thread. Ctrl-C could not end this deadlock.
     return torch.autograd.set_multithreading_enabled(False)
 
 

@@ -1,11 +1,11 @@
 """Boundary layers: learned layers where a model is cut, so that fewer features travel from stage to stage.
 
 A layer stands *after* a block: its first half, `compress`, reduces each position's ``features`` to ``features / ratio``
-numbers, and its second half, `decompress`, restores as many as before. Both are parts of the model like any others,
-trained by its optimizer and saved in its checkpoint. A swarm cuts the model between the two.
+numbers, and its second half, `decompress`, restores as many as before. Both are ordinary parts of the model, trained by
+its optimizer and saved in its checkpoint. A swarm cuts the model between the two.
 
-Without a swarm a hook on the block does the same, so no forward and no name in a checkpoint changes. A layer's name
-tells where it stands: ``boundary_layers.net.3`` comes after ``net.3``.
+Without a swarm, a hook on the block does the same, so no forward and no name in a checkpoint changes. A layer's name
+contains its place: ``boundary_layers.net.3`` comes after ``net.3``.
 
 Source: SWARM, arXiv:2301.11913, section 4.4 and appendix J.
 """
@@ -25,10 +25,13 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 
-_NEW: Final[dict[str, Any]] = {"device": "cpu", "dtype": torch.float32}  # alike on all peers, whatever the defaults are
+_NEW: Final[dict[str, Any]] = {"device": "cpu", "dtype": torch.float32}  # equal on all peers, whichever the defaults
 SCALE: Final = 8.0
-"""Initial scale of the matrices. It changes their output little, for norms are around them, but an optimizer like Adam
-turns large matrices more slowly, and the output of later blocks outweighs theirs less. See `benchmarks.boundary`."""
+"""Initial scale of the matrices. It changes their output little, because norms surround them.
+
+But an optimizer like Adam turns large matrices more slowly, and later blocks' output outweighs theirs less. See
+`benchmarks.boundary`.
+"""
 
 
 class BoundaryLayer(nn.Module):
@@ -59,8 +62,8 @@ class Boundary(ABC):
 
     Args:
         ratio: How many times fewer features travel; a divisor of their number.
-        features: The size of the hidden state's last dimension at the cuts. None: taken from the last layer of the
-            block that tells it (`Linear`, `LayerNorm`, `RMSNorm`, `Embedding`).
+        features: The size of the hidden state's last dimension at the cuts. None: the size of the block's last
+            `Linear`, `LayerNorm`, `RMSNorm` or `Embedding`.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -87,7 +90,7 @@ class Boundary(ABC):
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        """Hash what `__eq__` compares."""
+        """Hash the fields that `__eq__` compares."""
         return hash((type(self), self.ratio, self.features))
 
     def __repr__(self) -> str:
@@ -107,13 +110,13 @@ class Boundary(ABC):
 
     @property
     def num_weights(self) -> int:
-        """Numbers in the matrices of a layer, at most. The features must be known."""
+        """Upper bound of the number of weights in a layer's matrices; the features must be known."""
         assert self.features is not None
         return 2 * self.features * self.width(self.features)
 
     @abstractmethod
     def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
-        """Make a layer, in float32 on the CPU; without a generator it is drawn from torch's own."""
+        """Make a layer, in float32 on the CPU; without a generator, torch's own is used."""
 
 
 class Bottleneck(Boundary):
@@ -181,7 +184,7 @@ class _Expand(nn.Module):
 
 
 def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
-    """Make a layer with a zero bias and an empty weight: nothing is drawn from torch's own generator."""
+    """Make a layer with a zero bias and an empty weight, without drawing from torch's own generator."""
     linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, **_NEW)
     nn.init.zeros_(linear.bias)
     return linear
@@ -240,19 +243,19 @@ def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> Non
 
     Args:
         module: The model. If it has boundary layers already, nothing happens.
-        state_dict: The checkpoint's state, of which names and shapes are read. Without such layers nothing happens.
+        state_dict: The checkpoint's state; only names and shapes are read. Without such layers nothing happens.
 
     Raises:
-        ConfigError: They stand after something that this model does not have.
+        ConfigError: The model lacks a module that a layer stands after.
     """
     if not boundary_layers(module):
-        # Other values may be no tensors.
+        # Entries with other names may not be tensors.
         layers = {name: tensor for name, tensor in state_dict.items() if f"{_CONTAINER}." in name}
         adopt_layers(module, {name: tuple(tensor.shape) for name, tensor in layers.items()})
 
 
 def plan_layers(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> dict[str, Boundary]:
-    """Describe all layers that a model would have with new ones, or raise `ConfigError`; nothing is inserted."""
+    """Describe a model's present and new boundary layers, or raise `ConfigError`; nothing is inserted."""
     wanted = describe_layers(module)
     for name in after:
         if name in wanted:
@@ -272,8 +275,8 @@ def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
 
 
 def adopt_layers(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Give a model the boundary layers of another one, of which the parameters' names and shapes are known."""
-    # They come from other peers, so all refusals precede the first allocation.
+    """Give a model the boundary layers of another peer's model, from the names and shapes of its parameters."""
+    # Other peers send these shapes, so check all of them before the first allocation.
     current, wanted = describe_layers(module), _layers_of_shapes(shapes)
     if current != wanted:
         for name in wanted:
@@ -306,11 +309,11 @@ def add_hooks(module: nn.Module) -> None:
         _submodule(module, name).register_forward_hook(layer.follow)
 
 
-_SMALL: Final = 1 << 24  # numbers for which there is always memory
+_SMALL: Final = 1 << 24  # weights; assumed to fit into memory anywhere
 
 
 def _check_size(module: nn.Module, wanted: Mapping[str, Boundary]) -> None:
-    """Refuse layers that may not fit into memory: a peer hears of them from others."""
+    """Refuse layers that may not fit into memory, because other peers may send any sizes."""
     layers = {id(parameter) for layer in boundary_layers(module).values() for parameter in layer.parameters()}
     model_size = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in layers)
     if sum(boundary.num_weights for boundary in wanted.values()) > max(model_size, _SMALL):
@@ -345,7 +348,7 @@ def _new_layer(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLaye
 
 
 def _features(block: nn.Module) -> int | None:
-    """The number of a block's output features, by its last layer that tells it."""
+    """Return the number of a block's output features by its last layer that has one, or None."""
     features: int | None = None
     for layer in block.modules():
         if isinstance(layer, nn.Linear):
@@ -358,13 +361,13 @@ def _features(block: nn.Module) -> int | None:
 
 
 def _install(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
-    """Give a model these layers and no others."""
+    """Replace a model's boundary layers by these."""
     owners = {name: _owner(module, name) for name in layers}
     remove_hooks(module)
     for inner in list(module.modules()):
         if isinstance(getattr(inner, _CONTAINER, None), BoundaryLayers):
             delattr(inner, _CONTAINER)
-    # In the model's order, whichever came first, so that the numbers of parameters agree between peers.
+    # In the model's order, so that the numbers of parameters agree between peers.
     for name in [name for name, _ in module.named_modules(remove_duplicate=False) if name in layers]:
         node: nn.Module = module.get_submodule(owners[name])
         path = [_CONTAINER, *name.removeprefix(f"{owners[name]}.").split(".")]
@@ -377,7 +380,7 @@ def _install(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
 
 
 def _owner(module: nn.Module, name: str) -> str:
-    """Return the name of the nearest module around another one that does not run its children in a row."""
+    """Return the name of the nearest enclosing module that is no `Sequential`, `ModuleList` or `ModuleDict`."""
     while name:
         name = name.rpartition(".")[0]
         owner = module.get_submodule(name)

@@ -1,4 +1,4 @@
-"""Which names the code of users' functions reads, and which of their functions it may call."""
+"""Static analysis of users' functions: the names that their code reads, and the users' functions that they may call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.autograd import Function
 from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 
-# Their globals are their own affair, such as whether a warning was shown.
+# Known libraries. Their globals are internal, such as whether a warning was shown.
 _LIBRARIES: Final = {
     *sys.stdlib_module_names - {"__main__"},
     *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_swarm"),
@@ -29,45 +29,45 @@ _LIBRARIES: Final = {
 _KINDS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
 _FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
 _OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")
-_MAX_DEPTH: Final = 4  # of functions that call each other
+_MAX_DEPTH: Final = 4  # nested calls of functions
 NOTHING: Final = object()
 NAMESPACES: Final = (Namespace, SimpleNamespace)
-"""Classes of the standard library whose objects hold settings of users."""
+"""Standard library classes whose objects hold users' settings."""
 
 
 def is_users(module_name: object) -> bool:
-    """Tell whether a Python module, by its name, is none of a library that is known."""
+    """Return whether a Python module, given by name, is the user's, that is, no part of a known library."""
     return isinstance(module_name, str) and not is_of(_LIBRARIES, module_name)
 
 
 class Cells:
-    """The variables around a function, as a mapping."""
+    """Maps the names of a function's closure variables to their present values."""
 
     def __init__(self, cells: Mapping[str, CellType]) -> None:
         self._cells = cells
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a variable, as it is now."""
+        """Return a variable's present value, or `NOTHING` if it has none."""
         try:
             return self._cells[name].cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             return NOTHING
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The names that a function reads, and those inside of it."""
+    """The names that the code of a function, and of functions nested in it, reads."""
 
-    globals: frozenset[str]  # what it sets itself is left out, here and below
+    globals: frozenset[str]  # without names that the function sets itself, also in `attributes`
     attributes: frozenset[str]
-    modes_of: frozenset[str]  # the names before `.training`, but for its own; "": it has none
+    modes_of: frozenset[str]  # names before `.training`, except the function's own `self`; "" for other expressions
     a_class: bool
-    fills_containers: bool  # such as a cache: then they are left out, too
+    fills_containers: bool  # changes containers, such as a cache; those are not watched then
 
 
 @functools.lru_cache(4096)
 def reads(code: CodeType) -> Reads:
-    """Find what a function reads."""
+    """Return the names that a function's code reads."""
     names: defaultdict[str, set[Any]] = defaultdict(set)
     for part in _nested(code):
         before, before_name = "", ""
@@ -90,13 +90,13 @@ def reads(code: CodeType) -> Reads:
 
 
 def _loaded(one: dis.Instruction) -> str:
-    """The name of what an instruction loads; some load two."""
+    """Return the name that an instruction loads, the second if it loads two; empty if there is none."""
     value = one.argval[-1] if isinstance(one.argval, tuple) and one.argval else one.argval
     return value if one.opname.startswith("LOAD_") and isinstance(value, str) else ""
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of functions inside of it."""
+    """Yield a function's code, and the code of functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -104,20 +104,20 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
-    """The variables around a function, by name."""
+    """Return the closure variables of a function, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell for name, cell in cells if name != "__class__"}
 
 
 def defaults_of(function: FunctionType) -> dict[str, Any]:
-    """The values that arguments have if they are not given, by name."""
+    """Return the default values of a function's arguments, by name."""
     values, code = function.__defaults__ or (), function.__code__
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 def functions_of(module: nn.Module) -> list[FunctionType]:
-    """The functions of users' classes and attributes that a module may run, and those that they call."""
+    """Return the users' functions that a module may run: of its classes and attributes, and all that they call."""
     own = [value for name, value in vars(module).items() if name not in OF_TORCH]
     kinds = [kind for kind in type(module).__mro__ if is_users(kind.__module__)]
     of_kinds = (value for kind in kinds for name, value in vars(kind).items() if name != "__init__")  # it has run
@@ -125,7 +125,7 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
 
 
 def methods_of(value: object, names: Collection[str]) -> list[FunctionType]:
-    """The methods and properties of these names of an object of a user's class, and those that they call."""
+    """Return an object's methods and properties of these names, if its class is the user's, and all that they call."""
     kind, found = type(value), list[FunctionType]()
     for _ in range(_MAX_DEPTH if is_users(kind.__module__) else 0):
         known, found = found, _collected(inspect.getattr_static(kind, name, None) for name in sorted(names))
@@ -143,7 +143,7 @@ def _collected(values: Iterable[Any]) -> list[FunctionType]:
 
 
 def _collect(value: Any, found: dict[CodeType, FunctionType], depth: int) -> None:
-    """Add a function, and those that it calls by a global or a variable around it."""
+    """Add a function, and the functions that it calls through globals or closure variables."""
     for function in _called(value):
         if function.__code__ in found or not depth or not is_users(function.__module__):
             continue
@@ -155,7 +155,7 @@ def _collect(value: Any, found: dict[CodeType, FunctionType], depth: int) -> Non
 
 
 def _called(value: Any) -> Iterator[FunctionType]:
-    """The functions that a call of a value runs, or the use of a property."""
+    """Yield the functions that run when a value is called, or a property is read."""
     if isinstance(value, functools.partial | functools.cached_property | property):
         value = value.fget if isinstance(value, property) else value.func
     value = getattr(value, "__func__", value)
@@ -164,7 +164,7 @@ def _called(value: Any) -> Iterator[FunctionType]:
         return
     kind = value if isinstance(value, type) else type(value)
     if not is_users(kind.__module__) or isinstance(value, nn.Module):
-        return  # a module is one of a stage, or has weights
+        return  # analysed as a stage's module, or refused for its weights
     names = _OF_FUNCTIONS if issubclass(kind, Function) else ("__init__",) if kind is value else ("__call__",)
     for name in names:
         function = inspect.getattr_static(kind, name, None)

@@ -1,4 +1,4 @@
-"""Confirms what one server sent of a stage's state by the word of others, in audited runs."""
+"""Confirms the state of a stage that a server sent, by proofs from other servers, in audited runs."""
 
 from __future__ import annotations
 
@@ -19,33 +19,39 @@ from lightning_swarm.protocol.queries import call_each
 from lightning_swarm.protocol.run_state import RunState
 
 
-# The coordinator's server is right, if it holds the stage, or else another keeper's. Without one it takes most of those
-# that answer. Servers that are gone do not count, or nobody could read a stage whose other server has died. So liars
-# that are a majority of those left are believed, and the only server of a stage is: nobody else has what it sends.
+# The proof of the coordinator's server decides if it holds the stage, or else another keeper's. Without these, the
+# majority of the servers that answer decides. Servers that are gone do not count, because no stage could be read whose
+# other server has died. So a malicious majority of the remaining servers is accepted, and so is a stage's only server.
 @dataclass(frozen=True)
 class Confirmation:
-    """Asks a stage's other servers to prove that they have what one of them sent."""
+    """Requests proofs from a stage's other servers that they have the state that one server sent."""
 
     transport: Transport
     run: RunState
-    timeout: float  # seconds, for each question
+    timeout: float  # seconds per request
     events: EventLog | None = None
 
     @property
     def is_needed(self) -> bool:
-        """Return whether a server's word is not enough in this run."""
+        """Return whether state must be confirmed in this run."""
         return self.run.manifest.settings.is_audited
 
     async def check(self, sender: PeerId, request: StateRequest, parts: Callable[[], Sequence[StatePart]]) -> None:
-        """Raise `Unconfirmed` if others do not have what a server answered to a request, and note an event.
+        """Check that a stage's other servers have the state that a server sent in response to a request.
 
-        `parts` makes parts of what came, in a thread.
+        Args:
+            sender: The server that sent the state.
+            request: The request to which it responded.
+            parts: Makes the parts of the received state; called in a thread.
+
+        Raises:
+            Unconfirmed: Other servers have different state; the event is recorded.
         """
         own, believed = self.transport.peer_id, self.run.believed
         others = [one.peer_id for one in self.run.rosters[request.stage_index] if one.peer_id != sender]
         if not self.is_needed or sender in (own, *believed) or not others:
             return
-        kind, challenge = request.kind, draw_challenge()  # drawn after the state is here
+        kind, challenge = request.kind, draw_challenge()  # drawn only after the state has arrived
         asked = ProofRequest(
             stage_index=request.stage_index,
             step=request.step,
@@ -73,7 +79,7 @@ class Confirmation:
     async def _ask(
         self, peers: Collection[PeerId], request: ProofRequest, came: bytes | None = None
     ) -> dict[PeerId, bytes]:
-        """Ask for proofs, until all have answered, or most of the stage have proved what `came`."""
+        """Request proofs until all servers have answered, or a majority of the stage has proved `came`."""
         proofs, read = dict[PeerId, bytes](), partial(decode, kind=ProofReply)
 
         async def ask(peer: PeerId) -> None:
@@ -82,7 +88,7 @@ class Confirmation:
 
         running = tasks = {asyncio.ensure_future(ask(peer)) for peer in peers}
         try:
-            # Who is slow holds up nobody: the sender is one of those that have it.
+            # Slow servers need not answer; the sender counts as a server that has the state.
             while running and 2 * (1 + sum(proof == came for proof in proofs.values())) <= len(peers) + 1:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -92,6 +98,6 @@ class Confirmation:
         return proofs
 
     def note(self, peer: PeerId, stage_index: int, step: int, reason: str) -> None:
-        """Note that a server sent what others do not have."""
+        """Record that a server sent state that other servers do not have."""
         if self.events is not None:
             self.events.note("unconfirmed", peer=peer, stage=stage_index, step=step, reason=reason)

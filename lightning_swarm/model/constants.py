@@ -1,7 +1,7 @@
-"""Tensors, arrays and numbers that modules keep as ordinary attributes: each peer makes its own, so they are compared.
+"""Sketches of the constants that modules keep as ordinary attributes, to compare them between peers.
 
-Of numbers those count that may have been drawn: with a fraction, or several in a list. A whole number alone is a size,
-or counts the modules that a process has made.
+Each peer makes its own tensors, arrays and numbers. Numbers are compared only if they may be random: fractions, or
+several in a list. A single integer is a size, or counts the modules that a process has made.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lightning_swarm.model.module_states import built_values, is_left
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 from lightning_swarm.model.partition.stages import Named
 
-_MAX_LENGTH: Final = 1 << 16  # elements of a tensor that are looked at
-_MAX_ITEMS: Final = 64  # of a list or a dict
-_TOLERANCE: Final = 1e-3  # peers' devices round otherwise; other random numbers change it all
+_MAX_LENGTH: Final = 1 << 16  # elements of a tensor that are sketched
+_MAX_ITEMS: Final = 64  # items of a list or dict that are sketched
+_TOLERANCE: Final = 1e-3  # allows for devices that round differently; other random numbers differ far more
 
 
 def constants(named: Iterable[Named]) -> dict[str, list[float]]:
-    """Sketch the tensors and numbers in blocks' attributes, by name: two numbers tell equal ones from others."""
+    """Sketch the tensors and numbers in blocks' attributes, by name; equal constants have equal sketches."""
     named = list(named)
     tensors = {
         f"{name}.{key}": sketch
@@ -49,7 +49,7 @@ def built_numbers(named: Iterable[Named]) -> dict[str, list[float]]:
 
 
 def differing(own: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]) -> list[str]:
-    """Name the constants that both have, with other values."""
+    """Return the names of constants that both peers have, with different sketches."""
     return [
         name
         for name in own.keys() & others.keys()
@@ -62,7 +62,7 @@ def differing(own: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[
 
 
 def _arrays(value: Any) -> Iterator[Tensor]:
-    """The tensors and arrays in an attribute, or in a short list or dict there."""
+    """Yield the tensors and arrays in an attribute, or in a short list or dict there."""
     kind = type(value)
     items = value.values() if kind is dict else value if kind in (list, tuple) else (value,)
     for item in islice(items, _MAX_ITEMS):
@@ -73,7 +73,7 @@ def _arrays(value: Any) -> Iterator[Tensor]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers in a plain attribute that may have been drawn."""
+    """Return the numbers in a plain attribute that may be random."""
     if type(value) in (list, tuple):
         numbers = [float(item) for item in islice(value, _MAX_ITEMS) if type(item) in (int, float)]
         return numbers if len(numbers) > 1 else []
@@ -81,7 +81,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _sketch(tensor: Tensor) -> list[float]:
-    """The norm, and a component in a direction that has nothing to do with what it holds."""
+    """Return the norm and the projection onto a fixed direction; different tensors almost surely differ in these."""
     values = tensor.detach().flatten()[:_MAX_LENGTH].cpu()
     values = torch.view_as_real(values.resolve_conj()).flatten() if values.is_complex() else values
     values = values.double().nan_to_num(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Copies values whose parts have known counterparts, such as what refers to modules that are copied, too."""
+"""Copies values and replaces objects in them by known counterparts, such as modules by their copies."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from types import CellType, FunctionType
 from typing import Any
 
 
-# Below, `counterparts` are by the `id` of what each takes the place of; copies are added to them.
+# Below, `counterparts` maps the `id` of an object to its replacement; copies are added to it.
 def copied(value: Any, counterparts: dict[int, Any]) -> Any:
-    """Copy a value with what it refers to; one that cannot be copied is shared."""
+    """Copy a value with the objects that it refers to; return the value itself if it cannot be copied."""
     if isinstance(value, FunctionType):
         return _rebound(value, counterparts)
-    attempt: ChainMap[int, Any] = ChainMap({}, counterparts)  # a part that was copied before a failure is of no use
+    attempt: ChainMap[int, Any] = ChainMap({}, counterparts)  # drops parts that were copied before a failure
     try:
         made = copy.deepcopy(value, attempt)  # type: ignore[arg-type]  # it needs `get` and items only
-    except Exception:  # noqa: BLE001 - locks, tensors of a graph and whatever else: each has an error of its own
+    except Exception:  # noqa: BLE001 - locks, tensors of a graph and others all raise different errors
         return value
     counterparts.update(attempt.maps[0])
     return made
 
 
 def copied_hooks(register: Any, counterparts: dict[int, Any]) -> Any:
-    """Copy a register of hooks; those of other objects stay the user's, with what they collect."""
+    """Copy a register of hooks; hooks of objects without counterparts stay shared, with the data that they collect."""
     made = register.copy()
     for key, hook in register.items() if isinstance(register, dict) else ():
         made[key] = _counterpart(hook, counterparts)
@@ -42,14 +42,14 @@ def _counterpart(value: Any, counterparts: dict[int, Any]) -> Any:
 
 
 def _rebound(function: FunctionType, counterparts: dict[int, Any]) -> FunctionType:
-    """Make a closure refer to counterparts; all else that it refers to is shared, so that it writes where it did."""
+    """Copy a function so that its closure refers to counterparts; all else stays shared, so it writes where it did."""
     counterparts[id(function)] = function  # it may refer to itself
     cells = []
     for cell in function.__closure__ or ():
         try:
             content = _counterpart(cell.cell_contents, counterparts)
             cells.append(cell if content is cell.cell_contents else CellType(content))
-        except ValueError:  # nothing is in it yet
+        except ValueError:  # the cell is empty
             cells.append(cell)
     if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
         return function

@@ -1,4 +1,4 @@
-"""Initialises the part of a model on torch's meta device that a process needs, as if all of it were initialised."""
+"""Initialises only the part of a meta-device model that a process needs, to the same values as the whole model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lightning_swarm.model.unsaved_buffers import unsaved_buffers
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
-# A model that fits nowhere is built as its author wrote it, and any part of it gets the very values, random ones
-# included, that it would have if all of it had been built on a device. The idea is `deferred_init` of torchdistX.
+# A model that is too large for any machine is built as its author wrote it. Each part gets the same values, random ones
+# included, as if the whole model had been built on a device. The idea is `deferred_init` of torchdistX.
 class InitialWeights:
-    """Makes the initial values of a module's tensors on meta, for one stage after the other."""
+    """Computes the initial values of a module's tensors on meta, stage by stage."""
 
     def __init__(self) -> None:
         self._record = InitRecord()
         self._views: dict[str, StorageView] = {}
-        self._trained: weakref.ref[nn.Module] | None = None  # its weights are no longer the initial ones
+        self._trained: weakref.ref[nn.Module] | None = None  # a module whose weights are no longer the initial ones
 
     def recording(self, device: torch.device) -> AbstractContextManager[None]:
         """Record the initialisation of tensors on meta, as if they were on `device`."""
@@ -40,10 +40,10 @@ class InitialWeights:
 
     @contextmanager
     def restoring(self, module: nn.Module, state: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-        """Give the state of a checkpoint to be loaded inside, with stand-ins for the module's tensors on meta."""
+        """Yield a checkpoint's state to be loaded inside, with stand-ins for the module's tensors on meta."""
 
         def stand_in(value: Any) -> Any:
-            # It gets the checkpoint's value when that is needed. A tensor on meta is a stand-in already.
+            # Its value is read from the checkpoint when it is needed. A tensor on meta is a stand-in already.
             has_values = isinstance(value, Tensor) and not value.is_meta
             return self._record.stand_in(value, lambda: value) if has_values else value
 
@@ -54,7 +54,7 @@ class InitialWeights:
             yield {name: stand_in(value) if name in on_meta else value for name, value in state.items()}
 
     def read_folder(self, module: nn.Module, folder: ShardedCheckpoint) -> dict[str, Any]:
-        """Read a folder's weights for `restoring`: those of tensors on meta are read only when they are needed."""
+        """Read a folder's weights for `restoring`; weights of tensors on meta are read only when they are needed."""
         on_meta = {name for name, tensor in _tensors(module) if tensor.is_meta}
         weights = folder.weights
         loaded = folder.read_weights(name for name in weights if name not in on_meta)
@@ -64,7 +64,7 @@ class InitialWeights:
         }
 
     def index_tensors(self, module: nn.Module) -> None:
-        """Remember the places of the module's tensors on meta, before they are converted or moved."""
+        """Record the storages of the module's tensors on meta, before they are converted or moved."""
         self._views = {name: self._record.view(tensor) for name, tensor in _tensors(module) if tensor.is_meta}
         if self._views and self._trained is not None and self._trained() is module:
             raise ConfigError(
@@ -81,12 +81,12 @@ class InitialWeights:
             )
 
     def fill_outside(self, module: nn.Module, blocks: Blocks, device: torch.device) -> None:
-        """Initialise the tensors that are in no block: the trainer itself computes with them."""
+        """Initialise the tensors in no block, with which the trainer itself computes."""
         inside = {id(tensor) for block in blocks.modules for tensor in (*block.parameters(), *block.buffers())}
         outside = [(name, tensor) for name, tensor in _tensors(module) if tensor.is_meta and id(tensor) not in inside]
         if not outside:
-            return  # what compiled modules have in the place of a dict cannot be updated
-        # One new tensor for each, however many modules share it.
+            return  # registers of compiled modules are no dicts and cannot be updated
+        # One new tensor for each old one, however many modules share it.
         made: dict[int, Any] = {}
         for (_, tensor), value in zip(outside, self._values(outside, device), strict=True):
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -100,7 +100,7 @@ class InitialWeights:
         return {**tensors, **dict(zip(dict(on_meta), self._values(on_meta, torch.device("cpu")), strict=True))}
 
     def mark_used(self, module: nn.Module, *, trains: bool) -> None:
-        """Forget a checkpoint's values when a run begins; after these, or if it `trains`, the record is outdated."""
+        """Drop a checkpoint's values when a run begins; if there were any, or it `trains`, the record is outdated."""
         had_checkpoint = self._record.forget_sources()
         if is_on_meta(module) and (had_checkpoint or trains):
             self._trained = weakref.ref(module)
@@ -111,7 +111,7 @@ class InitialWeights:
 
 
 def put_tensors(module: nn.Module, made: Mapping[int, Any]) -> None:
-    """Put tensors in the places of others in all modules, by the ids of those."""
+    """Replace tensors in all modules; `made` maps the `id` of an old tensor to the new one."""
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
             tensors.update({key: made[id(tensor)] for key, tensor in tensors.items() if id(tensor) in made})
@@ -123,7 +123,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def staying_on_meta() -> AbstractContextManager[object]:
-    """Keep tensors on meta there while modules are moved to another device inside."""
+    """Return a context inside which tensors on meta stay there when their modules are moved to another device."""
     return _KeepOnMeta()
 
 

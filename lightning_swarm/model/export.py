@@ -20,7 +20,7 @@ from lightning_swarm.model.sharded_format import OPTIMIZER, REST, WEIGHTS, Shard
 
 _log = logging.getLogger(__name__)
 
-_SAFE_TORCH: Final = Version("2.10.0")  # the first whose `weights_only=True` has no known way around it
+_SAFE_TORCH: Final = Version("2.10.0")  # the first version whose `weights_only=True` has no known bypass
 
 
 def export_safetensors(checkpoint: Path, target: Path) -> int:
@@ -57,9 +57,9 @@ def export_file(folder: Path, target: Path) -> int:
 
 
 def export_folder(checkpoint: Path, folder: Path) -> int:
-    """Write the weights of a Hugging Face model in a checkpoint beside its config; returns the number of tensors.
+    """Write the Hugging Face model in a checkpoint to the folder of its config, and return the number of tensors.
 
-    The model may be an attribute of the LightningModule, at any depth: its names are found in the checkpoint's.
+    The model may be an attribute of the LightningModule, at any depth; its prefix is found in the checkpoint's names.
     """
     from lightning_swarm.model.pretrained import PretrainedModel, read_config, read_generation_config
 
@@ -82,7 +82,7 @@ def export_folder(checkpoint: Path, folder: Path) -> int:
                 f"a checkpoint must have the shapes of config.json: {name!r} has {tuple(value.shape)}, and "
                 f"{tuple(shape)} was expected. Write the config of the module that was trained."
             )
-    # By Hugging Face's own means, for names in files may be others, and of tied weights one is written.
+    # `save_pretrained` may rename tensors in files, and writes tied weights once.
     values = {name: weights[f"{complete[0]}{name}"] for name in wanted}
     model.module.save_pretrained(folder, state_dict=values)
     return len(wanted)
@@ -90,7 +90,7 @@ def export_folder(checkpoint: Path, folder: Path) -> int:
 
 @contextmanager
 def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Give a path to write to inside, and move the file to `target` afterwards."""
+    """Yield a temporary path, and move the file to `target` afterwards."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield partial
@@ -104,7 +104,7 @@ def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint, a sharded one as the file that the same run would have written; nothing in it is executed."""
+    """Read a checkpoint without executing code in it; a sharded one in the form of the same run's single file."""
     if is_folder(checkpoint):
         content, parts = _read(checkpoint / REST), ShardedCheckpoint(checkpoint).read_all()
         content["state_dict"] = parts.get(WEIGHTS, {})
@@ -135,7 +135,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             f"({str(error).splitlines()[0]}). Save it again with `trainer.save_checkpoint(path, weights_only=True)`, "
             "and without objects in its hyperparameters."
         ) from error
-    except Exception as error:  # whatever torch raises for bytes that it did not write
+    except Exception as error:  # torch raises many kinds of errors for malformed bytes
         raise ConfigError(f"{rule}, and {checkpoint} cannot be read: {error}. Check the path.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{rule}, and {checkpoint} holds a {type(content).__name__}. Check the path.")

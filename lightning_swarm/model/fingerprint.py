@@ -22,7 +22,7 @@ _PIECE: Final = 1 << 21  # words that are hashed at once, in some milliseconds
 
 
 def digest(tensors: Iterable[Tensor], prefix: bytes) -> bytes:
-    """BLAKE3 of a prefix and of tensors, in order: dtypes, shapes, bytes. Nobody finds other ones with the same."""
+    """Return BLAKE3 of a prefix and of tensors' dtypes, shapes and bytes, in order. No collisions can be found."""
     found = blake3(prefix)
     for tensor in tensors:
         found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
@@ -31,19 +31,19 @@ def digest(tensors: Iterable[Tensor], prefix: bytes) -> bytes:
 
 
 def tree_digest(tree: serialization.Tree, flags: Sequence[bool] = ()) -> bytes:
-    """BLAKE3 of a tree as it travels: its structure, its tensors, and a flag for each of them."""
+    """Return BLAKE3 of a tree in its wire form: its structure, its tensors, and a flag for each tensor."""
     structure, tensors = serialization.flatten(tree)
     return digest(tensors, msgspec.msgpack.encode((structure, list(flags))))
 
 
 def proof(tensors: Iterable[Tensor], challenge: int) -> int:
-    """Prove to have tensors: 64 bits of a digest with a number in it that nobody knew before."""
-    # So few are enough, for whoever would search for other tensors has only until the answer is due.
+    """Return 64 bits of a digest of tensors and a fresh challenge, which proves that this process has the tensors."""
+    # 64 bits suffice, because a search for other tensors has no more time than the deadline of the answer.
     return int.from_bytes(digest(tensors, challenge.to_bytes(8, "little"))[:8], "little")
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """Hash the bytes of tensors of any dtypes and shapes, in order, in 64 bits. A forger can solve for it."""
+    """Return a 64-bit hash of the bytes of tensors of any dtypes and shapes, in order. An attacker can forge it."""
     return Fingerprint(tensors).finish()
 
 
@@ -102,14 +102,14 @@ def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
     return total
 
 
-# A row's words have 32 bits, and are multiplied by 64 bits each, so a sign bit by 33 bits of its multiplier. If words
-# had 64 bits, it would be by one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
+# A row's words have 32 bits, and their multipliers 64 bits, so a sign bit meets 33 bits of its multiplier. With 64-bit
+# words it would meet one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
 
 
 def _row_sums(words: Tensor) -> Iterator[int]:
     multipliers = _multipliers(words.device)
     num_whole = len(words) // _ROW * _ROW
-    if num_whole:  # all rows at once: one answer from a GPU takes longer than a row
+    if num_whole:  # all rows at once, because one transfer from a GPU takes longer than a row
         yield from (words[:num_whole].view(-1, _ROW) * multipliers).sum(dim=1).tolist()
     if num_whole < len(words):
         yield int((words[num_whole:] * multipliers[: len(words) - num_whole]).sum())

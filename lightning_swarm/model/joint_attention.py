@@ -1,7 +1,7 @@
-"""Attention of several texts in one forward: rows share the blocks' products, and each text has its own cache.
+"""Computes several texts in one forward: the rows share the blocks' matrix products, and each text has its own cache.
 
-Texts have different lengths, so their keys cannot be one tensor. A block's products see the rows of all texts; its
-attention, which Hugging Face lets be replaced by name, takes the texts one by one.
+Texts have different lengths, so their keys cannot be one tensor. A block's matrix products see the rows of all texts.
+Its attention, which Hugging Face can replace by name, computes the texts one by one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class PerText(tuple[Any, ...]):
 
 
 class JointCache:
-    """The caches of several texts, as one that blocks put the rows of all into. It has no other use."""
+    """Presents the caches of several texts as one to which blocks append the rows of all. It supports only `update`."""
 
     def __init__(self, caches: Sequence[Any], rows: Sequence[int]) -> None:
         self._caches, self._rows = caches, list(rows)
 
     def update(self, keys: Tensor, values: Tensor, *place: Any, **options: Any) -> tuple[PerText, PerText]:
-        """Give each cache its rows, and return the keys and values of each."""
+        """Append each text's rows to its cache, and return the keys and values of each text."""
         rows = zip(self._caches, keys.split(self._rows), values.split(self._rows), strict=True)
         found = [cache.update(own_keys, own_values, *place, **options) for cache, own_keys, own_values in rows]
         return PerText(keys for keys, _ in found), PerText(values for _, values in found)
@@ -44,11 +44,11 @@ class JointCache:
 
 @contextlib.contextmanager
 def attending_jointly(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, have these modules' attention take the texts of a `JointCache` one by one."""
+    """Inside, make these modules' attention compute the texts of a `JointCache` one by one."""
     from transformers import AttentionInterface
 
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    # Not by the property, which would change the configs in a config, too.
+    # Bypass the property, which would also change nested configs.
     before = [(config, config._attn_implementation_internal) for config in configs.values() if _attends(config)]
     if not before:
         raise CannotJoin("the blocks' attention is not one of Hugging Face's")
@@ -71,7 +71,7 @@ def _attends(config: Any) -> bool:
 def _attend(
     name: str, module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend as the implementation of this name does, each text to its own keys."""
+    """Run the attention implementation of this name for each text, with its own keys."""
     if not isinstance(key, PerText):
         raise CannotJoin("these blocks keep their keys elsewhere, or change them before they attend")
     base = _implementation(name, module)
@@ -98,14 +98,14 @@ def _implementation(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def join_rows(trees: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Put the arguments of several texts together: rows one after the other, what is alike once, the rest `PerText`.
+    """Join the arguments of several texts: concatenate rows, keep equal values once, make the rest `PerText`.
 
     Args:
-        trees: Of each text the same structure. Tensors have its rows, or one row for all, as their first dimension.
-        rows: Of each text.
+        trees: The arguments of each text, of one structure. The first dimension of tensors is the text's rows, or 1.
+        rows: The number of rows of each text.
 
     Raises:
-        CannotJoin: Where the structures differ, or values that are no rows.
+        CannotJoin: Structures differ, or values without rows do.
     """
     first = trees[0]
     if isinstance(first, Tensor):
@@ -144,7 +144,7 @@ def _join_tensors(tensors: Sequence[Any], rows: Sequence[int]) -> Any:
 
 
 def split_rows(tree: Any, rows: Sequence[int]) -> list[Any]:
-    """Return what each text has of the blocks' output; `CannotJoin` where that is not by rows."""
+    """Split the blocks' output into the outputs of each text; raise `CannotJoin` if it is not by rows."""
     if isinstance(tree, Tensor):
         if not tree.ndim or len(tree) != sum(rows):
             raise CannotJoin("an output has other rows than what went in")
@@ -161,7 +161,7 @@ def split_rows(tree: Any, rows: Sequence[int]) -> list[Any]:
 
 
 def kind_of(tree: Any, rows: int) -> Any:
-    """Return what of a text's arguments decides how they are put together, to be compared and hashed."""
+    """Return the hashable properties of a text's arguments that must be equal to join texts."""
     if isinstance(tree, Tensor):
         lead = "rows" if tree.ndim and len(tree) in (1, rows) else tuple(tree.shape[:1])
         shape = tree.shape[1:-1] if tree.ndim == _MASK_DIMENSIONS else tree.shape[1:]
