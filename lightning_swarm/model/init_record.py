@@ -22,14 +22,14 @@ INITIALISERS: Final = {
     function.__code__: function
     for function in (init._no_grad_trunc_normal_, init.orthogonal_, init.dirac_, init.sparse_)
 }
-"""Torch's own initialisers that look at numbers. On meta they silently do nothing."""
+"""Torch's initialisers that read values, and therefore silently do nothing on meta."""
 
 
 @dataclass(frozen=True)
 class StorageView:
     """The place of a tensor in its storage."""
 
-    storage: int  # the storage's address, which tells it from others
+    storage: int  # the storage's address, which identifies it
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -38,7 +38,7 @@ class StorageView:
 
 @dataclass(frozen=True, eq=False)
 class MaterializedTensor:
-    """A tensor that has values, and its version when they were used."""
+    """A tensor with values that a recorded call read, and its version at that time."""
 
     tensor: Tensor
     version: int
@@ -49,15 +49,15 @@ class RecordedCall:
     """A call of one of torch's operators or initialisers."""
 
     function: Any
-    leaves: Sequence[Any]  # of its arguments, with a `StorageView` or `MaterializedTensor` in place of each tensor
-    spec: Any  # of the arguments' tree
-    made: Sequence[StorageView | None]  # the tensors that it returned, None for those that existed before
+    leaves: Sequence[Any]  # flattened arguments, with a `StorageView` or `MaterializedTensor` in place of each tensor
+    spec: Any  # structure of the arguments
+    made: Sequence[StorageView | None]  # returned tensors; None for a tensor that existed before
     reads: frozenset[int]  # storages
     writes: frozenset[int]
-    fills: frozenset[int]  # those of `writes` whose old content does not matter
-    dtype: torch.dtype  # the default one
-    # The generators that it may have drawn from, and their states before; the one that it was given comes first. None:
-    # it draws, and was not let.
+    fills: frozenset[int]  # the part of `writes` whose old content does not matter
+    dtype: torch.dtype  # the default dtype during the call
+    # The generators that it may have drawn from, with their states before; an explicit one comes first. None: the call
+    # is random, and drawing was disabled.
     drawn: Sequence[tuple[torch.Generator, Tensor]] | None
 
 
@@ -67,7 +67,7 @@ class CallReplay:
 
     _device: torch.device
     _meta_storages: dict[int, torch.UntypedStorage]
-    _sources: dict[int, Callable[[], Tensor]]  # values that come from elsewhere
+    _sources: dict[int, Callable[[], Tensor]]  # storage -> function that reads its values from elsewhere
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def replay(self, calls: Sequence[RecordedCall], kept: Collection[int]) -> None:
@@ -84,7 +84,7 @@ class CallReplay:
             torch.set_default_dtype(before)
 
     def tensor(self, view: StorageView) -> Tensor:
-        """Return the tensor that is at a place by now."""
+        """Return the tensor at a place in a storage, with its values after the calls so far."""
         storage = self._storages.get(view.storage)
         if storage is None and view.storage in self._sources:
             storage = self._sources[view.storage]().to(self._device).contiguous().untyped_storage()
@@ -131,7 +131,7 @@ class CallReplay:
 def _draw_again(
     call: RecordedCall, drawn: Sequence[tuple[torch.Generator, Tensor]], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Repeat a call that draws random numbers, with a generator of its own or without a trace in the others."""
+    """Repeat a random call with a copy of its generator, or with the default generators, whose states are restored."""
     generator, state = drawn[0]
     function = _with_generator(call.function)
     if function is not None:
@@ -151,7 +151,7 @@ def _draw_again(
 def _with_generator(function: Any) -> Any:
     """Return a variant of a function that draws only from the generator that it is given, or None."""
     if function in INITIALISERS.values():
-        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # it shuffles, too
+        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # it also shuffles
         return function if takes_one else None
     if any(argument.name == "generator" for argument in function._schema.arguments):
         return function
@@ -177,14 +177,13 @@ _Effects: TypeAlias = tuple[Sequence[StorageView | None], frozenset[int], frozen
 class InitRecord:
     """The calls that made or changed tensors on meta inside of `recording`.
 
-    Without `draws` no random number is drawn meanwhile: that takes as long as to make the model, and is for nothing
-    where weights come from files.
+    `draws=False` skips random initialisation, which would be wasted if weights are loaded from files.
     """
 
     def __init__(self, *, draws: bool = True) -> None:
         self._draws = draws
         self._calls: list[RecordedCall] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets its address
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other storage gets its address
         self._sources: dict[int, Callable[[], Tensor]] = {}
         self._device = torch.device("cpu")
 
@@ -216,13 +215,13 @@ class InitRecord:
         return bool(dropped)
 
     def uninitialised(self, views: Sequence[StorageView]) -> list[StorageView]:
-        """Return those places that were never filled, or whose content was computed from such places."""
+        """Return the places that were never filled, or whose content was computed from such places."""
         if not self._needed({view.storage for view in views})[1]:
             return []
         return [view for view in views if self._needed({view.storage})[1]]
 
     def values(self, views: Sequence[StorageView], device: torch.device) -> list[Tensor]:
-        """Compute the values that tensors on meta would have; uninitialised ones may have any."""
+        """Compute the values of tensors on meta; uninitialised tensors get arbitrary values."""
         kept = {view.storage for view in views}
         replay = CallReplay(self._device, self._storages, self._sources)
         replay.replay(self._needed(kept)[0], kept)
@@ -271,7 +270,7 @@ class InitRecord:
 
     def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
         """Draw random numbers and drop them; returns the generators that may have been used, with their old states."""
-        # So numbers that are drawn afterwards are those that would be drawn after the model was built.
+        # This leaves the generators as if the model had been built with values.
         generators = [kwargs.get("generator"), _default_generator(self._device)]
         drawn = [(generator, generator.get_state()) for generator in generators if generator is not None]
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -319,12 +318,12 @@ class _FunctionRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "meta":
-            # Torch would drop the numbers.
+            # On meta, torch would drop the values.
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         result = func(*args, **kwargs)
         if result is True and func == _IS_META:
-            # An initialiser asks this of its tensor. It is told by its code, for it may have been imported under any
-            # name; frames of other modes may be in between.
+            # An initialiser reads this property of its tensor. It is recognized by its code object, because user code
+            # may have imported it under any name. Frames of other modes may lie in between.
             frame: Any = sys._getframe(1)
             while frame.f_code.co_name == "__torch_function__":
                 frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Contents of tensors and objects in modules' attributes: they change without the attribute being set."""
+"""Detects in-place changes of tensors and objects in modules' attributes, which set no attribute."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.attribute_values import Comparison, is_comparable, kept, same
 from lightning_swarm.model.code_reads import NAMESPACES, is_users
 
-_FEW_BYTES: Final = 512  # of tensors and arrays whose values are compared, too
+_FEW_BYTES: Final = 512  # largest tensors and arrays whose values are compared, too
 NO_SETTINGS: Final = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
-_MAX_DEPTH: Final = 3  # of objects in objects
-_MAX_ITEMS: Final = 64  # of an object, in which others are looked for
+_MAX_DEPTH: Final = 3  # nesting of objects
+_MAX_ITEMS: Final = 64  # entries of an object that are searched for nested objects
 _UNSET: Final[tuple[object, ...]] = (None, [], (), {}, set())
 _LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm", "numpy", "builtins")
 
 
 @dataclass(frozen=True)
 class _Held:
-    """The tensor or the settings in an attribute, as they were first."""
+    """The tensor or settings in an attribute, with the first state."""
 
-    title: str  # of the module
-    name: str  # of the attribute
+    title: str  # the module's name in messages
+    name: str  # the attribute's name
     value: Any
     first: Any
 
 
 class Contents:
-    """Finds changes of tensors in place, and of settings in objects, such as a config that blocks share."""
+    """Finds in-place changes of tensors, and of settings in objects, such as a config that blocks share."""
 
     def __init__(self, attributes: Iterable[tuple[str, str, Any]]) -> None:
-        """Note what is in attributes: the titles of modules, names and values."""
+        """Record the contents of attributes, each given as the module's title, the attribute's name and its value."""
         found = {id(value): (title, name, value) for title, name, value in attributes}.values()
         self._arrays = [
             _Held(title, name, value, first)
@@ -45,7 +45,7 @@ class Contents:
         ]
         self._objects: list[_Held] = []
         for title, name, settings in (one for item in found for one in _nested(*item)):
-            # What is None or empty at first may be filled in when a model runs.
+            # Settings that are None or empty at first may be filled in when a model runs.
             first = {
                 key: kept(item)
                 for key, item in settings.items()
@@ -56,7 +56,7 @@ class Contents:
         self._comparison = Comparison([held.value for held in self._objects], [held.first for held in self._objects])
 
     def changed(self) -> list[tuple[str, str, Any]]:
-        """Return what changed: the title of a module, an attribute's name, and the value it has now."""
+        """Return the changes, each as the module's title, the attribute's name and its present value."""
         found = [(h.title, h.name, h.value) for h in self._arrays if _array_state(h.value) != h.first]
         if not self._comparison.holds():
             for held in self._objects:
@@ -69,7 +69,7 @@ class Contents:
 
 
 def _array_state(value: Any) -> Any:
-    """Return a mark by which a change of a tensor or array shows: its count of changes, the bytes of a small one."""
+    """Return a value that shows changes: a tensor's version, and the contents of a small tensor or array; else None."""
     if isinstance(value, Tensor):
         if type(value) is not Tensor or value.is_inference():
             return None
@@ -80,7 +80,7 @@ def _array_state(value: Any) -> Any:
 
 
 def _nested(title: str, name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str, dict[Any, Any]]]:
-    """The settings in an attribute, and those of users' objects in them."""
+    """Yield the settings in an attribute, and in users' objects nested in it."""
     settings = _settings(value)
     yield title, name, settings
     for key, item in islice(settings.items(), _MAX_ITEMS) if depth else ():
@@ -89,7 +89,7 @@ def _nested(title: str, name: str, value: Any, depth: int = _MAX_DEPTH) -> Itera
 
 
 def _settings(value: Any) -> dict[Any, Any]:
-    """The dict of an object with settings, or of one that is a dict itself."""
+    """Return an object's settings: its attributes, or the object itself if it is a dict; empty for library objects."""
     if isinstance(value, dict):
         return value
     own = getattr(value, "__dict__", None)

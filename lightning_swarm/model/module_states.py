@@ -1,7 +1,7 @@
-"""Modes and plain attributes of a stage's modules, as the trainer's code sets them: they travel with each call.
+"""Sends modes and plain attributes of a stage's modules from the trainer to servers, with each call.
 
-What is set where the trainer is would otherwise be unknown where a stage computes: blocks in eval mode, an annealed
-temperature, a dropout rate. Only what differs from the first values, which all peers build by the same script, travels.
+User code on the trainer may put blocks into eval mode, anneal a temperature or change a dropout rate. Servers must
+compute with the same values. All peers build the same first values by the same script, so only differences travel.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _NOTHING: Final = object()
 
 @dataclass
 class _FirstValues:
-    """A module's plain attributes as its peers build them, and the attributes that its forward sets itself."""
+    """A module's plain attributes as every peer builds them, and the attributes that its forward sets itself."""
 
     plain: dict[str, Any]
-    of_class: dict[str, Any]  # plain values that its class gives
+    of_class: dict[str, Any]  # plain attributes of its class
     left: set[str] = field(default_factory=set)
-    moved: set[str] = field(default_factory=set)  # plain ones that a forward has set to another value here
+    moved: set[str] = field(default_factory=set)  # names in `plain` that a forward on this peer has changed
 
 
-# By `id`, for some modules have a hash that changes, or one that raises.
+# Keyed by `id`, because some modules have a hash that changes or raises an error.
 _known: dict[int, tuple[weakref.ref[nn.Module], _FirstValues]] = {}
 
 
@@ -61,7 +61,7 @@ def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
 
 
 def _class_values(kind: type) -> dict[str, Any]:
-    """Return the plain values that a class gives attributes."""
+    """Return the plain attributes of a class and its bases."""
     found: dict[str, Any] = {}
     for one in reversed(_classes(kind)):
         found |= {name: kept(value) for name, value in _attributes(vars(one)) if is_plain(value)}
@@ -69,7 +69,7 @@ def _class_values(kind: type) -> dict[str, Any]:
 
 
 def _classes(kind: type) -> list[type]:
-    """Return a class and those that it is made of, without torch's."""
+    """Return a class and its bases, without torch's."""
     return [one for one in kind.__mro__ if not is_of(("torch", "builtins"), one.__module__)]
 
 
@@ -78,13 +78,13 @@ def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def remember(model: nn.Module) -> None:
-    """Take the attributes of modules that are new as their first values: before hooks that other peers do not run."""
+    """Record the attributes of new modules as their first values, before hooks that other peers do not run."""
     for module in model.modules():
         _first_of(module)
 
 
 def remember_copy(copy: nn.Module, original: nn.Module) -> None:
-    """Have a copy's modules begin with the first values of those that they were copied from."""
+    """Give a copy's modules the first values of the original's modules."""
     for own, other in zip(copy.modules(), original.modules(), strict=True):
         first, there = _first_of(own), _first_of(other)
         first.plain = {name: kept(value) for name, value in there.plain.items()}
@@ -93,20 +93,20 @@ def remember_copy(copy: nn.Module, original: nn.Module) -> None:
 
 
 def leave(module: nn.Module, name: str) -> None:
-    """Let an attribute that the swarm itself sets on a trainer's module pass."""
+    """Exempt an attribute that the swarm itself or a forward sets on a module from the comparison with first values."""
     first = _first_of(module)
     first.plain.pop(name, None)
     first.left.add(name)
 
 
 def is_left(module: nn.Module, name: str) -> bool:
-    """Tell whether an attribute is one that forwards, or the swarm itself, set on a module."""
+    """Return whether an attribute is exempt, because a forward or the swarm itself has set it."""
     known = _known.get(id(module))
     return known is not None and known[0]() is module and name in known[1].left
 
 
 def built_values(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes that a module was built with, without those that forwards have set since."""
+    """Return the plain attributes that a module was built with, without attributes that forwards have set since."""
     first = _first_of(module)
     return {name: value for name, value in first.plain.items() if name not in first.left | first.moved}
 
@@ -121,7 +121,7 @@ def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def restore_attributes(model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give modules the modes and plain attributes back that they had; what is no plain value here stays as it is."""
+    """Restore modules' modes and plain attributes; attributes whose present values are not plain stay as they are."""
     for name, module in model.named_modules():
         own = vars(module)
         for key, value in states.get(name, {}).items():
@@ -133,16 +133,17 @@ def restore_attributes(model: nn.Module, states: Mapping[str, Mapping[str, Any]]
 
 
 class _WatchedModule:
-    """A module in a block, and how it was when it was looked at last."""
+    """A module in a block, with its attributes when it was last compared."""
 
     def __init__(self, name: str, title: str, parent: int | None, module: nn.Module) -> None:
-        self.name = name  # in the stage
-        self.title = title  # for the user
-        self.parent = parent  # its place among the stage's modules; None: it is a block
+        self.name = name  # the module's name in the stage
+        self.title = title  # the module's name in messages
+        self.parent = parent  # index among the stage's modules; None for a block
         self.module = module
         self.own = vars(module)
         self.first = _first_of(module)
-        # What `setup` or `configure_model` has made of a plain value is compared by what it is now.
+        # If `setup` or `configure_model` replaced a plain value by another kind, compare with the present value
+        # instead.
         for key in [key for key in self.first.plain if not is_plain(self.own.get(key, _NOTHING))]:
             del self.first.plain[key]
         self.seen: dict[str, Any] = {}
@@ -150,7 +151,7 @@ class _WatchedModule:
         self.at_first = self.seen
 
     def look(self) -> None:
-        """See the module as it is now."""
+        """Record the module's present attributes."""
         self.seen = {name: kept(value) for name, value in _attributes(self.own)}
         if "training" in self.own:
             self.seen["training"] = self.own["training"]
@@ -158,17 +159,17 @@ class _WatchedModule:
         self.size = len(self.own)
 
     def is_as_seen(self) -> bool:
-        """True if nothing was set since."""
+        """Return whether no attribute was set since `look`."""
         return len(self.own) == self.size and Comparison([self.own], [self.seen]).holds()
 
     def class_default(self, name: str) -> Any:
-        """A plain value that the class gives an attribute."""
+        """Return the plain value that the class gives an attribute, or `_NOTHING`."""
         value = getattr(type(self.module), name, _NOTHING)
         return value if is_plain(value) else _NOTHING
 
 
 class _Changes:
-    """Finds the modules of a stage on which something was set."""
+    """Finds the modules of a stage on which attributes were set."""
 
     def __init__(self, modules: Sequence[_WatchedModule]) -> None:
         self._modules = modules
@@ -176,13 +177,13 @@ class _Changes:
         self._compare()
 
     def find(self) -> list[_WatchedModule]:
-        """Return the modules on which something was set since they were looked at."""
+        """Return the modules on which attributes were set since the last `look`."""
         if list(map(len, self._owns)) == self._sizes and self._comparison.holds():
             return []
         return [one for one in self._modules if not one.is_as_seen()]
 
     def look(self, changed: Iterable[_WatchedModule]) -> None:
-        """See these modules as they are now."""
+        """Record the present attributes of these modules."""
         for one in changed:
             one.look()
         self._compare()
@@ -193,7 +194,7 @@ class _Changes:
 
 
 def _watched(stage: StageModule) -> list[_WatchedModule]:
-    """The modules in a stage's blocks, each once, in an order that is the same on every peer."""
+    """Return the modules in a stage's blocks, each once, in the same order on every peer."""
     found: list[_WatchedModule] = []
     known: set[nn.Module] = set()
     for place, (title, block) in enumerate(zip(stage.block_names, stage.blocks, strict=True)):
@@ -211,7 +212,7 @@ def _watched(stage: StageModule) -> list[_WatchedModule]:
 
 
 class TrainerStates:
-    """Reads what the trainer's code has set on a stage's modules; costs next to nothing while nothing is set."""
+    """Reads the modes and attributes that the trainer's code has set on a stage's modules; cheap if it has set none."""
 
     def __init__(self, stage: StageModule) -> None:
         self._modules = _watched(stage)
@@ -228,11 +229,15 @@ class TrainerStates:
         self._read = self._collected()
 
     def read(self) -> tuple[bool, ModuleStates | None]:
-        """Return whether the stage is in train mode, any part of it, and what differs; refuse what cannot travel."""
+        """Return whether any part of the stage is in train mode, and the states that differ from the first values.
+
+        Raises:
+            ConfigError: A changed value cannot be sent.
+        """
         self._outside.check()
         for title, name, value in self._contents.changed():
             one, attribute = self._titles[title], name.partition(".")[0]
-            # An attribute that was set anew is compared below.
+            # Attributes that were set to another object are compared below.
             if attribute not in one.first.left and one.own.get(attribute) is one.at_first.get(attribute):
                 _refuse(one, name, value, "was changed in place, and is")
         held, self._class_holds = self._class_holds, self._classes.holds()
@@ -257,7 +262,7 @@ class TrainerStates:
 
 
 def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
-    """The attributes of a module that differ from their first values, packed; raises if one cannot travel."""
+    """Return a module's attributes that differ from their first values, packed; refuse values that cannot be sent."""
     changed = {}
     for name, value in _attributes(one.own):
         first = one.first.plain.get(name, _NOTHING)
@@ -269,7 +274,7 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
             if isinstance(getattr(type(one.module), name, None), functools.cached_property):
                 continue
             if name[:1] == "_" and not isinstance(one.at_first.get(name), Tensor):
-                continue  # libraries keep notes on modules
+                continue  # libraries keep private state on modules
             first = one.class_default(name)
         if first is _NOTHING or not is_plain(value) or not fits(value, first):
             _refuse(one, name, value)
@@ -308,7 +313,7 @@ def _refuse(one: _WatchedModule, name: str, value: object, became: str = "became
 
 @dataclass(frozen=True)
 class _Target:
-    """The state that a call wants a module to have."""
+    """The attributes that a call requires of a module."""
 
     watched: _WatchedModule
     values: dict[str, Any]
@@ -316,19 +321,19 @@ class _Target:
 
 
 class _Targets:
-    """The state that a call wants a stage's modules to have."""
+    """The attributes that a call requires of a stage's modules."""
 
     def __init__(self, targets: Iterable[_Target]) -> None:
         self.each = [target for target in targets if target.values]
         self._met = Comparison([one.watched.own for one in self.each], [one.values for one in self.each])
 
     def set(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        """Set what differs; returns what was there."""
+        """Set the attributes that differ, and return the changes, for restoring them."""
         return [] if self._met.holds() else [change for target in self.each for change in _set(target)]
 
 
 class ServerStates:
-    """Has a stage's modules as the trainer had them, for one call at a time."""
+    """Gives a stage's modules the trainer's modes and attributes, for one call at a time."""
 
     def __init__(self, stage: StageModule) -> None:
         self._index = stage.spec.index
@@ -339,7 +344,7 @@ class ServerStates:
 
     @contextlib.contextmanager
     def entered(self, mode: ComputeMode, *, backward: bool = False) -> Iterator[None]:
-        """Set modes and attributes inside. What a forward sets by itself stays, and is that peer's own."""
+        """Set modes and attributes inside. Attributes that a forward itself sets stay, and belong to this peer."""
         targets = self._targets(mode)
         changed = targets.set()
         try:
@@ -377,7 +382,7 @@ class ServerStates:
             yield _Target(one, values, frozenset(given))
 
     def _keep_own(self, targets: _Targets) -> None:
-        """Take over what the forward itself has set."""
+        """Keep the attributes that the forward itself has set."""
         changed = self._changes.find()
         if not changed:
             return
@@ -389,7 +394,7 @@ class ServerStates:
 
 
 def _take_over(one: _WatchedModule, target: _Target) -> bool:
-    """Take what a module's forward has set for its own; returns whether targets have changed."""
+    """Keep the attributes that a module's forward has set; return whether first values have changed."""
     first, before = one.first, one.first.plain.copy()
     for name, value in _attributes(one.own):
         if name in first.left or name in target.named or same(value, target.values.get(name, _NOTHING)):
@@ -403,7 +408,7 @@ def _take_over(one: _WatchedModule, target: _Target) -> bool:
 
 
 def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
-    """Set what differs; returns what was there."""
+    """Set the attributes that differ, and return (attributes, name, old value, new value) for each."""
     own, changed = target.watched.own, []
     for name, value in target.values.items():
         before = own.get(name, _NOTHING)
@@ -414,7 +419,7 @@ def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
 
 
 def _checked(one: _WatchedModule, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's attributes of a module, unless it must not set them."""
+    """Decode a call's attributes of a module; raise `ProtocolError` if a call must not set one of them."""
     values = {}
     for name, wired in given.items():
         first = one.first.plain.get(name, _NOTHING)

@@ -55,11 +55,11 @@ def call_blocks(
     extras: Mapping[str, Any],
     keywords: Sequence[Sequence[str]] | None = None,
 ) -> Any:
-    """Call blocks in order: the first with all inputs, later ones with one value, each with the extras it names.
+    """Call blocks in order: the first with all inputs, the rest with one value, each with the extras that it names.
 
-    `keywords` are those that each block names, where they are known.
+    `keywords` are the names that each block accepts, if they are known.
     """
-    for index, block in enumerate(blocks):  # extras that none of them names are for another stage
+    for index, block in enumerate(blocks):  # extras that no block here names are for another stage
         named = _names(block) if keywords is None else keywords[index]
         inputs = (block(*inputs, **{name: extras[name] for name in named if name in extras}),)
     if len(inputs) != 1:
@@ -78,7 +78,7 @@ def accepted_keywords(block: torch.nn.Module) -> frozenset[str]:
     if isinstance(block, Sequential):
         return frozenset[str]().union(*map(accepted_keywords, block))
     if "forward" in vars(block):
-        # This object's forward was wrapped (by a profiler, a quantiser, ...): its class tells nothing about it.
+        # This object's forward was wrapped (by a profiler, a quantiser, ...), so its class's signature does not apply.
         return _keywords(block.forward, is_bound=True)
     return _keywords_of_class(type(block).forward)
 
@@ -97,5 +97,5 @@ def _keywords(forward: Callable[..., Any], *, is_bound: bool) -> frozenset[str]:
 
 @functools.cache
 def _keywords_of_class(forward: Callable[..., Any]) -> frozenset[str]:
-    # Reading a signature takes as long as a small layer, so each class's is read once.
+    # Reading a signature takes as long as a small layer, so each class is read once.
     return _keywords(forward, is_bound=False)

@@ -1,4 +1,4 @@
-"""The closure that optimizers get: Lightning's runs `training_step` and backward, ours has the gradient by then."""
+"""The closure passed to an optimizer's `step`. Unlike Lightning's, it computes nothing: gradients exist already."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SAMPLE: Final = 256
 
 
 class GradientClosure:
-    """The closure that `step` is handed: it gives the parameters their gradients, at the weights before the step."""
+    """Sets the parameters' gradients when `step` calls it, and requires unchanged weights."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], kind: str) -> None:
-        """Take the gradients of `parameters` away until it is called; `kind` is the optimizer's class."""
+        """Remove the gradients of `parameters` until the closure is called; `kind` is the optimizer's class name."""
         self._parameters = parameters
         self._kind = kind
         self._gradients = [parameter.grad for parameter in parameters]
@@ -28,12 +28,12 @@ class GradientClosure:
         self._before = self._seen()
 
     def _seen(self) -> list[Any]:
-        # Writes to `data` are not counted, so a few values are compared, too.
+        # Versions do not count writes to `data`, so a few values are compared, too.
         values = [parameter.detach().flatten()[:_SAMPLE].clone() for parameter in self._with_gradient]
         return [*((parameter.data_ptr(), parameter._version) for parameter in self._parameters), *values]
 
     def __call__(self) -> None:
-        """Give the parameters their gradients; refuse to, at other weights."""
+        """Set the parameters' gradients; raise `ConfigError` if weights have changed since the step began."""
         pairs = zip(self._before, self._seen(), strict=True)
         if not all(torch.equal(old, new) if isinstance(old, Tensor) else old == new for old, new in pairs):
             raise ConfigError(
@@ -47,7 +47,7 @@ class GradientClosure:
             parameter.grad = gradient
 
     def check(self) -> None:
-        """Refuse an optimizer that stepped without its gradients, as Lightning does."""
+        """Refuse an optimizer that stepped without calling the closure, as Lightning does."""
         if not self._called:
             raise ConfigError(
                 f"an optimizer's `step` must call the closure that it is given, and that of {self._kind} did not. Have "

@@ -1,4 +1,4 @@
-"""An optimizer over a whole model: the parameters that it trains, and its state, in use or saved, by name or number."""
+"""Converts the state of an optimizer over a whole model between parameter names, numbers and its saved form."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_swarm.protocol.messages.run import Selection
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Describe an optimizer's class and the names of its hyperparameters: several packages may use a class name."""
-    # The hyperparameters' values do not count: each record brings the lead's.
+    """Return an optimizer's class and hyperparameters' names, because several packages may use one class name."""
+    # Values are left out, because each record sets them to the lead's.
     return f"{type(optimizer).__qualname__}({', '.join(sorted(optimizer.defaults))})"
 
 
 def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
-    """Read the selection from the whole model and its optimizer."""
+    """Return which parameters an optimizer over the whole model trains, by group, and which are frozen."""
     parameters = dict(module.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     for index, group in enumerate(optimizer.param_groups):
@@ -56,12 +56,12 @@ def _check_boundaries(module: nn.Module, held: Collection[int]) -> None:
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set a parameter group's hyperparameters to those of a record."""
+    """Set a parameter group's hyperparameters to the values of a record."""
     group.update({key: _with_tuples(group.get(key), value) for key, value in values.items()})
 
 
 def _with_tuples(own: Any, value: Any) -> Any:
-    """Make tuples of lists where a value has some now: the wire knows none, but optimizers compare and unpack them."""
+    """Convert lists to tuples where the present value has tuples, because the wire has only lists."""
     if not isinstance(value, (list, tuple)) or not isinstance(own, (list, tuple)):
         return value
     places = [own[min(place, len(own) - 1)] if own else None for place in range(len(value))]
@@ -103,13 +103,13 @@ def _all(optimizer: Optimizer) -> list[nn.Parameter]:
 def as_state_dict(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]], *, shared: bool = False
 ) -> dict[str, Any]:
-    """Make the state dict that `optimizer.state_dict()` of one process would return, of state by parameter name."""
-    copy = dict if shared else copied_state  # else the result shares no memory with `state`
+    """Convert state by parameter name to the state dict that `optimizer.state_dict()` returns in one process."""
+    copy = dict if shared else copied_state  # a copy shares no memory with `state`
     states = {p: copy(state[names[id(p)]]) for p in _all(optimizer) if names[id(p)] in state}
     group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
-    before = dict(optimizer.state)  # is not read, and is there again afterwards
+    before = dict(optimizer.state)  # restored below
     try:
-        # The optimizer's own code saves it: some, like those of bitsandbytes, save their state in another form.
+        # The optimizer's own code saves it, because some, such as bitsandbytes, save their state in another form.
         _replace(optimizer.state, {p: values for p, values in states.items() if values or p not in group_values})
         state_dict = optimizer.state_dict()
     finally:
@@ -126,7 +126,7 @@ def _replace(state: MutableMapping[Any, Any], by: Mapping[Any, Any]) -> None:
 
 
 def copied_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy a parameter's state: a checkpoint must not share memory with state that goes on training."""
+    """Copy a parameter's state, because a checkpoint must not share memory with state in training."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
@@ -148,7 +148,7 @@ def by_names(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str,
 
 
 def by_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace names by numbers again, and put the values that an optimizer wrote into groups back there."""
+    """Replace names by numbers again, and move values of `GROUP` back into the parameter groups."""
     order = [name for group in saved["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     groups = []

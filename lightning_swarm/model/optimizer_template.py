@@ -1,4 +1,4 @@
-"""The user's optimizer as it was made: stages get copies of it over their own parameters, by name."""
+"""Copies of the user's optimizer for stages, each over the stage's own parameters."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _REFERABLE: Final = (
 )
 
 
-# A user of bitsandbytes may have some parameters optimized otherwise than the rest, embeddings with 32 bits of state,
-# say. One `GlobalOptimManager` for the whole process knows them, by a parameter's id and by its place in its parameter
-# group. A stage has only part of a group, and other optimizers in this process have other stages.
+# With bitsandbytes, some parameters may be optimized differently from the rest, such as embeddings with 32-bit state.
+# One `GlobalOptimManager` per process holds these overrides, by parameter id and by position in a parameter group. A
+# stage has only part of a group, and other optimizers in this process have other stages.
 def override_manager(optimizer: Optimizer) -> Any:
-    """The manager of overrides, recognized by what it has: bitsandbytes is slow to import, and few use it."""
+    """Return the override manager or None, recognized by its attributes because importing bitsandbytes is slow."""
     manager = getattr(optimizer, "mng", None)
     return manager if hasattr(manager, "index2config") else None
 
 
 def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Let copies be optimized as the parameters are, which the optimizer still has; `pairs` are of both."""
+    """Copy overrides to copies of parameters; `pairs` are originals, which the optimizer still has, and copies."""
     manager = override_manager(optimizer)
     if manager is not None:
-        optimizer.check_overrides()  # type: ignore[attr-defined]  # only now are those that a module named found
-        configs = manager.pid2config  # by ids, and a parameter that is gone may have had that of a copy
+        optimizer.check_overrides()  # type: ignore[attr-defined]  # resolves overrides that were set by module
+        configs = manager.pid2config  # id -> config; a deleted parameter may have had the id of a copy
         for own, made in pairs:
             if id(own) in configs:
                 configs[id(made)] = configs[id(own)]
@@ -57,17 +57,17 @@ def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]])
 
 
 def place_overrides(optimizer: Optimizer) -> None:
-    """Have overrides by place be those of the parameters that stand there now; to be called before each step."""
+    """Update the overrides by position to the parameters that are there now; call it before each step."""
     if (manager := override_manager(optimizer)) is not None:
         manager.index2config.clear()
         manager.register_parameters(optimizer.param_groups)
 
 
 class OptimizerTemplate:
-    """A copy of an optimizer over a whole model, which is left as it is. Its parameters take no memory."""
+    """A copy of an optimizer over a whole model. The original stays unchanged; the copy's parameters take no memory."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Copy an optimizer; `names` are its parameters' full names by their ids."""
+        """Copy an optimizer; `names` maps the ids of its parameters to their full names."""
         like = {
             id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             for parameter in parameters_of(optimizer)
@@ -78,7 +78,7 @@ class OptimizerTemplate:
         self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer))
         state = serialization.flatten(list(optimizer.state.values()))[1]
         self._has_state = bool(state)
-        # Else the lead hands out what it has before the first step, whatever is made here.
+        # Otherwise the lead sends its own state before the first step, which replaces the state made here.
         self._needs_state = any(tensor.is_meta for tensor in state)
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
@@ -91,9 +91,9 @@ class OptimizerTemplate:
         return made
 
     def check_steps(self, *, separable: bool) -> frozenset[str]:
-        """Refuse an optimizer that needs gradients at other weights, or, if `separable`, those of other parameters.
+        """Refuse an optimizer that needs gradients at other weights or, if `separable`, gradients of other parameters.
 
-        Returns the keys of a parameter group that its steps write, such as a count of them.
+        Returns the keys of a parameter group that its steps write, such as a step count.
         """
         kind, written = type(self._optimizer).__name__, dict[str, Any]()
         for name, *others in self._companies():
@@ -103,7 +103,7 @@ class OptimizerTemplate:
             except ConfigError:
                 raise
             except Exception as error:
-                if not self._is_on_cpu:  # it cannot be tried here; it may well step where it is wanted
+                if not self._is_on_cpu:  # it may work on the right device
                     return frozenset()
                 raise ConfigError(
                     "an optimizer must step some parameters without the others, and by gradients alone, as servers do: "
@@ -121,7 +121,7 @@ class OptimizerTemplate:
         return frozenset(written)
 
     def unportable(self) -> str:
-        """Say why machines of different kinds could not step to the same bits; empty if they can."""
+        """Return why machines of different kinds could not step to the same bits; empty if they can."""
         kind = type(self._optimizer).__name__
         try:
             for name in self._smallest(lambda own: (own.dim(), own.dtype)).values():
@@ -129,12 +129,15 @@ class OptimizerTemplate:
                     self._tried([name], portable=True)
         except Unportable as error:
             return f"{kind} computes by {error.operation}"[:MAX_TEXT]
-        except Exception as error:  # noqa: BLE001 - then nothing shows that it steps alike
+        except Exception as error:  # noqa: BLE001 - any failure counts as not portable
             return f"{kind} fails with portable arithmetic: {error!r}"[:MAX_TEXT]
         return ""
 
     def _companies(self) -> list[list[str]]:
-        """Of each number of dimensions the smallest parameter, and then others: of its shape, and of each number."""
+        """Return groups of parameters to try, one for each number of dimensions.
+
+        The smallest parameter comes first, then the smallest other one of its shape, and of each number of dimensions.
+        """
         found = []
         for name in self._smallest(Tensor.dim).values():
             shapes = self._smallest(lambda own: own.shape, but=name)
@@ -143,38 +146,38 @@ class OptimizerTemplate:
         return found
 
     def _smallest(self, kind: Callable[[Tensor], _Kind], *, but: str = "") -> dict[_Kind, str]:
-        """The name of the smallest parameter of each kind, `but` one apart."""
+        """Return the name of the smallest parameter of each kind, except `but`."""
         by_size = sorted(self._parameters, key=lambda name: self._parameters[name].numel())
         return {kind(self._parameters[name]): name for name in reversed(by_size) if name != but}
 
     def _tried(self, names: Sequence[str], *, portable: bool = False) -> _Tried:
-        """Step these parameters a few times."""
+        """Step these parameters a few times with random gradients, and return the effects."""
         places = {name: list(self._parameters).index(name) for name in names}
         dtypes = {name: self._parameters[name].dtype if portable else None for name in names}
 
         def numbers(name: str, step: int) -> Tensor:
-            # Steps and parameters have gradients of unlike sizes: a factor that all of them share shows.
+            # Sizes of gradients vary between steps and parameters, so that any factor common to all parameters shows.
             draw = torch.Generator().manual_seed(1 + places[name] * (_TRIED_STEPS + 1) + step)
             size = 4.0 ** ((places[name] + 2 * step) % 5 - 2)
             return torch.randn(self._parameters[name].shape, generator=draw, dtype=dtypes[name]) * size
 
         made = {name: nn.Parameter(numbers(name, 0)) for name in names}
         optimizer = self.cut(made)
-        for register in HOOKS:  # they may note what they are called for
+        for register in HOOKS:  # hooks may record their calls
             vars(optimizer).get(register, {}).clear()
         groups = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
         place_overrides(optimizer)
         drawn, own = _Drawn(), dict[str, Any]()
         with torch.random.fork_rng(devices=()):
             for step in range(1, _TRIED_STEPS + 1):
-                torch.default_generator.manual_seed(step)  # those of devices are not used, and take longer
+                torch.default_generator.manual_seed(step)  # device generators are not used, and seeding them is slow
                 for name, parameter in made.items():
                     parameter.grad = numbers(name, step)
                 closure = GradientClosure([*made.values()], type(optimizer).__name__)
                 with portable_groups(optimizer) if portable else drawn:
-                    optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
+                    optimizer.step(closure)  # type: ignore[arg-type]  # there is no loss here
                 closure.check()
-                if step == 1:  # what is made in the first step may go on changing
+                if step == 1:  # the baseline for `changed`, because the first step may create numbers
                     own = {key: copy.deepcopy(value) for key, value in _own_numbers(optimizer).items()}
         pairs = zip(optimizer.param_groups, groups, strict=True)
         return _Tried(
@@ -188,16 +191,16 @@ class OptimizerTemplate:
 
 @dataclasses.dataclass(frozen=True)
 class _Tried:
-    """What some steps made of an optimizer and its parameters."""
+    """The effects of a few steps of an optimizer."""
 
-    weight: Tensor  # of the first parameter
-    written: Mapping[str, Any]  # into parameter groups
+    weight: Tensor  # the first parameter after the steps
+    written: Mapping[str, Any]  # new values in parameter groups
     state: Mapping[Any, Any]
-    draws: bool  # random numbers
-    changed: Sequence[str]  # numbers that the optimizer keeps elsewhere
+    draws: bool  # whether the steps draw random numbers
+    changed: Sequence[str]  # numbers that the optimizer keeps and changes elsewhere
 
     def check_kept(self, kind: str) -> None:
-        """Refuse what does not go from peer to peer with a parameter's state."""
+        """Refuse an optimizer whose state cannot be sent from peer to peer."""
         if self.draws:
             raise ConfigError(
                 "an optimizer's steps must draw no random numbers, for each server of a stage would draw others: "
@@ -229,13 +232,13 @@ class _Tried:
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Tell whether weights differ by rounding at most: matrices of one shape may be multiplied all at once."""
+    """Return whether weights differ by rounding at most, since matrices of one shape may be multiplied in one batch."""
     rounding = _ROUNDINGS * torch.finfo(one.dtype).eps * float(other.abs().max()) if other.numel() else 0.0
     return bool(((one - other).abs() <= rounding).all() or torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
 class _Drawn(TorchDispatchMode):
-    """Notes whether anything inside draws random numbers: in this thread, where others may draw from the same state."""
+    """Detects random draws in this thread, while other threads may draw from the same generators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -252,7 +255,7 @@ class _Drawn(TorchDispatchMode):
 
 
 def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers among an optimizer's own attributes. A truth value says that something was made once, mostly."""
+    """Return the numbers among an optimizer's attributes, without booleans, which mostly mark initialisation."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -267,12 +270,12 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _is_other(key: str, new: Any, old: Mapping[str, Any]) -> bool:
-    """Return whether a value in a parameter group is another one than before."""
+    """Return whether a value in a parameter group has changed."""
     return key != "params" and (key not in old or type(new) is not type(old[key]) or bool(new != old[key]))
 
 
 def check_hooks(optimizer: Optimizer) -> None:
-    """Refuse hooks that refer to what is not on the servers, which call them for the parameters of each stage."""
+    """Refuse hooks that refer to objects of this process, because servers call them for each stage's parameters."""
     own_step = [step] if (step := step_of_its_own(optimizer)) is not None else []
     for hook in own_step + [hook for name in HOOKS for hook in vars(optimizer).get(name, {}).values()]:
         for found in _referred(hook):
@@ -286,13 +289,13 @@ def check_hooks(optimizer: Optimizer) -> None:
 
 
 def step_of_its_own(optimizer: Optimizer) -> Any:
-    """Return the function that user code put in the place of this object's `step`; None if that is its class's."""
+    """Return the function that user code assigned to this object's `step`, or None."""
     step = vars(optimizer).get("step")
-    return None if hasattr(step, "_wrapped_by_lr_sched") else step  # as schedulers do
+    return None if hasattr(step, "_wrapped_by_lr_sched") else step  # schedulers assign a wrapper
 
 
 def _referred(hook: Any) -> Iterator[Any]:
-    """Give what a hook refers to beside globals."""
+    """Yield the objects that a hook refers to, without globals."""
     if isinstance(hook, functools.partial):
         yield from (*hook.args, *hook.keywords.values(), *_referred(hook.func))
     elif isinstance(hook, MethodType):
@@ -305,12 +308,12 @@ def _referred(hook: Any) -> Iterator[Any]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters of an optimizer, in its order."""
+    """Return all parameters of an optimizer, in its order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
-    """Have an optimizer hold other parameters, by the ids of those whose places they take, without their state."""
+    """Replace parameters of an optimizer, and drop their state; `replaced` maps an old one's `id` to the new one."""
     for parameter in parameters_of(optimizer):
         if id(parameter) in replaced:
             optimizer.state.pop(parameter, None)
@@ -319,14 +322,14 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter
 
 
 def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Copy an optimizer, without state, over the counterparts of its parameters; those without one are left out."""
+    """Copy an optimizer, without state, over counterparts of its parameters; the rest are left out."""
     known: dict[int, Any] = {id(parameter): parameter for parameter in parameters_of(optimizer)}
     known.update(counterparts)
     wrapped = list(optimizers_in(optimizer))
     known.update({id(one): object.__new__(type(one)) for one in wrapped})
     manager = override_manager(optimizer)
     known[id(manager)] = manager
-    for one in wrapped:  # a wrapper may share what it wraps has
+    for one in wrapped:  # a wrapper may share attributes with its inner optimizer
         for group in vars(one).get("param_groups", ()):
             own = [known[id(parameter)] for parameter in group["params"] if id(parameter) in counterparts]
             rest = {key: copied(value, known) for key, value in group.items() if key != "params"}
@@ -344,7 +347,7 @@ def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -
 def _attributes(optimizer: Optimizer, known: dict[int, Any]) -> dict[str, Any]:
     found = {}
     for name, value in vars(optimizer).items():
-        if hasattr(value, "_wrapped_by_lr_sched"):  # a scheduler's wrapper steps the optimizer that it has
+        if hasattr(value, "_wrapped_by_lr_sched"):  # a scheduler's wrapper would step the original optimizer
             continue
         if isinstance(value, nn.Module):
             found[name] = value
@@ -354,7 +357,7 @@ def _attributes(optimizer: Optimizer, known: dict[int, Any]) -> dict[str, Any]:
 
 
 def optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterator[Optimizer]:
-    """Give an optimizer and those that it wraps."""
+    """Yield an optimizer and the optimizers that it wraps."""
     seen = {id(optimizer)} if seen is None else seen
     yield optimizer
     for value in vars(optimizer).values():
@@ -365,7 +368,7 @@ def optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterato
 
 
 def _first_state(optimizer: Optimizer, *, needed: bool) -> dict[Tensor, Any]:
-    """The state that an optimizer's own constructor makes before the first step."""
+    """Return the state that an optimizer's own constructor makes before the first step."""
     kind = type(optimizer)
     try:
         return dict(kind([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state)

@@ -1,6 +1,6 @@
-"""Values that blocks read beside their arguments and modules: globals, closures, and objects behind them.
+"""Refuses changes of values that blocks read outside of their arguments and modules: globals, closures and objects.
 
-Other peers have values of their own there, and hear of no change. So a change is refused, by name.
+Other peers have their own values there and would not see a change.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from lightning_swarm.model.partition.leftovers import OF_TORCH
 
 _OF_TRAINER: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
 _HOLDERS: Final = (list, tuple, dict, set)
-_MAX_DEPTH: Final = 3  # of objects in objects
+_MAX_DEPTH: Final = 3  # nesting of objects
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Values that a block's code reads in one place, by name, as they were first."""
+    """Values that a block's code reads in one place, by name, with their first values."""
 
-    title: str  # of the module whose code it is
+    title: str  # the module whose code reads them
     place: str
-    values: Any  # a mapping, as it is now
+    values: Any  # a mapping with the present values
     first: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A module in a block, and what its code reads."""
+    """A module in a block, and the names that its code reads."""
 
     title: str
     module: nn.Module
     functions: list[FunctionType]
-    names: frozenset[str]  # of attributes
+    names: frozenset[str]  # attributes that the code reads
     modes_of: frozenset[str]
     held: Collection[int]  # ids of the stage's modules and of their tensors
 
     @classmethod
     def of(cls, title: str, module: nn.Module, held: Collection[int]) -> _Block:
-        """Look at a module's code."""
+        """Analyse a module's code."""
         functions = functions_of(module)
         found = [reads(function.__code__) for function in functions]
         names, modes_of = (
@@ -67,7 +67,7 @@ class _Block:
         return cls(title, module, functions, names, modes_of, held)
 
     def read_of(self, value: Any) -> set[str]:
-        """The names that it reads of an object that is not its own, which may well be those of its own attributes."""
+        """Return the names that the code may read of a foreign object, except names of the module's own attributes."""
         module = self.module
         own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *OF_TORCH}
         names = self.names - own
@@ -78,10 +78,10 @@ class _Block:
 
 
 class OutsideValues:
-    """Notices changes of what the code of a stage's modules reads elsewhere."""
+    """Detects changes of values that the code of a stage's modules reads elsewhere."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Note the values, by the modules' titles; refuse what other peers cannot have."""
+        """Record the values, by the modules' titles; refuse weights that other peers cannot have."""
         titles = {id(module): (title, module) for title, module in modules}
         tensors = (t for _, m in titles.values() for t in (*m._parameters.values(), *m._buffers.values()))
         held = {*titles, *map(id, tensors)}
@@ -95,7 +95,7 @@ class OutsideValues:
         self._comparison = Comparison([one.values for one in self._sources], [one.first for one in self._sources])
 
     def check(self) -> None:
-        """Refuse what was changed."""
+        """Raise `ConfigError` if a value has changed."""
         if self._comparison.holds():
             return
         for one in self._sources:
@@ -129,7 +129,7 @@ def _sources(block: _Block) -> Iterator[_Source]:
 
 
 def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
-    """Find the globals that a function reads, and the variables of the functions around it."""
+    """Yield the globals, closure variables and defaults that a function reads."""
     own, cells = function.__globals__, cells_of(function)
     globals_ = {name: own[name] for name in read.globals if name in own and _is_left_alone(own[name], read)}
     yield _Source(block.title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
@@ -147,19 +147,19 @@ def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator
 
 
 def _is_left_alone(value: Any, read: Reads) -> bool:
-    """Tell whether code only reads a value. A container that it may fill itself, such as a cache, is its own affair."""
+    """Return whether code only reads a value. Containers that it may fill itself, such as a cache, are not watched."""
     return not (read.fills_containers and isinstance(value, _HOLDERS))
 
 
 def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
-    """Find the attributes with these names of an object that is not the block's: the code reads them."""
+    """Yield the attributes with these names of a foreign object, because the block's code may read them."""
     own = _attributes(block, value)
     if not own:
         return
     what = value.__name__ if isinstance(value, type | ModuleType) else type(value).__name__
     if isinstance(value, nn.Module):
         _refuse_unreachable(block.title, what, value, names)
-    # Behind `hparams` there is `_hparams`.
+    # A property such as `hparams` reads `_hparams`.
     found = {name: own[key] for name in names for key in (name, f"_{name}") if key in own}
     yield _Source(
         block.title, f"an attribute of {what}", own, _plain({name: own[name] for name in names if name in own})
@@ -172,7 +172,7 @@ def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _
 
 
 def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
-    """The attributes of an object that may hold settings; a library's own objects hold none."""
+    """Return the attributes of an object that may hold settings; empty for a library's own objects."""
     if isinstance(value, ModuleType | type):
         return vars(value) if is_users(value.__name__ if isinstance(value, ModuleType) else value.__module__) else {}
     if id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
@@ -182,7 +182,7 @@ def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:
-    """Refuse what a block's code reads of a module that is not in the block, and that exists on the trainer alone."""
+    """Refuse reads of a foreign module's tensors, and of trainer attributes, which exist only on the trainer."""
     tensors = [name for name in {**value._parameters, **value._buffers} if name in names]
     of_trainer = [name for name in _OF_TRAINER if name in names and "_trainer" in vars(value)]
     if found := sorted([*tensors, *of_trainer]):
@@ -193,7 +193,7 @@ def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collecti
 
 
 def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
-    """The names and values that a block's code finds: attributes, globals, and variables around functions."""
+    """Yield the names and values that a block's code reads: attributes, globals and closure variables."""
     yield from ((name, value) for name, value in vars(block.module).items() if name in block.names)
     for function in block.functions:
         for name in reads(function.__code__).globals:
@@ -203,7 +203,7 @@ def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_weights(block: _Block) -> None:
-    """Refuse weights that a block's code reads and its stage does not hold: each peer would have its own."""
+    """Refuse weights that a block's code reads outside of its stage, because each peer would have its own."""
     for name, value in _read_by(block):
         for item in _referred(value):
             if any(id(parameter) not in block.held for parameter in _parameters(item, block.module)):
@@ -215,19 +215,19 @@ def _refuse_weights(block: _Block) -> None:
 
 
 def _parameters(item: Any, block: nn.Module) -> Iterable[nn.Parameter]:
-    """The parameters that code may compute with if it has this object; a block calls no module that it is in itself."""
+    """Return the parameters that code may use through an object; none of a module that contains the block itself."""
     if isinstance(item, nn.Module):
         return () if any(one is block for one in item.modules()) else item.parameters()
     return (item,) if isinstance(item, nn.Parameter) else ()
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that can be compared, as they are now."""
+    """Return copies of the values that can be compared."""
     return {name: kept(value) for name, value in values.items() if str(name)[:2] != "__" and is_comparable(value)}
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """The objects in a container, behind a weak reference or a bound function; anything else is what it is."""
+    """Yield the objects in a container, or behind a weak reference, a method or a partial; else the value itself."""
     if isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, _HOLDERS):

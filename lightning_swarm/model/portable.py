@@ -1,8 +1,8 @@
 """Arithmetic that has the same bits on every machine, so that unlike machines step equal weights to equal weights.
 
 Additions, subtractions, multiplications, divisions and square roots are rounded as IEEE 754 says, one by one, on every
-processor and GPU. Kernels of other operations are not: one rounds a product and a sum at once, another adds up in the
-order of its vectors. `PortableArithmetic` computes these by single operations, in an order of its own.
+processor and GPU. Kernels of other operations are not. Some round a product and a sum together, and some add in the
+order of their vector units. `PortableArithmetic` computes these by single operations in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _Number: TypeAlias = Tensor | float
 _WIDE: Final = (torch.float32, torch.float64)
 _NARROW: Final = (torch.float16, torch.bfloat16)
 _MAX_POWER: Final = 64
-_MAX_COUNT: Final = 1 << 53  # above it float64 holds not every whole number
-# Nothing of these rounds, or each number by itself: they move numbers, compare them, or choose among them.
+_MAX_COUNT: Final = 1 << 53  # float64 holds all integers up to it
+# Operations that round nothing, or each number by itself: they move, compare or choose numbers.
 _EXACT: Final = frozenset(
     """
     _local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias all amax amin any arange argmax argmin
@@ -57,7 +57,7 @@ class Unportable(ConfigError):
 
 
 class PortableArithmetic(TorchDispatchMode):
-    """Inside, operations on tensors have the same bits on every machine; `Unportable` names one that cannot have."""
+    """Inside, tensor operations have the same bits on every machine; `Unportable` is raised if one has no rule."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,12 +89,12 @@ class PortableArithmetic(TorchDispatchMode):
 
 
 def is_exact(operation: str) -> bool:
-    """Tell whether a kernel of this name, with its space, has the same bits on every machine as it is."""
+    """Return whether a kernel, given by its qualified name, has the same bits on every machine."""
     space, _, name = operation.partition("::")
     return space in _EXACT_SPACES or (space == "aten" and name.removesuffix("_").removeprefix("_foreach_") in _EXACT)
 
 
-@cache  # by operation: on small tensors the look-up would take longer than the kernel
+@cache  # on small tensors the look-up would take longer than the kernel
 def _way(func: Any) -> tuple[bool, bool, Callable[..., Any] | None]:
     """Return whether an operation is exact, whether it is torch's own, and its rule if there is one."""
     space, _, name = func._schema.name.partition("::")
@@ -104,7 +104,7 @@ def _way(func: Any) -> tuple[bool, bool, Callable[..., Any] | None]:
 
 def _has_floats(values: Sequence[Any]) -> bool:
     if values and isinstance(values[0], Tensor) and values[0].is_floating_point():
-        return True  # without a generator: most operations end here
+        return True  # a shortcut for most operations
     return any(
         _has_floats(one)
         if isinstance(one, (list, tuple))
@@ -115,13 +115,13 @@ def _has_floats(values: Sequence[Any]) -> bool:
 
 
 def _rule(name: str) -> Callable[..., Any] | None:
-    """Find how an operation is computed; None: it is not portable."""
+    """Return the rule of an operation; None if it is not portable."""
     rule = _RULES.get(name.removeprefix("_foreach_"))
     return rule if rule is None or name in _RULES else lambda *lists, **more: _each(rule, lists, more)
 
 
 def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any]) -> list[Any]:
-    """Compute an operation on the tensors of lists one by one; a value that is no list goes with each."""
+    """Apply a rule to the elements of lists one by one; arguments that are no lists are used for each."""
 
     def at(place: int, value: Any) -> Any:
         return value[place] if isinstance(value, (list, tuple)) else value
@@ -146,7 +146,7 @@ def _wide(value: _Number, dtype: torch.dtype, device: torch.device | None = None
 
 
 def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the rule of an operation that is a single one of IEEE 754."""
+    """Return the rule of a single operation of IEEE 754."""
 
     def rule(first: Tensor, *others: _Number, out: Tensor | None = None) -> Tensor:
         if first.dtype in _WIDE and _are_plain(first, (*others, out), compute):
@@ -155,7 +155,7 @@ def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         for other in others:
             dtype = torch.result_type(first, other)
         if not dtype.is_floating_point and not dtype.is_complex:
-            dtype = torch.get_default_dtype()  # of a quotient of whole numbers
+            dtype = torch.get_default_dtype()  # the dtype of a quotient of integers
         device = next((one.device for one in (first, *others) if isinstance(one, Tensor) and one.dim()), first.device)
         found = compute(*(_wide(value, dtype, device) for value in (first, *others))).to(dtype)
         return found if out is None else out.copy_(found)
@@ -164,7 +164,7 @@ def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _are_plain(first: Tensor, others: Sequence[_Number | None], compute: Callable[..., Tensor]) -> bool:
-    """Tell whether operands, and the place of the result, can be taken as they are."""
+    """Return whether operands and result need no conversion."""
     for other in others:
         if isinstance(other, Tensor):
             if other.dtype != first.dtype or other.device != first.device:
@@ -220,7 +220,7 @@ def _addcdiv(first: Tensor, left: Tensor, right: Tensor, value: float = 1, *, ou
 
 
 def _lerp(first: Tensor, end: Tensor, weight: _Number, *, out: Tensor | None = None) -> Tensor:
-    # From the nearer end, as torch does, so that a weight of one gives the end itself.
+    # Start from the nearer end, as torch does, so that a weight of one gives the end itself.
     way = _minus(end, first)
     if not isinstance(weight, Tensor):
         if weight < 0.5:
@@ -256,7 +256,7 @@ def _pow(first: Tensor, exponent: _Number) -> Tensor:
 
 
 def integer_power(base: Tensor, exponents: Tensor) -> Tensor:
-    """Raise numbers to whole powers that are not negative, by multiplications in one order."""
+    """Raise numbers to nonnegative integer powers, by multiplications in a fixed order."""
     if not bool(((exponents >= 0) & (exponents == exponents.floor()) & (exponents < _MAX_COUNT)).all()):
         raise Unportable("aten::pow to exponents that are no counts")
     found, left = torch.ones_like(base * exponents), exponents.to(torch.int64)
@@ -280,7 +280,7 @@ def _sum(
 
 
 def _dims(values: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    """The dimensions of a reduction, counted from the first; of none it goes over all."""
+    """Return the dimensions of a reduction, counted from the first; all dimensions if `dim` names none."""
     chosen = [dim] if isinstance(dim, int) else list(dim or range(values.dim()))
     return sorted(one % max(values.dim(), 1) for one in chosen) if values.dim() else []
 
@@ -377,4 +377,4 @@ _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     "addmv": _addmv,
     "addr": _addr,
 }
-_INTO: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))  # they write where they are told
+_INTO: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))  # rules that accept `out`

@@ -1,4 +1,4 @@
-"""Portable operations on lists of tensors at once: a step of many small tensors spends its time between operations."""
+"""Portable operations on whole lists of tensors, because steps of many small tensors are dominated by overhead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPACE: Final = "aten::_foreach_"
 
 
 def list_rule(func: Any, operands: Sequence[Any]) -> Callable[..., _Tensors] | None:
-    """Find how torch's operation is computed on all tensors of these lists at once; None: on one after the other."""
+    """Return the rule that computes torch's operation on whole lists at once, or None to go one by one."""
     rule = _rule(func)
     if rule is None or not _are_alike(operands):
         return None
@@ -26,7 +26,7 @@ def list_rule(func: Any, operands: Sequence[Any]) -> Callable[..., _Tensors] | N
     return rule if rule is not _lerp or isinstance(operands[2], (int, float)) else None
 
 
-@cache  # as the look-up of an operation's own rule
+@cache  # the look-up would take longer than a small kernel
 def _rule(func: Any) -> Callable[..., _Tensors] | None:
     name = func._schema.name.removesuffix("_")
     return _RULES.get(name.removeprefix(_SPACE)) if name.startswith(_SPACE) else None
@@ -37,7 +37,7 @@ def _are_tensors(values: Any) -> bool:
 
 
 def _are_alike(operands: Sequence[Any]) -> bool:
-    """Tell whether all tensors have one dtype that results are computed in, one device, and in each place one shape."""
+    """Return whether all tensors have one supported dtype, one device, and in each place of the lists one shape."""
     if not _are_tensors(operands[0]):
         return False
     tensors = operands[0]
@@ -69,7 +69,7 @@ def _simple(name: str) -> Callable[..., _Tensors]:
 
 
 def _scaled(name: str) -> Callable[..., _Tensors]:
-    """Make the rule of an addition or subtraction of a multiple."""
+    """Return the rule of adding or subtracting a multiple of the second list."""
 
     def rule(first: _Tensors, other: Any, alpha: float = 1, *, in_place: bool) -> _Tensors:
         if alpha != 1:
@@ -80,7 +80,7 @@ def _scaled(name: str) -> Callable[..., _Tensors]:
 
 
 def _with_term(combine: str) -> Callable[..., _Tensors]:
-    """Make the rule of an addition of a product or quotient of two, times a number."""
+    """Return the rule of adding a multiple of the product or quotient of two lists."""
 
     def rule(first: _Tensors, left: _Tensors, right: _Tensors, value: _Values = 1, *, in_place: bool) -> _Tensors:
         term = _single("mul", left, value)
@@ -90,7 +90,7 @@ def _with_term(combine: str) -> Callable[..., _Tensors]:
 
 
 def _lerp(first: _Tensors, end: _Tensors, weight: float, *, in_place: bool) -> _Tensors:
-    # From the nearer end, as torch does, so that a weight of one gives the end itself.
+    # Start from the nearer end, as torch does, so that a weight of one gives the end itself.
     way = _single("sub", end, first)
     if weight < 0.5:
         return _single("add", first, _single("mul", way, weight, in_place=True), in_place=in_place)

@@ -1,4 +1,4 @@
-"""Hyperparameters whose powers have the same bits on every machine, and the one algorithm of an optimizer that does."""
+"""Makes powers of hyperparameters, and an optimizer's choice of algorithm, the same on every machine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-# These can step all of their tensors at once by portable operations, and do so where tensors are small. Large ones take
-# long enough that what goes between their operations does not matter, and stay in caches if stepped one by one. All are
-# to be small together, too, for there is one more copy of them.
+# These optimizers can step all tensors at once by portable operations, which is faster if tensors are small. Large
+# tensors stay in caches if stepped one by one, and the overhead between operations does not matter. The sum of sizes is
+# limited, too, because one more copy of all tensors is needed.
 _AT_ONCE: Final = (Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, SGD)
-_MAX_AT_ONCE: Final = 1 << 24  # numbers
-_MAX_MEAN: Final = 1 << 16  # numbers a tensor
+_MAX_AT_ONCE: Final = 1 << 24  # elements of all tensors
+_MAX_MEAN: Final = 1 << 16  # mean number of elements per tensor
 _DIGITS: Final = decimal.Context(prec=40)
 _CLOSED: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
 
 
 @lru_cache(maxsize=256)
 def _power(base: float, exponent: float) -> float:
-    """Raise a number to a power: the C library's `pow` differs in its last bit from processor to processor."""
+    """Raise a number to a power, rounded correctly; C's `pow` differs in its last bit between processors."""
     if exponent == 0.5:
         return float(decimal.Decimal(base).sqrt(_DIGITS))
     return float(_DIGITS.power(decimal.Decimal(base), decimal.Decimal(exponent)))
 
 
 class PortableFloat(float):
-    """A number whose powers, and those of all that is computed of it, are correctly rounded."""
+    """A float whose powers are rounded correctly, and so are the powers of results computed from it."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class PortableFloat(float):
 def _raised(base: float, exponent: float, otherwise: Callable[[float, float], Any]) -> Any:
     if base > 0.0 and abs(base) != float("inf") and abs(exponent) != float("inf"):
         return PortableFloat(_power(float(base), float(exponent)))
-    return otherwise(base, exponent)  # of zero, infinity and NaN: exact
+    return otherwise(base, exponent)  # exact for a base of zero, infinity or NaN
 
 
 def _closed(name: str) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ for _name in _CLOSED:
 
 @contextmanager
 def portable_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, an optimizer steps by one algorithm, whatever its device, and its hyperparameters are `PortableFloat`."""
+    """Inside, make an optimizer step by one algorithm on all devices, with hyperparameters of type `PortableFloat`."""
     groups, algorithm = optimizer.param_groups, _one_algorithm(optimizer)
     before = [dict(group) for group in groups]
     for group in groups:
@@ -80,7 +80,7 @@ def portable_groups(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _one_algorithm(optimizer: Optimizer) -> dict[str, bool]:
-    """Choose among an optimizer's algorithms, which round differently: by its parameters alone, torch by the device."""
+    """Choose an optimizer's algorithm by its parameters alone, because algorithms round differently."""
     groups = optimizer.param_groups
     sizes = [one.numel() for group in groups for one in group["params"]]
     is_small = sum(sizes) <= min(_MAX_AT_ONCE, _MAX_MEAN * len(sizes))

@@ -1,4 +1,4 @@
-"""Sums and matrix products with the same bits on every machine, in whatever order its kernels add up."""
+"""Sums and matrix products with the same bits on every machine, in whichever order its kernels add."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 _SIGNIFICANT: Final = 53  # bits of float64
 _MAX_EXPONENT: Final = 1023
-# Pieces of a number, of about 20 bits each, that a product of this dtype is computed from.
+# dtype -> number of pieces, of about 20 bits each, into which a number is cut
 _NUM_PIECES: Final = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Sum ``[n, ...]`` to ``[...]``: one half is added to the other until one is left."""
+    """Sum ``[n, ...]`` to ``[...]`` by adding one half to the other until one element is left."""
     if not len(values):
         return values.new_zeros(values.shape[1:])
     while len(values) > 1:
@@ -28,7 +28,8 @@ def tree_sum(values: Tensor) -> Tensor:
 def exact_product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply ``[..., m, k]`` by ``[..., k, n]``; ``[..., m, n]`` float64, to more bits than the operands' dtype has.
 
-    Numbers are cut into pieces, whole numbers so small that float64 holds each sum of their products exactly.
+    Numbers are cut into integers so small that float64 holds each sum of their products exactly.
+
     Source: Ozaki et al., Error-free transformations of matrix multiplication, Numerical Algorithms 59, 2012.
     """
     dtype = torch.promote_types(left.dtype, right.dtype)
@@ -37,17 +38,17 @@ def exact_product(left: Tensor, right: Tensor) -> Tensor:
     lefts, left_exponent = _pieces(left, bits, count, dim=-1)
     rights, right_exponent = _pieces(right, bits, count, dim=-2)
     total = torch.zeros((), dtype=torch.float64, device=left.device)
-    for order in reversed(range(count)):  # the smallest first; those of higher orders are below the dtype's rounding
+    for order in reversed(range(count)):  # smallest terms first; higher orders are below the dtype's rounding
         for i in range(order + 1):
             total = total + lefts[i] @ rights[order - i] * 2.0 ** (-bits * (order + 2))
     product = total * _power_of_two(left_exponent) * _power_of_two(right_exponent)
-    # A piece of infinity or of NaN is no number.
+    # Pieces replace infinity and NaN by zero.
     finite = left.isfinite().all(dim=-1, keepdim=True) & right.isfinite().all(dim=-2, keepdim=True)
     return torch.where(finite, product, math.nan)
 
 
 def _pieces(values: Tensor, bits: int, count: int, *, dim: int) -> tuple[list[Tensor], Tensor]:
-    """Cut numbers into whole numbers of so many bits, and the exponent that each row or column of them has."""
+    """Cut numbers into integers of `bits` bits; return these, and the exponent that each row or column has."""
     rest = values.to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
     exponent = torch.frexp(rest.abs().amax(dim=dim, keepdim=True)).exponent.to(torch.int64)
     exponent = exponent.clamp(-_MAX_EXPONENT + 1, _MAX_EXPONENT - 1)
@@ -61,5 +62,5 @@ def _pieces(values: Tensor, bits: int, count: int, *, dim: int) -> tuple[list[Te
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    # By its bits: a device computes 2**x by an approximation.
+    # Built from its bits, because devices approximate 2**x.
     return ((exponent + _MAX_EXPONENT) << (_SIGNIFICANT - 1)).view(torch.float64)
