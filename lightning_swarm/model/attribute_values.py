@@ -66,11 +66,11 @@ class Comparison:
         self._dicts = list(dicts)
         self._reads, self._values = [], []
         for own in values:
-            self._reads.append(itemgetter(*own))  # with one name it returns the value, not a tuple
+            self._reads.append(itemgetter(*own))  # returns a value, not a tuple, if there is one name
             self._values.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
 
     def holds(self) -> bool:
-        """Return whether all values equal the wanted ones."""
+        """Return whether all values equal the wanted values."""
         try:
             return [read(own) for read, own in zip(self._reads, self._dicts, strict=True)] == self._values
         except (KeyError, RuntimeError, ValueError, TypeError):  # an entry is gone, or a tensor has replaced it

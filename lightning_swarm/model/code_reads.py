@@ -62,7 +62,7 @@ class Reads:
     attributes: frozenset[str]
     modes_of: frozenset[str]  # names before `.training`, except the function's own `self`; "" for other expressions
     a_class: bool
-    fills_containers: bool  # changes containers, such as a cache; those are not watched then
+    fills_containers: bool  # changes containers, such as a cache, which are then not watched
 
 
 @functools.lru_cache(4096)

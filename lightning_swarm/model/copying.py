@@ -17,7 +17,7 @@ def copied(value: Any, counterparts: dict[int, Any]) -> Any:
     attempt: ChainMap[int, Any] = ChainMap({}, counterparts)  # drops parts that were copied before a failure
     try:
         made = copy.deepcopy(value, attempt)  # type: ignore[arg-type]  # it needs `get` and items only
-    except Exception:  # noqa: BLE001 - locks, tensors of a graph and others all raise different errors
+    except Exception:  # noqa: BLE001 - locks, tensors of a graph and the like raise different errors
         return value
     counterparts.update(attempt.maps[0])
     return made

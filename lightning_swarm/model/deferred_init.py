@@ -24,15 +24,17 @@ from lightning_swarm.model.unsaved_buffers import unsaved_buffers
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
-# A model that is too large for any machine is built as its author wrote it. Each part gets the same values, random ones
-# included, as if the whole model had been built on a device. The idea is `deferred_init` of torchdistX.
+# A model that is too large for any machine is built as its author wrote it. Each part gets the same values, also random
+# values, as if the whole model had been built on a device. The idea is `deferred_init` of torchdistX.
 class InitialWeights:
     """Computes the initial values of a module's tensors on meta, stage by stage."""
 
     def __init__(self) -> None:
         self._record = InitRecord()
         self._views: dict[str, StorageView] = {}
-        self._trained: weakref.ref[nn.Module] | None = None  # a module whose weights are no longer the initial ones
+        self._trained: weakref.ref[nn.Module] | None = (
+            None  # a module whose weights are not the initial weights any more
+        )
 
     def recording(self, device: torch.device) -> AbstractContextManager[None]:
         """Record the initialisation of tensors on meta, as if they were on `device`."""
@@ -94,7 +96,7 @@ class InitialWeights:
         put_tensors(module, made)
 
     def weights(self, stage: StageModule) -> dict[str, Tensor]:
-        """Return a stage's parameters and buffers by name, with initial values for those on meta."""
+        """Return a stage's parameters and buffers by name, with initial values for tensors on meta."""
         tensors = stage.named_stage_tensors()
         on_meta = [(name, tensor) for name, tensor in tensors.items() if tensor.is_meta]
         return {**tensors, **dict(zip(dict(on_meta), self._values(on_meta, torch.device("cpu")), strict=True))}

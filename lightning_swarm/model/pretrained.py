@@ -1,4 +1,4 @@
-"""Hugging Face models that are served: a folder's files, and a model on meta whose parts get weights one by one."""
+"""Hugging Face models for serving: reads a model's folder, and fills parts of a model on meta with its weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Read = Callable[[str], Tensor]
 def require_transformers() -> None:
     """Raise a `ConfigError` with the remedy if the packages that read models of Hugging Face are missing."""
     try:
-        import safetensors  # noqa: F401 - looked for
+        import safetensors  # noqa: F401 - only checks that it is installed
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -57,14 +57,14 @@ def require_transformers() -> None:
 
 
 def transformers_version() -> str:
-    """Return the version of transformers here, without what is after its second number."""
+    """Return the major and minor version of transformers on this machine."""
     import transformers
 
     return ".".join(transformers.__version__.split(".")[:2])
 
 
 def check_version(card: ModelCard) -> None:
-    """Refuse a model that another version of transformers builds: its blocks may compute something else."""
+    """Refuse a model that is served with another version of transformers, whose blocks may compute something else."""
     if card.transformers != transformers_version():
         raise ConfigError(
             f"all peers of a served model must have one version of transformers: it is served with "
@@ -74,17 +74,17 @@ def check_version(card: ModelCard) -> None:
 
 
 class PretrainedModel:
-    """A Hugging Face model on meta, in eval mode, and the places where it is cut."""
+    """A Hugging Face model on meta, in eval mode, and the blocks between which it is cut."""
 
     def __init__(self, config: str, generation_config: str, *, dtype: str, blocks: str | None = None) -> None:
-        """Build the model of a config; `blocks` names its list of blocks, None finds it."""
+        """Build the model of a config; `blocks` is the name of its list of blocks, which is searched for if None."""
         require_transformers()
         import transformers
 
         self._record = InitRecord(draws=False)
         try:
             self.config = transformers.AutoConfig.for_model(**_plain(json.loads(config)))
-            if dtype == "float64":  # the grouped products of experts have none
+            if dtype == "float64":  # grouped products of experts do not support it
                 self.config._experts_implementation = "eager"
             with self._record.recording(torch.device("cpu")), torch.device("meta"):
                 self.module: Any = transformers.AutoModelForCausalLM.from_config(
@@ -92,7 +92,7 @@ class PretrainedModel:
                 )
         except ConfigError:
             raise
-        except Exception as error:  # whatever its libraries raise
+        except Exception as error:  # its libraries may raise any error
             raise ConfigError(
                 f"a served model must be one that transformers {transformers.__version__} builds from its config.json "
                 f"for generating text, and it says: {error}. Use another version, or another model."
@@ -102,12 +102,12 @@ class PretrainedModel:
         if generation_config:
             self.module.generation_config = transformers.GenerationConfig.from_dict(json.loads(generation_config))
         self.blocks: Blocks = find_blocks(self.module, blocks or _find_list(self.module, self.config))
-        # All tensors are kept: they are told apart by their ids, also when others are in their places.
+        # Keep all tensors alive, because they are identified by `id`, even after they have been replaced.
         self._on_meta = [*self.module.parameters(), *self.module.buffers()]
         self._views = {id(tensor): self._record.view(tensor) for tensor in self._on_meta if tensor.is_meta}
 
     def _keep_in_float32(self, dtype: torch.dtype) -> None:
-        """Keep in float32 what `from_pretrained` keeps so: building from a config does not."""
+        """Keep tensors in float32 that `from_pretrained` keeps in float32, because building from a config does not."""
         patterns = [re.escape(name).replace(r"\*", ".*") for name in self.module._get_dtype_plan(dtype)]
         named = [*self.module.named_parameters(), *self.module.named_buffers()] if patterns else []
         kept = [tensor for name, tensor in named if any(re.search(pattern, name) for pattern in patterns)]
@@ -141,11 +141,11 @@ class PretrainedModel:
         }
 
     def saved(self, tensors: Iterable[str]) -> list[str]:
-        """Return the names, sorted, of those tensors that files have; the others follow from the config."""
+        """Return the sorted names of the tensors that are in files; the rest follow from the config."""
         return sorted(set(tensors) - self._unsaved)
 
     def fill(self, tensors: Mapping[str, Tensor], read: Read, device: torch.device) -> dict[str, Tensor]:
-        """Give tensors on meta their values; returns those that were read, by name."""
+        """Replace tensors on meta by their values; return the values that were read, by name."""
         values = {name: self._checked(name, tensors[name], read(name)) for name in self.saved(tensors)}
         made: dict[int, Tensor] = {}
         for name, tensor in tensors.items():
@@ -161,8 +161,8 @@ class PretrainedModel:
         return values
 
     def hold_places(self, device: torch.device) -> list[Tensor]:
-        """Put tensors of one number in the places of the blocks' own, and return them: they look like these."""
-        # Not on meta: what is made beside such a layer, as an adapter, is made on its device, and is to be real.
+        """Replace the blocks' tensors by zeros of equal shapes that take no memory, and return these placeholders."""
+        # Not on meta, because an adapter is made on the device of its layer, and needs values.
         made: dict[int, Tensor] = {}
         for block in self.blocks.modules:
             for tensor in (*block.parameters(), *block.buffers()):
@@ -182,7 +182,7 @@ class PretrainedModel:
 
 
 def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
-    """Return a tensor of a file in the dtype of the model's; refuse one that means something else, as int8 does."""
+    """Convert a tensor of a file to the dtype of the model's tensor; refuse encodings such as int8."""
     if like.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
         raise ConfigError(
             f"a served model must have plain weights, and {name!r} is saved in {value.dtype}. Save the model without "
@@ -192,7 +192,7 @@ def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
 
 
 def _finite(name: str, like: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor in the model's dtype; refuse weights that are infinite there, or no numbers."""
+    """Convert a weight to the model's dtype; refuse values that are infinite or NaN there."""
     value = in_dtype_of(like, name, value)
     if isinstance(like, nn.Parameter) and (num_others := int((~torch.isfinite(value)).sum())):
         raise ConfigError(
@@ -203,9 +203,9 @@ def _finite(name: str, like: Tensor, value: Tensor) -> Tensor:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """Return what describes a model in a config, which may come from another peer.
+    """Return the settings of a config, which may come from another peer.
 
-    What names code is left out: other implementations of attention, say, which transformers would download.
+    Names of code are left out, such as another implementation of attention, which transformers would download.
     """
     if not isinstance(settings, dict):
         raise ConfigError(f"a model's config must be a JSON object, got a {type(settings).__name__}.")
@@ -256,12 +256,12 @@ def _find_list(module: nn.Module, config: Any) -> str:
 
 
 def weights_digest(values: Mapping[str, Tensor]) -> WeightsDigest:
-    """Return the SHA-256 of weights, whatever their order."""
+    """Return the digest of weights, in whichever order they are."""
     return _digest_of(values, values.__getitem__)
 
 
 def _digest_of(names: Iterable[str], read: Read) -> WeightsDigest:
-    """Return the SHA-256 of weights that are read one after the other: they need not fit into memory together."""
+    """Return the digest of weights that are read one by one, because they may not fit into memory together."""
     names, num_bytes = sorted(names), 0
 
     def tensors() -> Iterator[Tensor]:
@@ -286,7 +286,7 @@ def read_generation_config(folder: Path) -> str:
 
 
 def _json(folder: Path, name: str) -> str:
-    """Return a file of JSON, its keys sorted; empty if there is none."""
+    """Return a JSON file with sorted keys; empty if there is none."""
     file = folder / name
     if name == _CONFIG and not file.is_file():
         raise ConfigError(
@@ -350,7 +350,7 @@ class PretrainedFolder:
         return found
 
     def reader(self, model: PretrainedModel) -> _FolderReader:
-        """Return what reads tensors of a model by their names there."""
+        """Return a function that reads tensors by the model's names."""
         return _FolderReader(self, model)
 
     def has(self, name: str) -> bool:
@@ -373,7 +373,7 @@ class PretrainedFolder:
             raise ConfigError(_too_large(self.path / self._files[name], error)) from error
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.path / self._files[name]} cannot be read: {error}.") from error
-        return tensor.clone()  # else each tensor keeps a mapping of its whole file, and changes with the file
+        return tensor.clone()  # otherwise each tensor maps its whole file, and changes with the file
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
         """Describe a model of this folder, cut into stages; reads all weights once, one at a time."""
@@ -404,7 +404,7 @@ class PretrainedFolder:
 
 
 class _FolderReader:
-    """Reads a model's tensors by the module's names, whatever names the files have for them."""
+    """Reads a model's tensors by the module's names, which may differ from the names in its files."""
 
     def __init__(self, folder: PretrainedFolder, model: PretrainedModel) -> None:
         self._folder, self._model = folder, model
@@ -413,8 +413,8 @@ class _FolderReader:
         for name, tensor in model.module.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(tensor), []).append(name)
         self._same = {name: names for names in self._aliases.values() for name in names}
-        self._read: set[str] = set()  # the files' names of what was read
-        self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})  # the part that was converted last
+        self._read: set[str] = set()  # names in the files, of tensors that were read
+        self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})  # part converted last: block, tensors
 
     def __call__(self, name: str) -> Tensor:
         # A base model's file has no prefix.
@@ -432,7 +432,7 @@ class _FolderReader:
         return found[0]
 
     def _converted(self, name: str) -> Tensor:
-        """Return a tensor whose files have another name, as Hugging Face's own loader makes it."""
+        """Return a tensor that has another name in the files, converted by Hugging Face's own loader."""
         blocks = self._model.blocks
         root = f"{blocks.root_name}."
         index = blocks.names.index(name.removeprefix(root).split(".")[0]) if name.startswith(root) else -1
@@ -450,10 +450,10 @@ class _FolderReader:
 
     @cached_property
     def _named(self) -> Callable[[str], str]:
-        return _loaded_names(self._model.module)  # most files have the module's names
+        return _loaded_names(self._model.module)  # lazy, because most files have the module's names
 
     def warn_of_unread(self) -> None:
-        """After all of the model was read: name what the files have besides, as Hugging Face's own loader does."""
+        """After the whole model was read: warn of other tensors in the files, as Hugging Face's own loader does."""
         ignored = self._model.module._keys_to_ignore_on_load_unexpected or ()
         unread = [
             name
@@ -470,7 +470,10 @@ class _FolderReader:
             )
 
     def _names_of(self, index: int) -> dict[str, str]:
-        """Return the files' names of a block's tensors, and those that they have where it is the only block."""
+        """Map the files' names of a block's tensors to their names in a model that has only this block.
+
+        If `index` is -1, map the tensors outside of blocks to themselves.
+        """
         root = f"{self._model.blocks.root_name}."
         if index < 0:
             return {name: name for name in self._folder.names if not self._named(name).startswith(root)}
@@ -485,7 +488,7 @@ class _FolderReader:
         return found
 
     def _load(self, index: int) -> dict[str, Tensor]:
-        """Load what is in no block (-1), or one block, as the only one of a model that has no other."""
+        """Load one block, as the only block of a small model, or the tensors in no block (-1)."""
         import transformers
 
         model, names = self._model, self._names_of(index)
@@ -508,12 +511,12 @@ class _FolderReader:
         self._read |= {
             name for name, new in names.items() if new not in unexpected and self._named(new) not in unexpected
         }
-        # Those that are missing have random values.
+        # Missing tensors have random values.
         return {name: tensor for name, tensor in small.state_dict().items() if name not in missing}
 
 
 def _loaded_names(module: Any) -> Callable[[str], str]:
-    """Return what tells the name in a model that transformers gives a tensor of a file."""
+    """Return a function that maps a tensor's name in files to its name in the model, as transformers does."""
     from transformers import conversion_mapping, core_model_loading
 
     rules = conversion_mapping.get_model_conversion_mapping(module)
@@ -524,7 +527,7 @@ def _loaded_names(module: Any) -> Callable[[str], str]:
 
 
 def _small_class(model: PretrainedModel, index: int) -> type:
-    """Return the model's class, but with one block: a copy of that of `index`, whatever kind it is of (-1: any)."""
+    """Return the model's class with one block: a copy of block `index`, or any block if `index` is -1."""
     kind, root = type(model.module), model.blocks.root_name
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -532,7 +535,7 @@ def _small_class(model: PretrainedModel, index: int) -> type:
         if index >= 0:
             self.get_submodule(root)[0] = _copy_on_meta(model.blocks.modules[index])
 
-    # The class's name and module, by which transformers finds what it has for it.
+    # Keep the class's name and module, by which transformers looks up its conversions.
     return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
 
 
@@ -546,7 +549,7 @@ def _copy_on_meta(module: nn.Module) -> nn.Module:
 
 
 def _small_config(config: Any, index: int) -> Any:
-    """Return the config of a model that has one block; `index`: of which block, -1 for what is in none."""
+    """Return the config of a model that has only block `index`; -1: any block."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     number, first = text.num_hidden_layers, max(index, 0)
@@ -554,13 +557,13 @@ def _small_config(config: Any, index: int) -> Any:
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == number:
             setattr(text, name, value[first : first + 1])
-    if index >= 0:  # embeddings are not looked at
+    if index >= 0:  # embeddings are not used
         text.vocab_size, text.pad_token_id = 8, None
     return small
 
 
 def _floats(value: Any) -> Any:
-    """Read the numbers that JSON has not, as transformers writes them: infinity is `{"__float__": "Infinity"}`."""
+    """Decode infinity and NaN, which transformers writes in JSON as `{"__float__": "Infinity"}`, for example."""
     if isinstance(value, list):
         return [_floats(item) for item in value]
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Running statistics of batch norms: written by records only, once for each microbatch or batch that counts.
+"""Running statistics of batch norms, which only records change: once for each microbatch or batch that counts.
 
-A forward leaves them as they are and reports what it saw. With the gradients, all reports of a step go to each of the
-stage's servers, which enters them in the microbatches' order, as one machine would.
+A forward leaves them unchanged, and reports the batch statistics instead. With the gradients, all reports of a step go
+to each of the stage's servers. Each applies them in the microbatches' order, as one machine would.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.portable import integer_power
 from lightning_swarm.protocol.messages.calls import PLACES, CallKey, Receipt
 
-_MAX_USES: Final = 2.0**31  # of a norm in one microbatch
+_MAX_USES: Final = 2.0**31  # uses of a norm in one microbatch
 
 
 class BatchStatistics:
-    """Vector of what batch norms saw of one microbatch."""
+    """The batch statistics of one microbatch."""
 
-    values: Tensor | None = None  # ``[length]`` float64; None: there are no norms, or nothing has gone through them
+    values: Tensor | None = None  # ``[length]`` float64; None: there are no norms, or none was used
 
 
 class RunningStatistics:
     """The running statistics of the batch norms in a stage's module.
 
-    They, and what a microbatch shows of them, are float64 vectors: how often each norm was used, then the means of all
-    channels, then their variances, and at last each norm's momentum, or -1: a trainer may change it during the run.
+    They, and the batch statistics of a microbatch, are float64 vectors. A vector has the number of uses of each norm,
+    the means of all channels, their variances, and each norm's momentum, or -1. A trainer may change momenta during the
+    run.
     """
 
     def __init__(self, stage: StageModule) -> None:
         norms = [norm for norm in stage.counted_modules() if isinstance(norm, _BatchNorm)]
         self._norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]
         self._sizes = [_mean(norm).numel() for norm in self._norms]
-        self._seen: dict[int, dict[Receipt, Tensor]] = {}  # by step
+        self._seen: dict[int, dict[Receipt, Tensor]] = {}  # step -> microbatch -> batch statistics
         self.length = 2 * len(self._norms) + 2 * sum(self._sizes)
 
     def __bool__(self) -> bool:
@@ -58,7 +59,7 @@ class RunningStatistics:
     # ------------------------------------------------------------------ a microbatch
 
     def kept(self) -> contextlib.AbstractContextManager[BatchStatistics]:
-        """Inside, let norms in train mode write what they see elsewhere; afterwards the entered object has it."""
+        """Keep running statistics unchanged inside; afterwards the yielded object has the batch statistics."""
         norms = [norm for norm in self._norms if norm.training]
         return self._kept(norms) if norms else contextlib.nullcontext(BatchStatistics())
 
@@ -70,7 +71,7 @@ class RunningStatistics:
         for buffer, data in own:
             buffer.data = torch.zeros_like(data)
         for norm in norms:
-            norm.momentum = 1.0  # what they write is what they see
+            norm.momentum = 1.0  # buffers then get the batch statistics themselves
         try:
             yield seen
             found = self._read(seen=True)
@@ -90,11 +91,11 @@ class RunningStatistics:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[BatchStatistics]:
-        """Inside, let norms write their own statistics as always; afterwards the yielded object has what they saw.
+        """Inside, let norms update their running statistics; afterwards the yielded object has the batch statistics.
 
         A norm may be used several times, one after the other.
         """
-        # From what they wrote, not by hooks: a compiled module may run none.
+        # Computed from the buffers, because a compiled module may not run hooks.
         seen = BatchStatistics()
         if not self._norms:
             yield seen
@@ -118,23 +119,23 @@ class RunningStatistics:
 
     @property
     def _owners(self) -> Tensor:
-        """The norm of each mean and of each variance."""
+        """The index of the norm of each mean and of each variance."""
         return torch.arange(len(self._norms)).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2))
 
     def add(self, key: CallKey, values: Tensor | None) -> None:
-        """Keep what was seen of a microbatch whose gradient was added."""
+        """Keep the batch statistics of a microbatch whose gradient was added."""
         if values is not None:
             self._seen.setdefault(key.step, {})[key.receipt] = values
 
     # ------------------------------------------------------------------ a step
 
     def seen(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
-        """The microbatches that count in a step, and what this server saw of them."""
+        """Return the batch statistics that this server has of microbatches that count in a step."""
         here = self._seen.get(step, {})
         return {receipt: here[receipt] for receipt in sorted(counted) if receipt in here}
 
     def after(self, seen: Mapping[Receipt, Tensor]) -> Tensor:
-        """The statistics after all of this is entered, in the order of one machine; ``[length]``."""
+        """Return the running statistics ``[length]`` after these batch statistics, in the order of one machine."""
         state = self._read()
         num, numbers = len(self._norms), self.length - len(self._norms)
         owners = self._owners.to(state.device)
@@ -149,11 +150,11 @@ class RunningStatistics:
         return state
 
     def enter(self, state: Tensor, step: int) -> None:
-        """Take over what `after` gave. What was seen until this step is dropped."""
+        """Set the norms' running statistics to a result of `after`, and drop the batch statistics until this step."""
         num = len(self._norms)
         parts = state[num : self.length - num].split(self._sizes * 2)
         for norm, count, mean, var in zip(self._norms, state[:num], parts[:num], parts[num:], strict=True):
-            # Not of the tensors themselves: a graph that waits for its backward would take them for changed.
+            # Through `data`, because graphs that wait for their backward would otherwise count the tensors as changed.
             assert norm.running_var is not None
             _mean(norm).data.copy_(mean)
             norm.running_var.data.copy_(var)
@@ -162,11 +163,11 @@ class RunningStatistics:
         self._seen = {later: seen for later, seen in self._seen.items() if later > step}
 
     def clear(self) -> None:
-        """Drop what was seen: the run rolls back."""
+        """Drop all batch statistics, because the run rolls back."""
         self._seen = {}
 
     def _read(self, *, seen: bool = False) -> Tensor:
-        """Return what the norms hold; with `seen`, nothing of those in eval mode."""
+        """Return the norms' buffers as a vector; with `seen`, zeros for norms in eval mode."""
         means = [_mean(norm) for norm in self._norms]
         variances = [norm.running_var for norm in self._norms if norm.running_var is not None]
         uncounted = means[0].new_zeros(())
@@ -189,12 +190,12 @@ def _mean(norm: _BatchNorm) -> Tensor:
 
 
 def _order(receipt: Receipt) -> tuple[int, int, int]:
-    """The order of one machine, which makes the calls of a batch one after the other, and cuts each of them."""
+    """Return a microbatch's place in the order of one machine, which makes and cuts the calls of a batch one by one."""
     first, index, call = receipt
-    return first % PLACES, call, index  # a batch that was granted again has its place in the step still
+    return first % PLACES, call, index  # a batch that was granted again keeps its place in the step
 
 
 def _powers(bases: Tensor, uses: Tensor) -> Tensor:
-    """Raise numbers to the powers of a peer's counts, to the same bits everywhere; of what counts nothing, NaN."""
+    """Raise numbers to the powers of a peer's counts, to the same bits on every machine; NaN for invalid counts."""
     counts = (uses >= 0.0) & (uses == uses.floor()) & (uses < _MAX_USES)
     return torch.where(counts, integer_power(bases, torch.where(counts, uses, 0.0)), torch.nan)

@@ -38,7 +38,7 @@ from lightning_swarm.protocol.messages.state import WrittenValue
 REST: Final = "meta.pt"
 """The file with everything in a checkpoint except weights and optimizer state. The name is Lightning's."""
 
-# The names that Lightning's `FSDPStrategy` gives them.
+# Keys in checkpoints of Lightning's `FSDPStrategy`.
 WEIGHTS: Final = "model"
 OPTIMIZER: Final = "optimizer_0"
 
@@ -81,7 +81,7 @@ def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) ->
 
 
 def finish(folder: Path, written: Sequence[WrittenValue], also: Mapping[str, str]) -> None:
-    """Write the index of a folder whose parts are all written; `also` maps further names of weights to written ones."""
+    """Write the index of a folder whose parts are all written; `also` maps more names of weights to written names."""
     aliases = [
         msgspec.structs.replace(value, path=[WEIGHTS, alias])
         for value in written
@@ -90,7 +90,7 @@ def finish(folder: Path, written: Sequence[WrittenValue], also: Mapping[str, str
         if value.path[1] == name
     ]
     values = [*written, *aliases]
-    # Here and below is what a planner does in torch's coordinating process.
+    # From here on, do the work of a planner in torch's coordinating process.
     _, metadata = create_default_global_save_plan([SavePlan([_item(value) for value in values])])
     metadata.planner_data = {_key(value): tuple(value.path) for value in values}
     results = [
@@ -188,7 +188,7 @@ class ShardedCheckpoint:
         return any(path[:2] == (OPTIMIZER, "param_groups") for path in self._paths.values())
 
     def read_groups(self) -> dict[str, Any]:
-        """Read the optimizer's groups in the form of `optimizer_state.by_names`, and what it wrote into them."""
+        """Read the optimizer's groups in the form of `optimizer_state.by_names`, with values that it wrote there."""
         groups = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "param_groups")]
         written = [
             key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "state") and path[3:4] == (GROUP,)
@@ -196,7 +196,7 @@ class ShardedCheckpoint:
         return {"state": {}, **self._read([*groups, *written])[OPTIMIZER]}
 
     def read_state(self, names: Iterable[str] | None) -> dict[str, Any]:
-        """Read the optimizer's state of some parameters, by their names; None: of all."""
+        """Read the optimizer's state of some parameters, by their names; None: all parameters."""
         keys_by_name = self._keys[OPTIMIZER]
         keys = [key for name in (keys_by_name if names is None else names) for key in keys_by_name.get(name, ())]
         return dict(self._read(keys).get(OPTIMIZER, {}).get("state", {}))
@@ -212,7 +212,7 @@ class ShardedCheckpoint:
         self._reader.set_up_storage_reader(self._metadata, True)
         try:
             self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        except Exception as error:  # whatever torch raises for bytes that it did not write
+        except Exception as error:  # torch raises many kinds of errors for malformed bytes
             raise ConfigError(
                 "the values of a sharded checkpoint must be tensors, numbers and text of torch.distributed.checkpoint; "
                 f"in {self._path} some cannot be read: {str(error).splitlines()[0]}. Take another checkpoint."
@@ -223,7 +223,7 @@ class ShardedCheckpoint:
 class _Planner(DefaultLoadPlanner):
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Torch's own planner would execute what is there.
+        # Torch's own planner would execute the pickle.
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 

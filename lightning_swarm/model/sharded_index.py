@@ -27,7 +27,7 @@ from lightning_swarm.core.readable import printable
 class _IndexRecord:
     """Stands in for an object of an index, and keeps its state as plain data."""
 
-    state: Any = None  # of an object that a pickle makes without one
+    state: Any = None  # stays None if the pickle sets no state
 
     def __init__(self, *arguments: Any) -> None:
         self.state = arguments
@@ -91,12 +91,13 @@ class _Unpickler(pickle._Unpickler):
 def read_index(path: Path) -> Metadata:
     """Read an index file, and check it.
 
-    Raises ConfigError for any other file, for one that names more than an index does, and for contradictions in it.
+    Raises:
+        ConfigError: The file is no index, names more than an index does, or contradicts itself.
     """
     try:
         with path.open("rb") as file:
             return _metadata(_Unpickler(file).load())
-    except Exception as error:  # the bytes are a stranger's, and may raise anything
+    except Exception as error:  # untrusted bytes may raise anything
         raise ConfigError(
             f"a sharded checkpoint must have an index that torch.distributed.checkpoint wrote; {path} "
             f"cannot be read: {printable(str(error)) or type(error).__name__}. Take another checkpoint."
@@ -104,7 +105,7 @@ def read_index(path: Path) -> Metadata:
 
 
 class _Malformed(Exception):
-    """An index says something that no writer of a checkpoint says."""
+    """An index has content that no writer of a checkpoint produces."""
 
 
 def _metadata(raw: Any) -> Metadata:
@@ -135,7 +136,7 @@ def _entry(raw: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         and all(start + length <= whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
         for chunk in places
     )
-    # Else some of the tensor would be read from nowhere.
+    # Otherwise a part of the tensor would not be read.
     if not is_inside or sum(math.prod(chunk.sizes) for chunk in places) != math.prod(size):
         raise _Malformed(f"the parts of a tensor of {tuple(size)} do not make it up")
     return TensorStorageMetadata(TensorProperties(dtype=properties[0]), size, places)
@@ -165,7 +166,7 @@ def _stored(raw: Any) -> _StorageInfo:
 def _check_stored(
     key: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, _StorageInfo]
 ) -> None:
-    """Check that a value is in the files, with as many bytes as its shape says: memory is allocated by that."""
+    """Check that the files hold all bytes of a value's shape, because the shape decides how much is allocated."""
     places = [(MetadataIndex(key), 0)]
     if isinstance(entry, TensorStorageMetadata):
         item = entry.properties.dtype.itemsize

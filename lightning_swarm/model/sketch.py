@@ -1,6 +1,6 @@
 """Random projections of long vectors: sketches of a sum's parts add up to the sketch of the sum.
 
-A seed is drawn once the vectors are settled, so nobody can choose a vector by what its sketch does not show.
+A seed is drawn after the vectors are fixed, so a malicious peer cannot choose a vector whose sketch hides its errors.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def project(values: Tensor, seed: int, *, num_buckets: int = NUM_BUCKETS) -> Ten
     """
     total = torch.zeros(num_buckets, dtype=torch.float64)
     for number, part in enumerate(values.split(_SLICE)):
-        # Where they are, and added up there: a GPU sends the buckets alone.
+        # Computed on the vector's device, so that a GPU sends only the buckets.
         signed = part.to(torch.float64) * _signs(key_seed(seed, number), len(part), part.device)
         total += in_buckets(signed, num_buckets)
     return total
 
 
 def in_buckets(values: Tensor, num_buckets: int) -> Tensor:
-    """Add a vector ``[n]`` up in ``[num_buckets]``, as `project` does, and return them on the CPU."""
+    """Sum a vector ``[n]`` into ``[num_buckets]`` on the CPU, with the same buckets as in `project`."""
     padded = torch.nn.functional.pad(values, (0, -len(values) % num_buckets))
     return padded.view(-1, num_buckets).sum(dim=0).cpu()
 
 
 def _signs(key: int, length: int, device: torch.device) -> Tensor:
-    """Draw ``[length]`` of 1 and -1."""
+    """Draw ``[length]`` random signs, 1 or -1."""
     words = bits(key, -(-length // _WORD), device).unsqueeze(1)
     shifts = torch.arange(_WORD, dtype=torch.int32, device=device)
     return ((words >> shifts).bitwise_and_(1).mul_(2).sub_(1)).view(-1)[:length]

@@ -1,6 +1,6 @@
-"""Proofs of a stage's state: BLAKE3 over all that it has, by which one server vouches for what another one sent.
+"""Proofs of a stage's state: BLAKE3 digests by which a server confirms the state that another server sent.
 
-Weights and each parameter's optimizer state are hashed apart, so that one pass over them proves all, or either kind.
+Weights and optimizer state are hashed separately, so that one pass over them can prove either kind, or both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_swarm.model.fingerprint import raw_bytes
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.state import StateKind
 
-_PIECE_BYTES: Final = 8 << 20  # that are hashed at once, in some milliseconds
+_PIECE_BYTES: Final = 8 << 20  # hashed at once, in some milliseconds
 _PREFIX: Final = b"lightning_swarm/state\0"
 _encoder = msgspec.msgpack.Encoder(order="deterministic")  # equal values have equal bytes
 
@@ -27,7 +27,7 @@ class StatePart:
     def __init__(self, kind: StateKind, name: str, structure: Any, tensors: Sequence[Tensor]) -> None:
         self.kind = kind
         self.tensors = tensors
-        # With numbers that are no tensors, and with the names of those that are: a forger could exchange two of them.
+        # Includes plain numbers and tensors' names, so that two tensors cannot be exchanged.
         self.label = _encoder.encode((kind, name, structure))
 
 
@@ -37,7 +37,7 @@ def parts_of_weights(weights: Mapping[str, Tensor]) -> list[StatePart]:
 
 
 def parts_of_optimizer(state: Mapping[str, Any]) -> list[StatePart]:
-    """Return the parts of an optimizer's state by parameter name; what cannot travel is refused."""
+    """Return the parts of an optimizer's state by parameter name; refuse values that cannot be sent."""
     found = []
     for name, own in state.items():
         ordered = dict(sorted(own.items())) if isinstance(own, dict) else own
@@ -49,11 +49,11 @@ class StateDigests:
     """Computes the BLAKE3 of each part of a state piece by piece; the tensors must not change until it is finished."""
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
-        # What changes if a tensor or a number is replaced, or a tensor written to.
+        # Differs if a tensor or number was replaced, or a tensor was written to.
         self.identity = [
             (part.label, [(tensor.data_ptr(), tensor._version) for tensor in part.tensors]) for part in parts
         ]
-        self._parts = parts  # kept, so that no other tensor comes to their memory
+        self._parts = parts  # kept alive, so that no other tensor gets their memory
         self._pieces = self._hash()
         self._digests: list[bytes] = []
         self._is_done = False
@@ -64,7 +64,7 @@ class StateDigests:
         return not self._is_done
 
     def proof(self, challenge: int, kinds: Iterable[StateKind], more: Any = None) -> bytes:
-        """Hash the rest, and return the BLAKE3 of the digests of these kinds, of a challenge, and of `more`."""
+        """Hash the rest, and return BLAKE3 of a challenge, `more`, and the digests of all parts of these kinds."""
         while self.advance():
             pass
         chosen = set(kinds)

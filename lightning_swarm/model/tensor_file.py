@@ -1,4 +1,4 @@
-"""A temporary file of tensors, for what does not fit into memory."""
+"""A temporary file for tensors that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor is in a file."""
+    """A tensor's place in a file."""
 
     begin: int
     dtype: torch.dtype
@@ -22,16 +22,16 @@ class TensorPlace(NamedTuple):
 
 
 class TensorFile:
-    """Writes tensors to a file that nobody else opens, one behind the other, and reads them again."""
+    """Appends tensors to a temporary file that no other process opens, and reads them again."""
 
-    # At places, and without a buffer: what could not be written does not come in the way of what was, and threads may
-    # read while another one writes.
+    # Reads and writes use explicit offsets and no buffer. So a failed write leaves earlier tensors intact, and threads
+    # may read while another one writes.
     def __init__(self) -> None:
         self._file: IO[Any] | None = None
         self._end = 0
 
     def write(self, tensors: Sequence[Tensor]) -> list[TensorPlace]:
-        """Write tensors behind those that are there; raises OSError, and has none of them, if there is no room."""
+        """Append tensors; raise `OSError`, and keep none of them, if there is no room."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="lightning_swarm-", buffering=0)  # noqa: SIM115 - it lives on
             weakref.finalize(self, _close, self._file)
@@ -46,7 +46,7 @@ class TensorFile:
         return places
 
     def read(self, places: Sequence[TensorPlace]) -> list[Tensor]:
-        """Read tensors that were written; raises OSError if that fails."""
+        """Read tensors at these places; raise `OSError` if that fails."""
         assert self._file is not None
         number, tensors = self._file.fileno(), []
         for place in places:
@@ -61,7 +61,7 @@ class TensorFile:
         return tensors
 
     def clear(self) -> None:
-        """Forget all tensors."""
+        """Drop all tensors."""
         if self._file is not None:
             self._file.truncate(0)
         self._end = 0

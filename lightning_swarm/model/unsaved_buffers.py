@@ -1,4 +1,4 @@
-"""Buffers that no state dict holds (``persistent=False``): a run that goes on from a snapshot needs them, too."""
+"""Buffers that no state dict holds (``persistent=False``), which a run that resumes from a snapshot also needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a module back what such buffers held, where it still has them."""
+    """Restore the values of such buffers, as far as the module still has them."""
     with torch.no_grad():
         for name, buffer in unsaved_buffers(module).items():
             if name not in state:

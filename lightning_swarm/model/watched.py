@@ -1,4 +1,4 @@
-"""Parameters and buffers that tell when code reads or writes them, at no cost to code that does not touch them."""
+"""Parameters and buffers that report when code reads or writes them, at no cost to other code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ABOUT: Final = {
     *(torch.numel, torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_same_size),
     torch._has_compatible_shallow_copy_type,
 }
-"""Functions that ask about a tensor, or hold something for it, without its values."""
+"""Functions that read or set a tensor's properties, such as its shape or gradient, but not its values."""
 
 
 class _WatchedTensor:
@@ -70,15 +70,18 @@ _KINDS: Final[Mapping[type, type]] = {nn.Parameter: WatchedParameter, Tensor: Wa
 
 
 def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | None:
-    """Call `on_use` before each use of a tensor's values, until what is returned is called. None: not to be watched."""
+    """Call `on_use` before each use of a tensor's values, until the returned function is called.
+
+    None is returned if the tensor cannot be watched.
+    """
     own = type(tensor)
     if own not in _KINDS or tensor.is_meta:
         return None
-    tensor.__class__ = _KINDS[own]  # as torch itself does when it fills an `UninitializedParameter`
+    tensor.__class__ = _KINDS[own]  # torch itself does so when it fills an `UninitializedParameter`
     tensor._on_use = on_use  # type: ignore[attr-defined]
 
     def release() -> None:
-        if type(tensor) is _KINDS[own]:  # else `swap_tensors` gave it another's place
+        if type(tensor) is _KINDS[own]:  # otherwise `swap_tensors` exchanged it with another tensor
             tensor.__class__ = own
             del tensor._on_use  # type: ignore[attr-defined]
 
@@ -86,26 +89,26 @@ def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | No
 
 
 def is_watched(tensor: Tensor) -> bool:
-    """Return whether uses of a tensor are told."""
+    """Return whether uses of a tensor are reported."""
     return isinstance(tensor, _WatchedTensor)
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """Use tensors inside, on this thread, without a word to who watches them."""
+    """Return a context in which this thread's uses of tensors are not reported."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def aliased(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name the tensors whose memory others share: views and arrays that user code keeps, whose uses nobody sees."""
+    """Return the names of tensors whose memory user code shares by views or arrays, so that uses go unreported."""
     watched = {id(tensor): (name, tensor) for name, tensor in tensors.items() if is_watched(tensor)}
     with unwatched():
         storages = [(name, tensor.untyped_storage()) for name, tensor in watched.values()]
-    own = Counter(storage._cdata for _, storage in storages)  # `storages` holds each once more, by one object
+    own = Counter(storage._cdata for _, storage in storages)  # `storages` adds one user to each storage
     return [name for name, storage in storages if _num_users(storage) > own[storage._cdata] + 1]
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are alike to the bit; NaN is like NaN."""
+    """Return whether two tensors have equal dtypes, shapes and values; NaN equals NaN."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if _have_same_bytes(one, other):
@@ -114,7 +117,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def _have_same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Compare tensors on the CPU, in a sixth of `torch.equal`'s time. False: they may be alike all the same."""
+    """Compare tensors on the CPU, in a sixth of `torch.equal`'s time; they may be equal even if this is False."""
     return (
         all(
             tensor.device.type == "cpu"

@@ -39,19 +39,19 @@ class Blocks:
         return isinstance(self.root, nn.ModuleList)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Give all modules in blocks, by their names from the block's own name on."""
+        """Yield all modules in blocks, by names that begin with the block's name."""
         for block_name, block in zip(self.names, self.modules, strict=True):
             for name, module in block.named_modules():
                 yield (f"{block_name}.{name}" if name else block_name), module
 
 
 def no_blocks(model: nn.Module) -> Blocks:
-    """Leave a LightningModule whole: it has no blocks, and its parameters are one stage, on the trainers."""
+    """Return no blocks for a LightningModule that stays whole: its parameters are one stage, on the trainers."""
     return Blocks(model, "", (), ())
 
 
 def says_blocks(model: nn.Module) -> bool:
-    """Return whether a LightningModule says by a method of its own how it can be cut."""
+    """Return whether a LightningModule defines `configure_stages`."""
     return callable(getattr(model, _HOOK, None))
 
 

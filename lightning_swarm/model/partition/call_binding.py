@@ -1,4 +1,4 @@
-"""Turns the calls of a list's blocks in the user's own forward into extras that travel with a microbatch, and back."""
+"""Converts the calls of a list's blocks in the user's own forward to extras that travel with a microbatch, and back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CALLS: Final = "calls of the blocks"
 """Key of the blocks' calls in the extras, beside the values. No argument has this name."""
 
 CARRIED: Final = "carried with the hidden state"
-"""Key of the names of values that travel with the hidden state, and of the last block, which hands them on no more."""
+"""Key of the names of values that travel with the hidden state, and of the last block, which does not return them."""
 
 _NTH: Final = "#"
 
 Pick: TypeAlias = int | str | tuple[int, int]
-"""An index, a key, or a place and the number of parts that there must be."""
+"""An index, a key, or (place, required number of parts)."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,28 @@ class BlockCall:
     """One call of a block."""
 
     arguments: Mapping[str, Any]  # all but the hidden state, by name
-    # The parts of its output that the forward took, one after the other, before it handed the rest to the next block:
-    # ``(0,)`` of ``x = block(x)[0]``, ``((0, 2),)`` of ``x, weights = block(x)``.
+    # Selections that the forward made from the block's output before the next block: ``(0,)`` for ``x = block(x)[0]``,
+    # ``((0, 2),)`` for ``x, weights = block(x)``.
     picks: tuple[Pick, ...] = ()
 
 
 def bind(
     names: Sequence[str],
     calls: Iterable[BlockCall],
-    shared: Collection[str] = (),  # arguments that belong to no sample: no gradient comes back for them
+    shared: Collection[str] = (),  # arguments that belong to no sample; they get no gradient
     *,
-    carries: bool = True,  # what needs a gradient
+    carries: bool = True,  # whether values that need a gradient travel with the hidden state
 ) -> tuple[list[Any], dict[str, Any]]:
     """Turn calls of the named blocks into values that are carried with the hidden state, and extras."""
-    # Blocks may be given different values under one name, such as the masks of local and of global attention. Each
-    # value travels once; a block's call says which value it takes as which argument.
+    # Blocks may get different values under one name, such as the masks of local and of global attention. Each value
+    # travels once, and each call names the value of each argument.
     values: dict[str, Any] = {}
     bound = {
         name: ({argument: _enter(values, argument, value) for argument, value in call.arguments.items()}, call.picks)
         for name, call in zip(names, calls, strict=True)
     }
-    # What needs a gradient, such as an encoder's output, travels with the hidden state from block to block, and its
-    # gradient comes back with the hidden state's.
+    # Values that need a gradient, such as an encoder's output, travel with the hidden state from block to block. Their
+    # gradients return with the hidden state's gradient.
     carried = [
         name
         for name, value in values.items()
@@ -60,12 +60,12 @@ def bind(
 
 
 def argument_of(name: str) -> str:
-    """Return the argument of the blocks for which an extra's value is."""
+    """Return the name of the argument that an extra is for."""
     return name.partition(_NTH)[0]
 
 
 def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Select the extras, as `bind` returned them, that some of the blocks need."""
+    """Select the extras that some of the blocks need from the extras of `bind`."""
     bound = {name: call for name, call in extras[CALLS].items() if name in names}
     wanted = {value for arguments, _ in bound.values() for value in arguments.values()}
     found = {name: value for name, value in extras.items() if name in wanted or name == CARRIED}
@@ -73,7 +73,7 @@ def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, A
 
 
 def extras_after(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Select the extras that blocks other than these need."""
+    """Select the extras that all other blocks need."""
     return extras_for(extras, [name for name in extras[CALLS] if name not in names])
 
 
@@ -122,7 +122,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _enter(values: dict[str, Any], argument: str, value: Any) -> str:
-    """Enter a value, unless it is there already, and return its name in `values`."""
+    """Add a value to `values`, unless it is there already, and return its name."""
     name, count = argument, 1
     while name in values and not _same(values[name], value):
         count += 1

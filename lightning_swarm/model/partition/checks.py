@@ -22,7 +22,7 @@ from lightning_swarm.model.partition.stages import Named, Run, Slot
 
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
-    """Refuse calls of the blocks' parts with parameters, until the handles are removed."""
+    """Refuse calls of submodules of the blocks that have parameters, until the handles are removed."""
     blocks = list(blocks)
     parts = {
         id(part): part
@@ -30,7 +30,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
         for part in block.modules()
         if part._parameters or isinstance(part, OptimizedModule)
     }
-    if callable_blocks:  # something else stands in for their forward
+    if callable_blocks:  # the swarm replaces the forwards of the blocks themselves
         for block in blocks:
             parts.pop(id(block), None)
     return [part.register_forward_pre_hook(functools.partial(_refuse, id(part))) for part in parts.values()]
@@ -38,7 +38,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
 
 def _refuse(guarded: int, part: nn.Module, _inputs: Any) -> None:
     # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
-    if not torch.compiler.is_compiling() and id(part) == guarded:  # else it is part of a copy
+    if not torch.compiler.is_compiling() and id(part) == guarded:  # a copy has another id
         raise ConfigError(
             "parts of the pipelined module must not be called by themselves while a swarm holds it, for they are "
             f"elsewhere: got a call of {type(part).__name__}. Call the pipelined module, or for values without a "
@@ -81,7 +81,7 @@ def _refuse_scripted(inside: Sequence[Named], outside: Sequence[Named]) -> None:
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:
-    """Refuse tensors of blocks that are not among the model's own, whose ids are `registered`."""
+    """Refuse blocks with tensors that are not the model's own; `registered` are the ids of the model's tensors."""
     unknown = [
         f"{key} of block {name!r}"
         for name, block in zip(blocks.names, blocks.modules, strict=True)
@@ -97,7 +97,7 @@ def check_registered(blocks: Blocks, registered: set[int]) -> None:
 
 
 def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied: set[int]) -> None:
-    """Refuse tied parameters between stages with and without float64 ones."""
+    """Refuse parameters that are tied between stages with and without float64 parameters."""
     # Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
     is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
     wide = [any(is_wide[key] for key in ids) for ids in held]

@@ -1,4 +1,4 @@
-"""Hooks of users on modules in blocks: those that observe are called by trainers, those that change values by peers."""
+"""Users' hooks on modules in blocks: trainers call the observing hooks, and servers the hooks that change values."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightning_swarm.core.module_names import is_of
 from lightning_swarm.model.partition.stages import Named
 
 HOOKS: Final = "hooks on modules"
-"""Key of what a trainer tells of its hooks, in the extras. No argument has this name."""
+"""Key of the description of a trainer's hooks in the extras. No argument has this name."""
 
 OBSERVED: Final = "observed calls"
-"""Stands for the name of an attribute, where a module's calls are collected for a hook."""
+"""Used instead of an attribute's name where the calls of a module are collected for its hooks."""
 
 _OWN: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm")
 _GIVING_NONE: Final = {"append", "extend", "insert", "update", "setattr", "__setitem__", "setdefault"}
@@ -37,13 +37,13 @@ _OF_CONTAINERS: Final = {
     *("add", "discard", "remove", "clear", "sort", "reverse", "appendleft", "extendleft", "put", "put_nowait"),
     *("log", "debug", "info", "warning", "error", "exception", "critical"),
 }
-"""Methods of those that return None. Tensors have some of the same names, so the object counts, too."""
+"""Methods of `_CONTAINERS` that return None. Tensors have some of these names, so the object's type counts, too."""
 _CAPTURING: Final = "transformers.utils.output_capturing"
 _REMEDY: Final = "Return what it is for from the block."
 
 
 def is_users(hook: Any) -> bool:
-    """Return whether a hook is none of torch's, Lightning's or this package's own, and does anything in this call."""
+    """Return whether a hook is the user's, not torch's, Lightning's or this package's, and is active in this call."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     module_name = getattr(hook, "__module__", None) or type(hook).__module__
@@ -54,7 +54,7 @@ def is_users(hook: Any) -> bool:
 
 
 def observes(hook: Any) -> bool:
-    """Return whether a hook's code shows that it takes note of a value: it returns None, or keeps something."""
+    """Return whether a hook's code shows that it observes values: it returns None, or stores something."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = inspect.unwrap(hook) if callable(hook) else hook
@@ -79,7 +79,7 @@ def observes(hook: Any) -> bool:
 
 
 def _notes(hook: Any, function: FunctionType, code: Sequence[dis.Instruction]) -> bool:
-    """Return whether a hook's code calls a method of a container or a logger that it finds, or only prints."""
+    """Return whether a hook's code calls such a method of a container or logger, or only prints."""
     found = inspect.getclosurevars(function)
     known = {**found.builtins, **found.globals, **found.nonlocals}
     owner = getattr(hook, "__self__", None)
@@ -126,9 +126,10 @@ def user_hooks(module: nn.Module) -> list[str]:
 
 
 def describe(named: Iterable[Named]) -> dict[str, Any]:
-    """Return what servers must know of a trainer's hooks.
+    """Return the description of a trainer's hooks that servers need.
 
-    That is whom to observe, whether also before its forward, and how many hooks change a module's values.
+    It has the observed modules, whether hooks also observe arguments before the forward, and how many hooks change
+    values.
     """
     observed, changing = {}, {}
     for name, module in _hooked(named):
@@ -143,7 +144,7 @@ def describe(named: Iterable[Named]) -> dict[str, Any]:
 
 
 def _hooked(named: Iterable[Named]) -> list[Named]:
-    """Return the modules that have hooks, which most have not."""
+    """Return the modules that have hooks."""
     return [
         (name, module)
         for name, module in named
@@ -152,7 +153,7 @@ def _hooked(named: Iterable[Named]) -> list[Named]:
 
 
 def _observing(module: nn.Module) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
-    """Return the observing hooks, forward ones and those before it."""
+    """Return the observing forward hooks, and the observing hooks before the forward."""
     forward, before = (
         [(key, hook) for key, hook in _of_user(hooks) if observes(hook)]
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
@@ -161,7 +162,7 @@ def _observing(module: nn.Module) -> tuple[list[tuple[int, Any]], list[tuple[int
 
 
 def _check_order(name: str, module: nn.Module) -> None:
-    """Refuse a hook that observes what a later hook of the module changes: servers note what comes of all."""
+    """Refuse an observing hook before a changing one, because servers record values after all hooks."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         own = [hook for _, hook in _of_user(hooks)]
         for first, then in itertools.pairwise(own):
@@ -188,7 +189,10 @@ def _check_backward(name: str, module: nn.Module) -> None:
 
 
 def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> None:
-    """Call modules' observing hooks for their calls on peers, in the order of these; the values are put together."""
+    """Call observing hooks for their modules' calls on servers, in the order of execution.
+
+    The values of all microbatches have been merged before.
+    """
     events: list[tuple[Sequence[int], Any, tuple[Any, ...]]] = []
     for name, module, calls in observed:
         forward, before = _observing(module)
@@ -207,9 +211,9 @@ def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> 
 def recording(
     modules: Mapping[str, nn.Module], description: Any, stage: int
 ) -> contextlib.AbstractContextManager[dict[str, list[Any]]]:
-    """Have no observing hook called inside, and enter with the calls of the modules that a trainer observes.
+    """Disable observing hooks inside, and yield the calls of the modules that a trainer observes.
 
-    Each is a list of its arguments, its output, and where it began and ended among all calls, as ``[stage, number]``.
+    Each call is a list of its arguments, its output, and its begin and end among all calls, as ``[stage, number]``.
     """
     hooked = dict(_hooked(modules.items()))
     if description is None and not hooked:
@@ -254,24 +258,24 @@ def _checked(description: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[s
 
 
 class _Recorder:
-    """Notes a module's calls, in the place of its observing hooks."""
+    """Records a module's calls in place of its observing hooks."""
 
     def __init__(self, name: str, stage: int, order: list[str], *, before: bool) -> None:
         self.calls: list[Any] = []
         self._name, self._stage = name, stage
-        self._order = order  # the names of modules, at each begin and end of a call in the stage
+        self._order = order  # names of modules, one for each begin or end of a call in the stage
         self._before = before  # a hook observes arguments before the forward
-        self._open: list[list[int]] = []  # where calls began that have not ended
+        self._open: list[list[int]] = []  # begins of calls that have not ended
         self._versions: list[tuple[Tensor, int]] = []
 
     def begin(self, _: nn.Module, args: Any) -> None:
-        """Note the begin of a call, behind all hooks before it."""
+        """Record the begin of a call, after all hooks before the forward."""
         self._open.append(self._now())
         if self._before:
             self._note(args)
 
     def end(self, _: nn.Module, args: Any, output: Any) -> None:
-        """Note the end of a call, behind all hooks after it."""
+        """Record the end of a call, after all forward hooks."""
         self.calls.append([args, output, self._open.pop(), self._now()])
         self._note([args, output])
 
@@ -283,7 +287,7 @@ class _Recorder:
         self._versions.extend((one, one._version) for one in tree_leaves(value) if isinstance(one, Tensor))
 
     def check(self) -> None:
-        """Refuse values that changed since: a hook may have kept the tensor, or have computed with it at once."""
+        """Refuse values that were written later, because a hook may use them before or after the write."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise ConfigError(
                 "what a hook in blocks observes must stay what it is: it or a later layer overwrites an argument or "
@@ -293,7 +297,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, recorder: _Recorder | None) -> Iterator[None]:
-    """Leave observing hooks out inside, and record calls."""
+    """Remove observing hooks inside, and record calls."""
     before = module._forward_hooks, module._forward_pre_hooks
     forward, early = ({key for key, _ in hooks} for hooks in _observing(module))
     hooks: OrderedDict[int, Any] = OrderedDict(

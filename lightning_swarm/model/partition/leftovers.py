@@ -1,4 +1,4 @@
-"""Values that a forward leaves on modules, such as a loss that a block keeps: found, and put on the wire."""
+"""Values that a forward leaves on modules, such as a block's loss: finds them, and sends them with the output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DIFFERENTIABLE: Final = "left with a gradient"
 _OTHERS: Final = "left without a gradient"
 _REFUSED: Final = "left and not sent"
 _IN_OUTPUT: Final = "is the output"
-_CONTAINERS_AT: Final = -1  # in the place of a tensor's place
+_CONTAINERS_AT: Final = -1  # stands for the place of a list or dict
 _KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
 
 OF_TORCH: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
@@ -43,13 +43,14 @@ class Left:
     refused: dict[str, dict[str, str]] = field(default_factory=dict)  # the types of values that cannot travel
 
     def __bool__(self) -> bool:
-        """Return whether there is anything."""
+        """Return whether any value was left."""
         return bool(self.differentiable or self.others or self.refused)
 
     def note_output(self, output: Tree, visible: Iterable[tuple[str, Tensor]]) -> None:
-        """Note which parts of the output others see, too, for the next stage may write into them.
+        """Record which parts of the output share memory with other values, because the next stage may write into them.
 
-        These are `visible` tensors, each with what it is, what was left, and other parts of the output.
+        Other values are the `visible` tensors, each with a description, values left on modules, and other parts of the
+        output.
         """
         tensors = serialization.flatten(output)[1]
         held = {id(one) for _, one in containers(output)}
@@ -75,14 +76,14 @@ class Left:
                     yield f"`{attribute}` of {module!r}", value
 
     def take_output_note(self) -> dict[int, list[str]]:
-        """Remove what `note_output` noted, and return it by the tensors' places; lists and dicts are at -1."""
+        """Remove and return the result of `note_output`, by the tensors' places; lists and dicts are at -1."""
         found = self.others.pop(_IN_OUTPUT, {})
         if not all(place.removeprefix("-").isdecimal() and isinstance(names, list) for place, names in found.items()):
             raise ProtocolError("what others see of an output must be named by the places of its tensors")
         return {int(place): list(map(str, names)) for place, names in found.items()}
 
     def drop(self, module: str, attribute: str) -> None:
-        """Remove a value, for a later stage left another one in its place."""
+        """Remove a value, because a later stage left another value there."""
         for values in (self.differentiable, self.others, self.refused):
             values.get(module, {}).pop(attribute, None)
 
@@ -100,7 +101,7 @@ class Left:
 
 
 def join(output: Tree, left: Left) -> Tree:
-    """Put what was left behind a stage's output, if there is anything."""
+    """Add the values left on modules to a stage's output, if there are any."""
     if not left:
         return output
     parts = {_DIFFERENTIABLE: left.differentiable, _OTHERS: left.others, _REFUSED: left.refused}
@@ -108,7 +109,7 @@ def join(output: Tree, left: Left) -> Tree:
 
 
 def part(tree: Tree) -> tuple[Tree, Left]:
-    """Take apart what `join` made; a malformed one is refused."""
+    """Invert `join`; refuse malformed values."""
     if type(tree) is not dict or tree.keys() != _KEYS:
         return tree, Left()
     parts = [tree[key] for key in (_DIFFERENTIABLE, _OTHERS, _REFUSED)]
@@ -119,7 +120,7 @@ def part(tree: Tree) -> tuple[Tree, Left]:
 
 
 def part_inputs(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Left]:
-    """Take the inputs of a stage apart, which are the output of the one before and what was left up to there."""
+    """Split a stage's inputs into the output of the stage before and the values left so far."""
     if len(inputs) != 1:
         return inputs, Left()
     output, left = part(inputs[0])
@@ -135,7 +136,7 @@ class ValueChange:
 
     @property
     def in_place(self) -> bool:
-        """Return whether the same container has another content."""
+        """Return whether the same container has other contents."""
         return self.before is self.after
 
 
@@ -147,14 +148,14 @@ class ForwardWatch:
     """Finds which attributes of a stage's modules a forward sets."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], around: Iterable[tuple[str, nn.Module]] = ()) -> None:
-        """Watch `modules`; those `around` the pipeline only in close looks."""
+        """Watch `modules`, and in close looks the modules `around` the pipeline."""
         inside = list({id(module): (name, module) for name, module in modules}.values())
         self._names = [name for name, _ in inside] + [name for name, _ in around]
         self._modules = [module for _, module in inside] + [module for _, module in around]
         self._num_inside = len(inside)
         self._ignored = [_of_torch(module) for module in self._modules]
         self._known: set[tuple[int, str]] = set()
-        self._constants: set[tuple[int, str]] = set()  # set to equal ones again and again, which nobody sees
+        self._constants: set[tuple[int, str]] = set()  # set to equal constants each time
         self._looked: set[object] = set()
 
     def is_first(self, kind: object) -> bool:
@@ -164,14 +165,14 @@ class ForwardWatch:
         return is_first
 
     def snapshot(self, *, closely: bool = False) -> _Snapshot:
-        """Note the attributes; in a close look also the contents of containers, and the modules around the stage."""
+        """Record the attributes; in a close look also the contents of containers, and the modules around the stage."""
         modules = self._modules if closely else self._modules[: self._num_inside]
         states = [_state(module) for module in modules]
         contents = [{k: _content(v) for k, v in s.items() if type(v) in _CONTAINERS} for s in states] if closely else []
         return _Snapshot(states, contents)
 
     def changes(self, before: _Snapshot) -> Changes:
-        """Return what differs from a snapshot."""
+        """Return the changes since a snapshot."""
         found: Changes = {}
         for place, state in enumerate(before.states):
             module = self._modules[place]
@@ -191,13 +192,14 @@ class ForwardWatch:
         return found
 
     def news(self, changes: Changes) -> bool:
-        """Return whether there are changes of other attributes than before."""
+        """Return whether attributes changed that are not learned yet."""
         return not changes.keys() <= self._known | self._constants
 
     def learn(self, first: Changes, second: Changes, *, same_output: bool) -> None:
-        """Learn from two forwards of the same input, one after the other, what each forward leaves.
+        """Learn from two successive forwards of the same input which values each forward leaves.
 
-        What the second one did not set again is a cache, and stays. What depends on the forward before is refused.
+        Values that the second forward did not set again are a cache, and stay. Values that depend on an earlier forward
+        are refused.
         """
         both = [key for key in first if key in second and key not in self._known]
         once = [(key, change.after) for key, change in first.items() if key not in second and key[0] < self._num_inside]
@@ -213,7 +215,7 @@ class ForwardWatch:
         self._known.update(both)
 
     def take(self, changes: Changes, left: Left) -> None:
-        """Add what each forward leaves to `left`, and put the modules back to what they were before."""
+        """Move the values that each forward leaves to `left`, and restore the modules' attributes."""
         for (place, name), change in sorted(changes.items(), key=lambda item: item[0]):
             if (place, name) not in self._known:
                 continue
@@ -223,7 +225,7 @@ class ForwardWatch:
             left.add(self._names[place], name, vars(self._modules[place]).get(name))
 
     def undo(self, changes: Changes) -> None:
-        """Put all attributes back that were set inside of the stage."""
+        """Restore all attributes that a forward set, except buffers."""
         for (place, name), change in changes.items():
             if name not in self._modules[place]._buffers:
                 self._put_back(place, name, change.before)
@@ -247,7 +249,7 @@ class ForwardWatch:
 @dataclass(frozen=True)
 class _Snapshot:
     states: list[dict[str, Any]]
-    contents: list[dict[str, Any]]  # of containers, in a close look
+    contents: list[dict[str, Any]]  # attribute -> contents of a container, in a close look
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
@@ -256,7 +258,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 def _of_torch(module: nn.Module) -> frozenset[str]:
-    """Return names that are torch's: of every module, and of weights that its own hooks compute."""
+    """Return the names of attributes that are torch's own, or weights that torch's hooks compute."""
     hooks = module._forward_pre_hooks.values()
     names = {getattr(hook, "name", "") for hook in hooks if type(hook).__module__.startswith("torch.nn.utils")}
     names |= {name for name in vars(module) if name.startswith("__")}
@@ -274,7 +276,7 @@ def _same_content(one: list[Any], other: list[Any]) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether a value can travel, without tensors."""
+    """Return whether a value can be sent and contains no tensors."""
     try:
         return not serialization.flatten(_plain(value))[1]
     except ConfigError:
@@ -286,7 +288,7 @@ def _plain(value: Any) -> Any:
 
 
 def _equal_constants(one: Any, other: Any) -> bool:
-    """Return whether both are equal without tensors, so that setting the attribute changed nothing."""
+    """Return whether both are equal and without tensors, so that setting the attribute changed nothing."""
     if type(one) is not type(other) or isinstance(one, Tensor):
         return False
     return _is_constant(one) and _is_constant(other) and bool(one == other)
@@ -298,7 +300,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal but for rounding."""
+    """Return whether two tensors are equal up to rounding."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     near = tolerance(one.dtype)
@@ -308,7 +310,7 @@ def is_close(one: Tensor, other: Tensor) -> bool:
 
 
 def same_trees(one: Tree, other: Tree) -> bool:
-    """Return whether two trees are equal but for rounding; what cannot travel is taken for equal."""
+    """Return whether two trees are equal up to rounding; trees that cannot be sent count as equal."""
     try:
         structure, tensors = serialization.flatten(_plain(one))
         others_structure, others = serialization.flatten(_plain(other))

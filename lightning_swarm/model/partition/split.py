@@ -114,7 +114,7 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
     tied = {key for key in parameters if sum(key in ids for ids in held) > 1}
     checks.check_dtypes(parameters, held, tied)
     if blocks.modules == tuple(blocks.root._modules.values()):
-        checks.check_untied(outside, held)  # those of `configure_stages` may hold what the model has elsewhere, too
+        checks.check_untied(outside, held)  # blocks of `configure_stages` may share parameters with other modules
     stages = []
     for index, run in enumerate(runs):
         inside = _ids(block.buffers() for _, block in run)
@@ -147,7 +147,7 @@ def _slots(model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tens
 
 
 def _slot_in_stage(slot: Slot, model: nn.Module, run: Run) -> Slot:
-    """Return the slot of a tied parameter inside a stage, so that a parameter that is moved there is seen there."""
+    """Return the slot of a tied parameter in a module of the stage, so that the stage sees it when it is replaced."""
     name, owner, key = slot
     parameter = owner._parameters[key]
     inside = {id(module) for _, block in run for module in block.modules()}
@@ -184,9 +184,9 @@ def choose_ranges(
     blocks: Blocks,
     num_stages: int,
     split: str | tuple[str, ...],
-    measured: Callable[[], Sequence[int]] | None = None,  # times, for ``split="time"``; None: any partition will do
+    measured: Callable[[], Sequence[int]] | None = None,  # times for ``split="time"``; None: count parameters
     *,
-    seams: Collection[int] = (),  # blocks before boundary layers: if any, stages end there, or where `split` says
+    seams: Collection[int] = (),  # blocks before boundary layers, where stages end unless `split` names blocks
 ) -> tuple[range, ...]:
     """Choose the blocks of each stage by the settings `num_stages` and `split` of `SwarmConfig`."""
     if isinstance(split, str):

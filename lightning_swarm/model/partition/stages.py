@@ -22,11 +22,11 @@ Run = Sequence[tuple[str | None, nn.Module]]
 class ParameterSpec(msgspec.Struct, frozen=True):
     """The properties of a parameter or buffer on which peers must agree."""
 
-    name: str  # in the LightningModule's state dict (the first one, if it has several)
+    name: str  # name in the LightningModule's state dict, the first one if there are several
     shape: tuple[int, ...]
-    dtype: str  # as in ``float32``
+    dtype: str  # such as ``float32``
     requires_grad: bool = False
-    persistent: bool = True  # the state dict holds it; always, for a parameter
+    persistent: bool = True  # whether the state dict holds it; True for parameters
 
 
 class StageSpec(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class StageSpec(msgspec.Struct, frozen=True):
 
 
 class StageModule(nn.Module):
-    """A run of the user's blocks, with the boundary layers between them, and the halves of those at its ends."""
+    """A run of the user's blocks, with boundary layers between them, and halves of boundary layers at its ends."""
 
     def __init__(self, spec: StageSpec, run: "Run", slots: "TensorIndex", around: Sequence[Named] = ()) -> None:
         """Hold blocks; see `build_stages`."""
@@ -78,14 +78,14 @@ class StageModule(nn.Module):
         return {name: value for name, value in extras.items() if name in self.keywords}
 
     def named_block_modules(self) -> list[Named]:
-        """Return all modules in blocks, by their names from the block's own name on."""
+        """Return all modules in blocks, by names that begin with the block's name."""
         named = [(name, block) for name, block in zip(self.block_names, self.blocks, strict=True) if name is not None]
         return [
             (f"{name}.{key}" if key else name, inner) for name, block in named for key, inner in block.named_modules()
         ]
 
     def counted_modules(self) -> list[nn.Module]:
-        """Return the modules whose running statistics are the stage's."""
+        """Return the modules whose running statistics the stage keeps."""
         return [*self.modules(), *(module for _, module in self.around if self.spec.on_trainers)]
 
     def compile_by(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -107,7 +107,7 @@ class StageModule(nn.Module):
 
 
 def _held(register: Mapping[str, Any], owner: nn.Module, key: str) -> Any:
-    """Return a module's tensor from its register, which is quicker to ask than the module."""
+    """Return a module's tensor from its register, which is faster than attribute access."""
     tensor = register.get(key)
     return getattr(owner, key) if tensor is None else tensor
 

@@ -25,12 +25,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def time_costs(
     model: nn.Module,
     blocks: Blocks,
-    example: Any,  # what `model.forward` takes, or the pipelined module if there is none: value, tuple, or keywords
+    example: Any,  # arguments of `model.forward`, or of the pipelined module if there is none: value, tuple or dict
     *,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,  # around forwards, for autocast
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, ...]:
-    """Measure the nanoseconds of a forward and a backward of each block: the median of a few, without the first."""
+    """Measure the nanoseconds of a forward and a backward of each block: the median of a few runs after the first."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with _undisturbed(model, device), context():
         inputs = _inputs(model, blocks, example_arguments(example))
@@ -131,7 +131,7 @@ def prepare_call(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has computed what it was told to."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Copies modules but not their tensors: for a server beside user code that goes on with the modules themselves."""
+"""Copies modules but not their tensors, for a server in a process whose user code keeps the original modules."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def twin_of(model: nn.Module, blocks: Blocks) -> tuple[nn.Module, Blocks]:
     inside = {id(module): module for block in blocks.modules for module in block.modules()}
     modules = {id(module): module for module in (*model.modules(), blocks.root)} | inside
     trainer = getattr(model, "_trainer", None)
-    # What blocks and hooks refer to outside of blocks is the user's own, as what they leave there is for the user.
+    # Objects outside of blocks stay the user's own, because values that blocks and hooks leave there are for the user.
     known: dict[int, Any] = {id(value): value for value in (trainer, *modules.values(), *_tensors(modules.values()))}
-    # All are there before any is filled, so what refers to a module in a block refers to its twin.
-    # Scripted ones, outside of blocks, cannot be copied so, and are the user's own.
+    # All twins exist before any is filled, so that references to a module in a block become references to its twin.
+    # Scripted modules, outside of blocks, cannot be copied this way, and stay the user's own.
     scripted = {key for key, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
     twins = {key: module if key in scripted else type(module).__new__(type(module)) for key, module in modules.items()}
     known.update({key: twins[key] for key in inside})
@@ -53,7 +53,7 @@ def _fill(
             state[name] = copied_hooks(value, known)
         else:
             state[name] = copied(value, known) if deep else value  # a LightningModule may refer to its data
-    if isinstance(module, OptimizedModule):  # wraps the twin of what it wraps
+    if isinstance(module, OptimizedModule):  # it must wrap the twin of its inner module
         state.pop("forward", None)
         twin.__setstate__(state)
     else:

@@ -1,4 +1,4 @@
-"""Arguments that blocks write into, as `nn.ReLU(inplace=True)` does: the caller has to see the change."""
+"""In-place writes of blocks into their arguments, as by `nn.ReLU(inplace=True)`, which the caller must see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.serialization import Tree
 
 WRITTEN: Final = "written argument "
-"""Stands, before the name of an argument, for an attribute where what blocks wrote into that is collected."""
+"""Prefix of an argument's name, used instead of an attribute's name where writes into the argument are collected."""
 
 POSITIONAL: Final = ""
 """The name of all positional arguments together."""
@@ -29,20 +29,21 @@ _MISSING: Final = object()
 
 
 class CallWatch:
-    """Finds what is written into the arguments of a stage between its beginning and `written`."""
+    """Finds writes into the arguments of a stage, from construction until `written`."""
 
     def __init__(self, inputs: Any, keywords: Mapping[str, Any]) -> None:
-        """Note arguments, whose tensors nothing has written yet."""
+        """Record the arguments, before any write into their tensors."""
         arguments = {POSITIONAL: inputs, **{name: {name: keywords[name]} for name in arguments_in(keywords)}}
-        self.tensors = {name: serialization.flatten(value)[1] for name, value in arguments.items()}  # by argument
+        self.tensors = {name: serialization.flatten(value)[1] for name, value in arguments.items()}  # name -> tensors
         self._containers = {
             name: [(path, one, _items(one)) for path, one in containers(value)] for name, value in arguments.items()
         }
 
     def written(self, sent: Mapping[str, Sequence[Tensor]], *, closely: bool) -> dict[str, Tree]:
-        """Return by argument which tensors were written, by place, and which places in lists and dicts.
+        """Return, by argument, the written tensors by place, and the replaced places in lists and dicts.
 
-        Keyword arguments that still hold what was `sent` are left out. A close look finds all writes.
+        Keyword arguments that still equal the values `sent` are left out. A close look refuses writes that torch does
+        not count.
         """
         if closely:
             self._check_counted(sent)
@@ -61,7 +62,7 @@ class CallWatch:
         return found
 
     def _check_counted(self, sent: Mapping[str, Sequence[Tensor]]) -> None:
-        """Refuse tensors that were written in a way that torch does not count, so that they go unnoticed."""
+        """Refuse writes into tensors that torch does not count, which would go unnoticed."""
         for argument, content in sent.items():
             for tensor, before in zip(self.tensors[argument], content, strict=True):
                 if not tensor._version and not same(tensor.cpu(), before.cpu()):
@@ -72,7 +73,10 @@ class CallWatch:
                     )
 
     def visible(self, in_input: Mapping[int, Sequence[str]], *, is_first: bool) -> list[tuple[str, Tensor]]:
-        """Give the tensors that others see, with what they are; `in_input` says so of an earlier stage's output."""
+        """Return the tensors that other code sees, each with a description.
+
+        `in_input` has the descriptions from an earlier stage, by the places of tensors in its output.
+        """
         own = self.tensors[POSITIONAL]
         found = [(text_of(POSITIONAL), one) for one in own] if is_first else []
         found += [(what, own[place]) for place, names in in_input.items() if 0 <= place < len(own) for what in names]
@@ -81,12 +85,12 @@ class CallWatch:
 
 
 def arguments_in(keywords: Iterable[str]) -> list[str]:
-    """Return the names of those extras that are arguments."""
+    """Return the names of the extras that are arguments."""
     return [name for name in keywords if name not in (CALLS, CARRIED)]
 
 
 def written_places(written: Tree) -> list[int]:
-    """Return the places of the tensors that were written among those of an argument, and -1 for lists and dicts."""
+    """Return the places of an argument's tensors that were written, and -1 if lists or dicts were."""
     return [int(place) for place in written[_TENSORS]] + [-1] * bool(written[_REPLACED])
 
 
@@ -96,7 +100,7 @@ def text_of(argument: str) -> str:
 
 
 def write_back(given: Given, argument: str, written: Tree, unavailable: Callable[[str], Any]) -> None:
-    """Write into a caller's argument what was written on a server; `unavailable` makes what is not to be had."""
+    """Apply writes on a server to the caller's argument; `unavailable` makes stand-ins for values not sent."""
     try:
         owners, tensors = given[argument]
         for place, value in written[_TENSORS].items():
@@ -114,7 +118,7 @@ def write_back(given: Given, argument: str, written: Tree, unavailable: Callable
 
 
 def _check_alone(tensor: Tensor, argument: str, given: Given) -> None:
-    """Refuse what was written into memory that the call was given twice: servers had a copy for each."""
+    """Refuse writes into memory that two arguments of the call share, because servers had a copy for each."""
     same = [name for name, (_, tensors) in given.items() for other in tensors if overlap(tensor, other)]
     if len(same) > 1:
         same.remove(argument)
@@ -138,13 +142,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _end(tensor: Tensor) -> int:
-    """The place in its storage behind a tensor's last element."""
+    """Return the place in its storage after a tensor's last element."""
     lengths = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + int(tensor.storage_offset()) + sum((int(length) - 1) * stride for length, stride in lengths)
 
 
 def _copy(tensor: Tensor, value: Tensor) -> None:
-    """Write as the block did; autograd goes on from there, or refuses a leaf, as it does in one process."""
+    """Write as the block did; autograd then goes on, or refuses a leaf, as it does in one process."""
     if tensor.shape != value.shape or any(stride == 0 for stride in tensor.stride()):
         raise ConfigError(
             f"a block may write into its argument, but not into one that is expanded, nor change its shape: got one of "
@@ -161,14 +165,14 @@ def _replace(owner: Any, key: Any, value: Any) -> None:
 
 
 def _differ(written: Mapping[str, Tensor], sent: Sequence[Tensor]) -> bool:
-    """Return whether tensors, by place, hold other values than those sent, or depend on weights now."""
+    """Return whether written tensors, by place, differ from the sent tensors, or depend on weights now."""
     return any(
         tensor.requires_grad or not same(tensor.cpu(), sent[int(place)].cpu()) for place, tensor in written.items()
     )
 
 
 def containers(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Give the lists and dicts in a value, and where they are."""
+    """Yield the lists and dicts in a value, with their paths."""
     if isinstance(value, list | dict):
         yield path, value
     if isinstance(value, list | dict | tuple):

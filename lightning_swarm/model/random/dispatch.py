@@ -21,12 +21,12 @@ from lightning_swarm.model.random.philox import key_seed
 # its random operations, so an operation that this package does not know is noticed, too.
 Rule: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
-# They are tagged as random, but only choose a kernel, or compute from numbers that another operation drew.
+# Tagged as random, but these only choose a kernel, or use numbers that another operation drew.
 _DRAWS_NOTHING: Final = frozenset({"aten::_fused_sdp_choice", "aten::_nested_tensor_softmax_with_shape"})
 
 
 class _Rules(dict[Any, Rule | None]):
-    """The rules by operation, each found at the first call: later calls cost only a look-up."""
+    """Maps operations to their rules, each found at the first call: later calls cost only a look-up."""
 
     def __missing__(self, func: Any) -> Rule | None:
         rule = _rule_of(func)
@@ -66,7 +66,7 @@ def _decomposed(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _seeded(place: int) -> Rule:
-    """Make a rule that gives an operation a generator of its own, at its place among the arguments."""
+    """Return a rule that passes an operation a generator of its own, as argument number `place`."""
 
     def rule(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_generator(args, kwargs):
@@ -205,21 +205,23 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 _T = TypeVar("_T")
 
 _MAX_ALARMS: Final = 3
-"""False alarms after which a kind of computation stays in the mode: if another thread draws so often while the stage
-computes, it would be computed twice each time."""
+"""False alarms after which a kind of computation stays in the mode.
+
+If another thread draws that often while the stage computes, each computation would otherwise run twice.
+"""
 
 
 # Every operation inside `KeyedRandom` passes through Python, which takes a few per cent of a stage's time on a CPU.
-# Most models draw nothing, so it is entered only where it is needed: a computation that drew nothing in the mode runs
-# without it from then on, while torch's generators are watched. If one has moved, it runs again in the mode, which
-# tells whether the computation drew after all, or another thread of this process did. A draw that leaves no trace in
-# the generators (in ``torch.random.fork_rng``) is seen if the first run has it.
+# Most models draw nothing, so the mode is entered only where it is needed. A computation that drew nothing in the mode
+# runs without it from then on, while torch's generators are watched. If one has moved, it runs again in the mode, which
+# shows whether the computation or another thread of this process drew. A draw that leaves no trace in the generators
+# (in ``torch.random.fork_rng``) is seen if it occurs in the first run.
 class KeyedOnDemand:
-    """Runs computations of a stage, and those that draw random numbers in `KeyedRandom`."""
+    """Runs computations of a stage, inside `KeyedRandom` only if they draw random numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_known = device.type in ("cpu", "cuda")  # on others everything runs in the mode
-        # A tensor tells the index: "cuda" means whichever device is the current one.
+        self._is_known = device.type in ("cpu", "cuda")  # on other devices everything runs in the mode
+        # A tensor has the index, while "cuda" means whichever device is the current one.
         self._cuda_index = torch.empty(0, device=device).device.index if device.type == "cuda" else None
         self._drawless: set[Hashable] = set()
         self._alarms: Counter[Hashable] = Counter()
@@ -229,13 +231,13 @@ class KeyedOnDemand:
         kind: Hashable,  # computations of one kind all draw or all do not
         seed: int,
         compute: Callable[[], _T],
-        anew: Callable[[], Callable[[], _T]] | None = None,  # makes what computes the same again, if `compute` cannot
+        anew: Callable[[], Callable[[], _T]] | None = None,  # makes another `compute`, if it can run only once
     ) -> tuple[_T, bool]:
         """Compute, and return the result and whether random numbers were drawn."""
         if kind not in self._drawless:
             return self._run_keyed(kind, seed, compute)
         before = self._states()
-        with plain_attention():  # as in the mode: compiled code is compiled again if this differs
+        with plain_attention():  # same as in the mode, because compiled code is compiled again if this differs
             result = compute()
         if all(map(torch.equal, before, self._states())):
             return result, False

@@ -52,7 +52,7 @@ def _attention(
 
 
 def _calling_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function of torch that calls attention: a mode sees what is called in it, but not what that calls."""
+    """Copy a function of torch so that it calls `_attention`, because a mode does not see calls inside of functions."""
     if not isinstance(function, FunctionType):  # another library has wrapped it
         return function
     names = {**function.__globals__, scaled_dot_product_attention.__name__: _attention}
@@ -74,7 +74,7 @@ _MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, tor
 
 
 def _fill(target: Tensor, values: Tensor) -> Tensor:
-    # Elements are counted in the order of their indices, not of their strides: those differ between devices.
+    # Elements are counted in the order of their indices, because strides differ between devices.
     return target.copy_(values.view(target.shape))
 
 

@@ -1,4 +1,4 @@
-"""The keyed stream: draws as a pure function of (key, index of the element). It is no cryptography."""
+"""The keyed stream: draws as a pure function of (key, index of the element). It is not cryptographic."""
 
 import math
 from typing import Final
@@ -49,7 +49,7 @@ def bits(key: int, count: int, device: torch.device) -> Tensor:
         rows = rows.mul_(_signed(_FIRST * _ROW)).add_(start).unsqueeze(1)
         columns = torch.arange(_ROW, dtype=torch.int32, device=device).mul_(_FIRST)
         x = torch.add(rows, columns).flatten()[:count]
-    # The shift is arithmetic, so x and ~x fall together: no bijection, but no more collisions than chance has.
+    # The shift is arithmetic, so x and ~x collide. It is no bijection, but has no more collisions than chance.
     x.bitwise_xor_(x >> 16).mul_(keyed)
     x.bitwise_xor_(x >> 15).mul_(_THIRD)
     x.bitwise_xor_(x >> 16).mul_(_FIRST)
