@@ -27,7 +27,7 @@ def is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
 
 
 def fits(value: object, first: object) -> bool:
-    """Return whether `value` is of the same kind as `first`, so that it may replace it in an attribute."""
+    """Return whether `value` may replace `first` in an attribute: both are of one kind, or one of them is None."""
     kinds = (bool | int | float, str, list | tuple)
     return first is None or value is None or any(isinstance(value, kind) and isinstance(first, kind) for kind in kinds)
 

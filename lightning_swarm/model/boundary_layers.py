@@ -1,8 +1,8 @@
 """Boundary layers: learned layers where a model is cut, so that fewer features travel from stage to stage.
 
-A layer stands *after* a block: its first half, `compress`, reduces each position's ``features`` to ``features / ratio``
-numbers, and its second half, `decompress`, restores as many as before. Both are ordinary parts of the model, trained by
-its optimizer and saved in its checkpoint. A swarm cuts the model between the two.
+A layer stands *after* a block. Its first half, `compress`, reduces each position's ``features`` to ``features / ratio``
+numbers. Its second half, `decompress`, restores as many as before. Both are ordinary parts of the model, trained by its
+optimizer and saved in its checkpoint. A swarm cuts the model between the two.
 
 Without a swarm, a hook on the block does the same, so no forward and no name in a checkpoint changes. A layer's name
 contains its place: ``boundary_layers.net.3`` comes after ``net.3``.
@@ -230,8 +230,8 @@ def insert_boundary(module: nn.Module, boundary: Boundary, after: Sequence[str])
         after: Full names of submodules, such as ``"net.3"``, each of which returns one tensor.
 
     Raises:
-        ConfigError: There is no such submodule, a layer stands there, the number of features is not known or not
-            divisible, or the layers would have more numbers than the model. The model is unchanged.
+        ConfigError: There is no such submodule, it has a layer already, its number of features is unknown or not
+            divisible, or the layers would be larger than the model. The model is unchanged.
     """
     wanted = plan_layers(module, boundary, after)
     new = {name: _new_layer(module, name, wanted[name]) for name in after}
@@ -389,8 +389,8 @@ def _owner(module: nn.Module, name: str) -> str:
                 break
             return name
     raise ConfigError(
-        f"the module around what boundary layers stand after must have room for them under the name `{_CONTAINER}`, "
-        f"got a {type(owner).__name__} that has it otherwise. Put it into a module of its own, or rename what is there."
+        f"the module around the blocks must have room for their boundary layers under the name `{_CONTAINER}`, got a "
+        f"{type(owner).__name__} that uses it otherwise. Put it into a module of its own, or rename its attribute."
     )
 
 
@@ -406,7 +406,7 @@ def _layers_of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary
     for after, parts in found.items():
         shape = parts.get("decompress.linear.weight", ())
         if len(shape) != 2 or not 0 < shape[1] < shape[0] or shape[0] % shape[1]:
-            raise ConfigError(f"what stands after {after!r} must be a boundary layer, got {parts}. Correct its names.")
+            raise ConfigError(f"the module after {after!r} must be a boundary layer, got {parts}. Correct its names.")
         kind = Bottleneck if "compress.linear.weight" in parts else Maxout
         boundaries[after] = kind(shape[0] // shape[1], shape[0])
     return boundaries

@@ -68,11 +68,11 @@ class Confirmation:
         if 2 * len(alike) > len(proofs):
             return
         differing = sorted(proofs.keys() - set(alike))
-        reason = f"{kind} of stage {request.stage_index} at version {request.step} are others at {differing}"
+        reason = f"{kind} of stage {request.stage_index} at version {request.step} differ at {differing}"
         self.note(sender, request.stage_index, request.step, reason)
         raise Unconfirmed(
-            f"what a server sends must be what a keeper's server has, or else most servers of its stage; from "
-            f"{sender} came something else: {reason}. Another server is asked; if none is left, have a keeper hold "
+            f"a server's state must equal the state of a keeper's server, or else of most servers of its stage; "
+            f"{sender} sent a different one: {reason}. Another server is asked; if none is left, have a keeper hold "
             "the stage."
         )
 

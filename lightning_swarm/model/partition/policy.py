@@ -10,8 +10,8 @@ _Score = tuple[int, int]
 
 def balanced_ranges(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
     """Partition blocks into contiguous stages, none empty, so that the most expensive stage is as cheap as can be."""
-    # Among partitions with the same largest stage, the one with the smallest sum of squared stage costs is taken, then
-    # of squared numbers of blocks, then the one whose last stages begin earliest: it is even, and alike on every peer.
+    # Partitions with the same largest stage are compared by the sum of squared stage costs, and then by the sum of
+    # squared numbers of blocks. Among equal partitions, the last stages begin earliest, so that all peers choose alike.
     num_blocks = len(costs)
     if not 1 <= num_stages <= num_blocks:
         raise ConfigError(

@@ -116,18 +116,18 @@ class KeyedRandom(TorchDispatchMode):
     """Makes the random operations of this thread draw from a keyed stream.
 
     A microbatch may be computed again, elsewhere, and must get the same dropout masks. So a stage that draws runs
-    inside this mode, which replaces torch's generators: each draw is a function of (seed, number of the draw,
+    inside this mode, which replaces torch's generators. Each draw is a function of (seed, number of the draw,
     index of the element). Generators are neither read nor moved::
 
         with KeyedRandom(key_seed(step, microbatch, stage)):
             output = stage(inputs)  # and again, later or elsewhere, with the same masks
 
-    Entering restarts the stream. A generator that the caller passes explicitly is used. Operations that
-    have no rule of their own but take a generator (``multinomial``, ``poisson``, ...) get one seeded from the
-    stream: the same on devices of one kind.
+    Entering restarts the stream. A generator that the caller passes explicitly is used. Operations without a rule
+    that take a generator (``multinomial``, ``poisson``, ...) get one seeded from the stream. Their draws are equal
+    on devices of one kind.
 
-    Backward needs no draws, but the backward of a forward that drew belongs inside, too: there, a block that recomputes
-    itself (``torch.utils.checkpoint``) is detected, unless it was given `checkpoint_contexts`.
+    Backward needs no draws, but the backward of a forward that drew also belongs inside. There, the mode detects a
+    block that recomputes itself (``torch.utils.checkpoint``) without `checkpoint_contexts`.
     """
 
     def __init__(self, seed: int, *, first_draw: int = 0) -> None:

@@ -271,11 +271,11 @@ def test_insertions_that_cannot_be_are_refused() -> None:
             insert_boundary(module, boundary, after)
         assert shapes(module) == before
         assert torch.equal(module(x), output)
-    with pytest.raises(ConfigError, match=r"have room for them .* got a Sequential"):
+    with pytest.raises(ConfigError, match=r"have room for their .* got a Sequential"):
         insert_boundary(chain(), Bottleneck(ratio=2), ["0"])
     taken = Wrapped()
     taken.model.boundary_layers = nn.Linear(1, 1)
-    with pytest.raises(ConfigError, match=r"under the name `boundary_layers`, got a Module that has it otherwise"):
+    with pytest.raises(ConfigError, match=r"under the name `boundary_layers`, got a Module that uses it otherwise"):
         insert_boundary(taken, Bottleneck(ratio=2), [name])
 
 

@@ -98,7 +98,7 @@ def test_where_the_coordinator_does_not_hold_a_stage_another_keeper_is_right(mak
 def test_of_two_that_differ_neither_is_read(make_swarm: MakeSwarm) -> None:
     swarm, events = trained(make_swarm, "a", "b c"), EventLog()
     lies(swarm.servers[B], raised)
-    with pytest.raises(Unconfirmed, match="what a server sends must be what a keeper's server has"):
+    with pytest.raises(Unconfirmed, match="a server's state must equal the state of a keeper's server"):
         gathered(swarm, events)
     assert told(events) == {("unconfirmed", "b"), ("unconfirmed", "c")}
 
