@@ -1,4 +1,4 @@
-"""Refuses what cannot work, or not yet, before anything starts: each error states the rule, the value, the remedy."""
+"""Refuses settings and models that a swarm does not support; each error states the rule, the value, the remedy."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, framework_of, mixed_import
 
-# They read or write the weights of the trainer's own module, which during a run live on the servers.
+# Callbacks that read or write the weights of the trainer's own module, which live on the servers during a run.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
 
-# They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
+# Callbacks that train for a while, then restore the former weights and step. `Tuner` uses them.
 TRIAL_CALLBACKS = ("LearningRateFinder", "BatchSizeFinder")
 
-# They read or replace weights of the whole module, or change what trains, between two batches of the lead: other
-# trainers are in the middle of theirs then.
+# Callbacks that use weights of the whole module, or change which parameters train, between two batches of the lead,
+# when other trainers are in the middle of a batch.
 _WHOLE_MODULE_CALLBACKS = ("BaseFinetuning", *TRIAL_CALLBACKS, "StochasticWeightAveraging", "WeightAveraging")
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
@@ -58,7 +58,7 @@ ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use o
 
 @contextlib.contextmanager
 def refusing_several_optimizers() -> Iterator[None]:
-    """Say what to do where Lightning names a remedy for several optimizers that a swarm refuses."""
+    """Replace Lightning's error for several optimizers, whose remedy a swarm does not support."""
     try:
         yield
     except RuntimeError as error:
@@ -68,7 +68,7 @@ def refusing_several_optimizers() -> Iterator[None]:
 
 
 def check_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that cannot do here what they are for."""
+    """Refuse callbacks that read or change weights during `fit`, when they live on the servers."""
     for callback in callbacks_of(trainer, *_WEIGHT_CALLBACKS):
         raise ConfigError(
             "callbacks must not read or change weights during fit, they live on the servers: "
@@ -77,12 +77,12 @@ def check_callbacks(trainer: Trainer) -> None:
 
 
 def of_tuner(callback: object) -> str:
-    """Name what the user may have written in place of the callback."""
+    """Mention `Tuner` for a callback that the user may not have added, but `Tuner` has."""
     return ", through which `Tuner` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
 def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
-    """Refuse a strategy of one import tree in a Trainer of the other. Lightning has handed over its accelerator."""
+    """Refuse a strategy of one import tree in a Trainer of the other, by the accelerator that Lightning has set."""
     if not isinstance(strategy.accelerator, framework.accelerator):
         other = framework.other
         raise ConfigError(
@@ -108,7 +108,7 @@ def check_callback_imports(trainer: Trainer) -> None:
 
 
 def check_plain(trainer: Trainer) -> None:
-    """Refuse what cannot work with or without a swarm."""
+    """Refuse several nodes and mixed imports, with or without a swarm."""
     if trainer.num_nodes != 1:
         raise ConfigError(
             f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and type on "
@@ -118,7 +118,7 @@ def check_plain(trainer: Trainer) -> None:
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse what the Trainer or the LightningModule asks for and a swarm does not do."""
+    """Refuse features of the Trainer or the LightningModule that a swarm does not support."""
     check_plain(trainer)
     if trainer.precision not in _PRECISIONS:
         raise ConfigError(
@@ -135,7 +135,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
 
 
 def check_interactive(num_devices: int, framework: ImportTree) -> None:
-    """Refuse further peers of this machine in a notebook or at a prompt, where no script can run again for them."""
+    """Refuse several local peers in a notebook or at a prompt, because each further peer would run the script again."""
     if num_devices > 1 and _IS_INTERACTIVE:
         raise ConfigError.like(
             framework.misconfiguration,
@@ -146,14 +146,14 @@ def check_interactive(num_devices: int, framework: ImportTree) -> None:
 
 
 def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, object]) -> None:
-    """Refuse to start a run without data. Lightning would notice, too, but only when all peers are up."""
+    """Refuse to start a run without data. Lightning would refuse, too, but only when all peers are up."""
     assert trainer.state.fn is not None
     function, framework = trainer.state.fn.value, framework_of(trainer)
     hook = _LOADERS[function]
     loaders = handed.get("train_dataloaders", handed.get("dataloaders"))
     data = next((source for source in (loaders, handed.get("datamodule")) if source is not None), module)
     if not isinstance(data, (framework.data_module, framework.module)) or getattr(data, hook) is None:
-        return  # Lightning says what is wrong with it
+        return  # Lightning raises an error itself
     if not framework.is_overridden(hook, data):
         others = "no dataloader and no data module" if data is module else "a data module"
         raise ConfigError.like(
@@ -171,7 +171,8 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
             "Let Lightning optimize, or train without the swarm."
         )
     for hook in _STEP_HOOKS:
-        if hook in vars(module) or is_overridden(hook, module):  # Lightning takes what wraps its own for its own
+        # `is_overridden` alone misses a wrapper around Lightning's own method.
+        if hook in vars(module) or is_overridden(hook, module):
             raise ConfigError(
                 f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
                 f"{type(module).__name__} overrides it. Remove the override."
@@ -185,7 +186,7 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
 
 
 def check_compiling() -> None:
-    """Refuse to compile with a torch that silently leaves code under a dispatch mode as it is."""
+    """Refuse to compile with a torch version that silently skips code under a dispatch mode."""
     if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
         raise ConfigError(
             "`torch.compile` of a swarm's stages needs a newer torch, which compiles where random numbers are keyed; "
@@ -197,7 +198,7 @@ def check_compiling() -> None:
 
 
 def check_ckpt_path(path: object) -> None:
-    """Refuse a checkpoint that is not there. What Lightning looks up itself passes: a name, the registry, a URL."""
+    """Refuse a checkpoint that does not exist, except names, registry entries and URLs, which Lightning resolves."""
     if path is None or "://" in str(path) or str(path).partition(":")[0] in _NAMED_CHECKPOINTS:
         return
     if not Path(str(path)).exists():
@@ -209,7 +210,7 @@ def check_ckpt_path(path: object) -> None:
 
 
 def check_folder(path: object, storage_options: object) -> None:
-    """Refuse to write a sharded checkpoint elsewhere than into a folder of this machine, or with options."""
+    """Refuse to write a sharded checkpoint anywhere but to a folder of this machine, or with storage options."""
     if "://" in str(path):
         raise ConfigError(
             f"with `state_dict_type='sharded'` servers write into a folder, got {str(path)!r}. Name one that this "
@@ -224,7 +225,7 @@ def check_folder(path: object, storage_options: object) -> None:
 
 
 def find_folder(path: object) -> ShardedCheckpoint | None:
-    """The sharded checkpoint at a path; None: an ordinary one. Refuses a folder that is no checkpoint."""
+    """Return the sharded checkpoint at a path; None if it is no folder. Refuses a folder that is no checkpoint."""
     if "://" in str(path) or not Path(str(path)).is_dir():
         return None
     folder = Path(str(path))
@@ -238,11 +239,11 @@ def find_folder(path: object) -> ShardedCheckpoint | None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """The only optimizer. Refuses none, several, and one that needs a closure or sparse gradients."""
+    """Return the only optimizer. Refuses none, several, and an optimizer that needs a closure or sparse gradients."""
     if len(optimizers) != 1:
         raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
     optimizer = optimizers[0]
-    if not any(group["params"] for group in optimizer.param_groups):  # what Lightning makes of None
+    if not any(group["params"] for group in optimizer.param_groups):  # Lightning's stand-in for None
         raise ConfigError(
             "`configure_optimizers` must return an optimizer with parameters, got none: a swarm trains. Return one, or "
             "leave `strategy` out for a loop that only reads batches."
@@ -251,7 +252,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
         raise ConfigError(
             f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
         )
-    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its class does not call that of torch in `__init__`
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its `__init__` does not call torch's
         Optimizer.__setstate__(optimizer, {})
     _check_attributes(optimizer)
     check_hooks(optimizer)
@@ -260,18 +261,18 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: bool) -> frozenset[str]:
-    """Refuse an optimizer that servers cannot step: with several stages, each without the parameters of others.
+    """Refuse an optimizer that servers cannot step; with several stages, each server has one stage's parameters.
 
     Returns the keys of its parameter groups that its own steps write.
     """
-    if step_of_its_own(optimizer) is not None:  # which may note that it is called
+    if step_of_its_own(optimizer) is not None:  # a trial of user code could have side effects
         return frozenset()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return OptimizerTemplate(optimizer, names).check_steps(separable=in_stages)
 
 
 def unportable(optimizer: Optimizer, module: LightningModule) -> str:
-    """Say why machines of different kinds could not step an optimizer to the same bits; empty if they can."""
+    """Return why machines of different kinds could not step an optimizer to the same bits; empty if they can."""
     if step_of_its_own(optimizer) is not None:
         return f"{type(optimizer).__name__} has a `step` of its own"
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -279,7 +280,7 @@ def unportable(optimizer: Optimizer, module: LightningModule) -> str:
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
-    """Refuse lists of tensors beside the parameters: in a stage, and at a peer that joins, they would be others."""
+    """Refuse lists with a tensor per parameter in attributes, which do not travel with a stage to another peer."""
     shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
     for name, value in vars(optimizer).items():
         if not isinstance(value, (list, tuple)) or name == "param_groups":
@@ -294,8 +295,8 @@ def _check_attributes(optimizer: Optimizer) -> None:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
-    """All that each parameter group holds beside its parameters, as plain values. Refuses other values."""
-    # By `dict`: groups may be watched for what user code reads, and this is none of it.
+    """Return all entries of each parameter group but its parameters, as plain values. Refuses other values."""
+    # `dict.items` avoids the watched methods of a group, because this is no read by user code.
     return [
         {name: _plain(name, value) for name, value in dict.items(group) if name != "params"}
         for group in optimizer.param_groups
@@ -318,7 +319,7 @@ def _plain(name: str, value: object) -> object:
 def new_selection(
     session: Session, module: LightningModule, optimizer: Optimizer, pending_samples: int
 ) -> Selection | None:
-    """Return what is to train by now. None: as before. Refuses a change among several trainers, and in mid-step."""
+    """Return which parameters train now; None if unchanged. Refuses changes in mid-step or among several trainers."""
     found = read_selection(module, optimizer)
     if found == session.selection:
         return None
@@ -328,7 +329,7 @@ def new_selection(
             f"parameters must be in the module when a run begins, got new ones in its optimizer: {new[:5]}. Make them "
             "in `__init__`, `setup` or `configure_model`, frozen for as long as they are not to train."
         )
-    # What is new and frozen is the trainer's own.
+    # New frozen parameters stay on this trainer.
     selection = replace_fields(found, frozen=[name for name in found.frozen if name in known])
     if selection == session.selection:
         return None
@@ -350,7 +351,7 @@ def new_selection(
 
 
 def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:
-    """Refuse gradients at weights of the servers' stages: they are old here, and such a gradient is in no step."""
+    """Refuse local gradients of weights in the servers' stages: the weights are old here, and no step counts them."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if around is not None:
         stepped -= set(map(id, around.parameters.values()))
@@ -368,7 +369,7 @@ def check_untouched(module: LightningModule, optimizer: Optimizer, around: Local
 
 
 def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
-    """Refuse to put layers into a model that a callback has copied by now, or that is `restored` without them."""
+    """Refuse to insert boundary layers into a model that a callback has copied, or that is `restored` without them."""
     if restored:
         raise ConfigError(
             "a run goes on with the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
@@ -383,7 +384,7 @@ def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
 
 
 def check_in_memory(module: LightningModule, what: str) -> None:
-    """Refuse what needs all of a module's weights in this process, if some are on meta; `what` names it."""
+    """Refuse a use of all weights in this process if some are on the meta device; `what` describes the use."""
     if is_on_meta(module):
         raise ConfigError(
             f"a module on torch's meta device has its weights on the servers only, got {type(module).__name__} where "
@@ -403,7 +404,7 @@ def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig
 
 
 def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
-    """Refuse what several trainers cannot do together."""
+    """Refuse settings and callbacks that do not work with several trainers."""
     if config.settings.target_batch_size is None:
         raise ConfigError(
             "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
@@ -447,7 +448,7 @@ def check_servers(config: SwarmConfig, num_devices: int) -> None:
 
 
 def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
-    """True if others may join as trainers of a run that this program begins: nothing keeps several from it."""
+    """Return whether other trainers may join a run that this program begins."""
     if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.settings.deterministic:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What user code asks of all processes at once: `broadcast`, `barrier` and others of a strategy."""
+"""Collective operations of a strategy that user code calls, such as `broadcast` and `barrier`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_swarm.core.module_names import is_of
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 MAX_SAID: Final = 32_768
-"""Characters of a value that `broadcast` brings: one record of the directory has it."""
+"""Most characters of a value that `broadcast` sends, because it must fit into one entry of the directory."""
 
 
 def asks_as_user() -> bool:
-    """Tell whether the caller of a strategy's method is user code: Lightning's own calls need the process's value."""
+    """Return whether user code called a strategy's method. Lightning's own calls need the process's own value."""
     return not is_of(OWN_PACKAGES, sys._getframe(2).f_globals.get("__name__"))
 
 
 def refuse_collective(name: str) -> NoReturn:
-    """Refuse what needs all trainers at the same point."""
+    """Refuse an operation that needs all trainers at the same point."""
     raise ConfigError(
         f"trainers of a swarm do not wait for each other within a step, nor for those that join, so there is nothing "
         f"that `{name}` could collect. For a value of all batches use `self.log(..., sync_dist=True)`; have what all "
@@ -30,7 +30,7 @@ def refuse_collective(name: str) -> NoReturn:
 
 
 def said(value: object, name: str) -> bytes:
-    """The form in which trainers are told a value of the lead's. Refuses what would arrive as something else."""
+    """Encode a value of the lead for the other trainers. Refuses values that JSON would change."""
     try:
         text = json.dumps(value, allow_nan=False)
         is_same = json.loads(text) == value
@@ -45,7 +45,7 @@ def said(value: object, name: str) -> bytes:
 
 
 def heard(text: bytes, name: str) -> Any:
-    """Read what trainers are told."""
+    """Decode a value that the lead published."""
     try:
         return json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Several trainers of one run, in Lightning's terms: their ranks, and the lead's loop that decides for the others."""
+"""Several trainers of one run, in Lightning's terms: their ranks, their parts of the data, and the lead's decisions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_swarm.strategy.data.loader import divides_itself, is_reading, par
 from lightning_swarm.strategy.framework import callbacks_named, framework_of
 from lightning_swarm.strategy.launcher import SwarmLauncher
 
-# They decide when the run ends or what is kept of it, by what only the lead knows.
+# Callbacks that end the run or keep its files, by values that only the lead knows.
 _LEAD_CALLBACKS = ("Checkpoint", "EarlyStopping", "Timer")
 
 
@@ -41,10 +41,10 @@ else:
 
 
 class RankHooks(_Strategy):
-    """The part of `SwarmStrategy` that knows this process among others, none of which waits for another."""
+    """The part of `SwarmStrategy` with ranks and collective operations, where no trainer waits for another."""
 
-    # What one process would answer is answered at once. That is what Lightning's own callers need, for the lead decides
-    # and saves alone. User code gets the lead's values before the first batch; what would need the others' is refused.
+    # Collectives return at once, as in one process. Lightning's own callers need this, because the lead alone decides
+    # and saves. User code gets the lead's values before the first batch. Collectives of all trainers are refused.
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -52,25 +52,25 @@ class RankHooks(_Strategy):
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
         self.peer: Peer | None = None
-        self.num_trainers = 1  # that are started together, on this machine
-        self.divides_data = True  # among them; else the user's code does
-        self._num_collectives = 0  # that user code has asked for in this call of the Trainer
-        self._has_begun = False  # its first batch
+        self.num_trainers = 1  # trainers that are started together on this machine
+        self.divides_data = True  # the strategy divides the data among them; else user code does
+        self._num_collectives = 0  # user code's collectives in this call of the Trainer
+        self._has_begun = False  # the first batch has begun
         self._session: Session | None = None
-        self._is_shared = False  # others train in the run, or may come to
-        self._joined: RunView | None = None  # the run under way in which this process is one more trainer
-        self._in_batches = False  # Lightning runs batches, and does not make its loaders
+        self._is_shared = False  # the run has, or may get, other trainers
+        self._joined: RunView | None = None  # the run that this process joined as a further trainer
+        self._in_batches = False  # Lightning runs batches, and makes no loaders
 
     @property
     def _own_module(self) -> LightningModule:
-        """The module, once Lightning has connected it."""
+        """Return the module, once Lightning has connected it."""
         module = self.lightning_module
         assert module is not None
         return module
 
     @property
     def _own_peer(self) -> Peer:
-        """This process's peer, once it was started."""
+        """Return this process's peer, once it was started."""
         assert self.peer is not None
         return self.peer
 
@@ -81,28 +81,28 @@ class RankHooks(_Strategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        # A child serves at the script's first use of a swarm, which may have fewer devices than the one it is for.
+        # A child serves at the script's first swarm, which may have fewer devices than the swarm that started it.
         return self._devices[self.local_rank % len(self._devices)]
 
     @property
     def _swarm_launcher(self) -> SwarmLauncher | None:
-        """The launcher that starts this machine's peers. None: they are all in this process."""
+        """Return the launcher that starts this machine's peers; None if they are all in this process."""
         return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among this machine's peers."""
+        """Return the number of this process among this machine's peers."""
         return self._swarm_launcher.local_rank if self._swarm_launcher is not None else 0
 
     def waits_for_fit(self, trainer: Trainer) -> bool:
-        """Tell whether this process was started to train beside the lead, and only evaluates as yet."""
+        """Return whether this process was started to train beside the lead, but only evaluates so far."""
         is_child = self.local_rank > 0 and process.is_trainer()
         return is_child and self.peer is None and trainer.state.fn != TrainerFn.FITTING
 
     @contextmanager
     def evaluating_beside(self, trainer: Trainer) -> Iterator[None]:
-        """Inside, an evaluation writes nothing: the lead, which does the same, writes."""
-        own: Any = trainer  # whose attributes Lightning sets in its connectors
+        """Inside, an evaluation writes no predictions, because the lead runs it, too, and writes them."""
+        own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
         callbacks, writers = list(own.callbacks), callbacks_named("BasePredictionWriter")
         own.callbacks[:] = [callback for callback in callbacks if not isinstance(callback, writers)]
         try:
@@ -112,9 +112,9 @@ class RankHooks(_Strategy):
 
     @property
     def global_rank(self) -> int:
-        """The local rank; in a process that joined a run under way, behind all who trained before.
+        """Return the local rank; in a process that joined a run under way, after the ranks of all earlier trainers.
 
-        Code that makes or reads data has rank 0 of 1, as in one process, where the swarm divides it among trainers.
+        If the swarm divides the data among trainers, code that makes or reads data has rank 0 of 1, as in one process.
         """
         if self._joined is not None:
             return self.local_rank + len(self._joined.seats.trainers)
@@ -122,7 +122,7 @@ class RankHooks(_Strategy):
 
     @property
     def world_size(self) -> int:
-        """One, as in one process; to code that itself divides data among the trainers, their number."""
+        """Return 1, as in one process; for user code that divides the data itself, the number of trainers."""
         return self.num_trainers if not self.divides_data and is_reading() else 1
 
     @property
@@ -132,14 +132,14 @@ class RankHooks(_Strategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks whether `sync_dist=True` means something. The lead alone validates."""
+        """Return whether `sync_dist=True` has an effect: only in training, because the lead alone validates."""
         module = self.lightning_module
-        # Where it makes loaders it asks, too, and would share the data in a way of its own.
+        # Lightning also asks when it makes loaders; True would make it divide the data in its own way.
         return self._in_batches and self._is_shared and module is not None and bool(module.trainer.training)
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        # In a batch: the others are in batches of their own.
+        # Within a batch, the other trainers are in batches of their own.
         if self._session is not None and self._session.is_shared and self._session.pipeline.batch is not None:
             refuse_collective("reduce")
         return tensor
@@ -152,12 +152,12 @@ class RankHooks(_Strategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The lead's value, at all trainers that one program started, where user code asks; else the process's own."""
+        """Return the lead's value to user code of trainers that one program started; else the process's own value."""
         return self._of_lead(obj, "broadcast") if asks_as_user() else obj
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Where user code asks, a trainer waits until the lead, which waits for nobody, has come as far."""
+        """Wait, if user code asks, until the lead has reached the same barrier. The lead does not wait."""
         if asks_as_user():
             self._of_lead(None, "barrier")
             return
@@ -166,7 +166,7 @@ class RankHooks(_Strategy):
         launcher = self._swarm_launcher
         starts_others = launcher is not None and launcher.starts_others
         if name == "pre_setup" and (self.num_trainers > 1 or starts_others):
-            # What `prepare_data` leaves on this machine is there before anyone looks for it.
+            # The files that `prepare_data` makes on this machine must exist before any process reads them.
             if starts_others or self.is_global_zero:
                 self._own_peer.lead.say(self._launch_id, "prepare_data")
             else:
@@ -177,9 +177,9 @@ class RankHooks(_Strategy):
         return "" if self._swarm_launcher is None else self._swarm_launcher.launch_id
 
     def _of_lead(self, value: Any, name: str) -> Any:
-        """The lead's value, of the call of this number: trainers that one program started make the same calls."""
+        """Return the lead's value from the call of the same number: trainers of one program make the same calls."""
         trainer = self._own_module.trainer
-        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)  # nobody else is there
+        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)  # each alone
         if is_leads or (self.num_trainers == 1 and self._joined is None):
             return value
         if self._has_begun or self._joined is not None:
@@ -195,20 +195,20 @@ class RankHooks(_Strategy):
 
 
 class RankOverride:
-    """Sets the rank by which Lightning decides which process logs, and puts the process's own rank back."""
+    """Sets the rank by which Lightning decides which process logs, and restores the process's own rank."""
 
     def __init__(self) -> None:
         self._before: int | None = None
 
     def set(self, rank: int) -> None:
-        """Have this process log if its rank is zero by now."""
+        """Set the rank; a process of rank zero logs."""
         ranks = vars(rank_zero_only)
         if self._before is None:
             self._before = ranks["rank"]
         ranks["rank"] = rank
 
     def restore(self) -> None:
-        """Put the process's own rank back."""
+        """Restore the process's own rank."""
         if self._before is not None:
             vars(rank_zero_only)["rank"], self._before = self._before, None
 
@@ -216,12 +216,12 @@ class RankOverride:
 def follow(trainer: Trainer) -> Callable[[], None]:
     """Leave validation, files and decisions to the lead. The returned function undoes this."""
     # Loggers and progress bars are off beyond rank zero anyway.
-    own: Any = trainer  # whose attributes Lightning sets in its connectors
+    own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
     fit_loop, bar = trainer.fit_loop, own.progress_bar_callback
     limits = own.limit_val_batches, own.num_sanity_val_steps
     least = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps
     callbacks = list(own.callbacks)
-    # By which a bar knows whether it shows: a user's own need not have a method that has it show again.
+    # Flags by which a bar knows whether it shows. A user's own bar may lack a method that enables it again.
     switches = {name: value for name, value in vars(bar).items() if isinstance(value, bool)} if bar else {}
     own.limit_val_batches, own.num_sanity_val_steps = 0, 0
     leave_decisions(trainer)
@@ -237,7 +237,7 @@ def follow(trainer: Trainer) -> Callable[[], None]:
 
 
 def leave_decisions(trainer: Trainer) -> None:
-    """Remove callbacks that decide, for the lead decides. Those that a module brings come anew with each fit."""
+    """Remove callbacks that decide, because the lead decides. A module adds its own callbacks anew in each fit."""
     own: Any = trainer
     own.callbacks[:] = [
         callback for callback in own.callbacks if not isinstance(callback, callbacks_named(*_LEAD_CALLBACKS))
@@ -245,7 +245,7 @@ def leave_decisions(trainer: Trainer) -> None:
 
 
 def follow_schedule(trainer: Trainer) -> None:
-    """Let the lead end the run, and keep only the schedulers that count its steps: records bring the others' values."""
+    """Let the lead end the run, and keep only schedulers that count steps; records bring the rates of the rest."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [
@@ -256,7 +256,7 @@ def follow_schedule(trainer: Trainer) -> None:
 
 
 def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
-    """Set the counters of a fit that is about to begin to where the run is, and the schedulers of its steps."""
+    """Set the counters and schedulers of a fit that is about to begin to the run's step and epoch."""
     fit_loop = trainer.fit_loop
     for progress in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
         vars(progress).update(dict.fromkeys(("ready", "started", "processed", "completed"), epoch))
@@ -266,22 +266,22 @@ def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
     epoch_loop._batches_that_stepped = step
     for optimizer in trainer.optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it never steps here
-    for config in trainer.lr_scheduler_configs:  # `follow_schedule` has left those that count steps
+    for config in trainer.lr_scheduler_configs:  # `follow_schedule` has kept only schedulers that count steps
         for _ in range(step // config.frequency):
-            config.scheduler.step()  # type: ignore[call-arg]  # which is none on a plateau
+            config.scheduler.step()  # type: ignore[call-arg]  # no plateau scheduler is left
 
 
 def reseed(rank: int) -> None:
-    """Draw other random numbers than the trainers that were started with the same seed."""
+    """Reseed all generators, so that trainers that were started with the same seed draw different numbers."""
     seed = (torch.initial_seed() + rank) % (1 << 63)
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - what users draw from
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - user code draws from it
     torch.manual_seed(seed)
 
 
 def settle_dtype(precision: Precision) -> Callable[[], None]:
-    """Keep the default dtype of `precision` until what is returned is called."""
-    # A server's thread and the trainer's would each set the process's dtype and put back what they found: the other's.
+    """Keep the default dtype of `precision` until the returned function is called."""
+    # A server's thread and the trainer's would each set the process's dtype, and then restore the other thread's.
     before = torch.get_default_dtype()
     with precision.forward_context():
         wanted = torch.get_default_dtype()
@@ -290,7 +290,7 @@ def settle_dtype(precision: Precision) -> Callable[[], None]:
 
 
 def watch_data_hooks(trainer: Trainer) -> Callable[[], None]:
-    """Have hooks that make data run as such. The returned function undoes this."""
+    """Run hooks that make data inside `reading_data`. The returned function undoes this."""
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]  # set in its connector
     hooks = [(data, "setup"), (data, "train_dataloader"), (module, "train_dataloader")]
     is_overridden = framework_of(trainer).is_overridden
@@ -313,12 +313,12 @@ def _read_by(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool = False) -> Any:
-    """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`."""
+    """Return a loader of the part of the data that this trainer reads: the same as its rank's part in `ddp`."""
     if num_trainers == 1 and not joins:
         return dataloader
-    # What has no parts, and any data of a trainer that joins a run under way, is read whole by every trainer. Then they
-    # must draw at random, and a warning says so if they do not seem to.
-    rank = cast("RankHooks", trainer.strategy).local_rank  # which is no other one where data is read
+    # Every trainer reads all of the data if it cannot be divided, or if this trainer joins a run under way. Then the
+    # trainers must draw at random; a warning follows if they do not seem to.
+    rank = cast("RankHooks", trainer.strategy).local_rank  # `global_rank` may be 0 while data is read
     parts = not joins and trainer._accelerator_connector.use_distributed_sampler
     iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
     if iterable and isinstance(dataloader, DataLoader) and parts:

@@ -1,4 +1,4 @@
-"""Takes the states of torchmetrics objects out, packs them, and puts them together by their own reductions."""
+"""Extracts the states of torchmetrics objects, packs them, and combines them by their own reductions."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class MetricContents:
-    """The states of a metric, by the names under which it declares them."""
+    """The states of a metric, by the names that it declares."""
 
     num_updates: int
     states: dict[str, Tensor | list[Tensor]]
 
     @property
     def shapes(self) -> str:
-        """The dtypes and shapes of its tensors, by state."""
+        """Return the dtypes and shapes of the tensors, by state, as text."""
         states = {name: state if isinstance(state, list) else [state] for name, state in self.states.items()}
         return repr({name: [(one.dtype, *one.shape) for one in state] for name, state in states.items()})
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Return the size of all tensors in bytes."""
         states = self.states.values()
         return sum(one.nbytes for state in states for one in (state if isinstance(state, list) else [state]))
 
 
 def check_metric(name: str, metric: Metric) -> None:
-    """Refuse a metric whose states cannot be put together."""
+    """Refuse a metric whose states cannot be combined."""
     kind = type(metric).__name__
     if any(isinstance(child, Metric) for child in metric.children()) or not metric._defaults:
         raise ConfigError(
@@ -62,37 +62,37 @@ def check_metric(name: str, metric: Metric) -> None:
 
 
 def copied(metric: Metric) -> dict[str, Any]:
-    """A copy of all that `update`, `forward` and `reset` change in a metric; `restore` puts it back."""
+    """Copy all attributes that `update`, `forward` and `reset` change in a metric, for `restore`."""
     return {name: _copied(value) for name, value in vars(metric).items() if name not in _MODULE_ATTRIBUTES}
 
 
 def restore(metric: Metric, contents: dict[str, Any]) -> None:
-    """Put back into a metric what was `copied`."""
+    """Restore a metric's attributes from a copy made by `copied`."""
     vars(metric).update({name: _copied(value) for name, value in contents.items()})
 
 
 def _copied(value: Any) -> Any:
-    # `update` and `reset` change tensors and lists in place; what is in a list is only ever added to it.
+    # `update` and `reset` change tensors and lists in place. A list's entries never change, so they need no copy.
     if isinstance(value, Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value
 
 
 def has_value(metric: Metric) -> bool:
-    """True if the metric took in its last batch by `forward`, which computes that batch's own value."""
+    """Return whether the metric's last update was by `forward`, which computes the batch's own value."""
     value: object = metric._forward_cache
     return value is not None
 
 
 def take(metric: Metric) -> MetricContents:
-    """Take the states out of a metric, and leave it as if new, but for the value of its last `forward`."""
+    """Move the states out of a metric: it is then as if new, except for the value of its last `forward`."""
     contents = MetricContents(metric._update_count, {name: getattr(metric, name) for name in metric._defaults})
     put(metric, MetricContents(0, {}))
     return contents
 
 
 def put(metric: Metric, contents: MetricContents) -> None:
-    """Make a metric hold these contents and nothing else."""
+    """Replace the contents of a metric."""
     for name, default in metric._defaults.items():
         # Copies, because `update` and `reset` change states in place.
         state = contents.states.get(name, default)
@@ -101,7 +101,7 @@ def put(metric: Metric, contents: MetricContents) -> None:
 
 
 def combine(metric: Metric, first: MetricContents, other: MetricContents) -> MetricContents:
-    """The contents of a metric that has taken in both, one after the other."""
+    """Return the contents of a metric that received the updates of both, one after the other."""
     if not first.num_updates or not other.num_updates:
         return first if first.num_updates else other
     num_updates = first.num_updates + other.num_updates
@@ -130,7 +130,7 @@ def _reduced(
 
 
 def computed_of(metric: Metric, contents: MetricContents) -> object:
-    """The value that a metric computes of these contents."""
+    """Compute a metric's value from these contents."""
     own = take(metric)
     put(metric, contents)
     try:
@@ -140,10 +140,10 @@ def computed_of(metric: Metric, contents: MetricContents) -> object:
 
 
 def check_alike(metric: Metric, own: MetricContents, other: MetricContents) -> None:
-    """Refuse what another trainer's batch added if it does not go together with what a batch here has added.
+    """Refuse contents from another trainer that cannot be combined with an own batch's.
 
     Raises:
-        ProtocolError: The metric would not compute, or not the same kind of value.
+        ProtocolError: A state has another dtype or shape, or the metric cannot compute a value from both.
     """
     grows = False
     for name, here in own.states.items():
@@ -151,13 +151,13 @@ def check_alike(metric: Metric, own: MetricContents, other: MetricContents) -> N
         expected, found = (_kinds(state, metric._reductions[name]) for state in (here, other.states[name]))
         if expected and not found <= expected:
             raise ProtocolError(f"state {name!r} is made of {sorted(expected)}, got {sorted(found)}")
-    # Only the metric knows which states must be as long as each other, say. Where none grows, shapes tell enough.
+    # Only the metric knows, say, which states must have equal lengths. If no state grows, the shapes are enough.
     if grows and _computes(metric, own) and not _computes(metric, combine(metric, own, other)):
         raise ProtocolError("the metric computes nothing of it together with a batch of this trainer")
 
 
 def _kinds(state: Tensor | list[Tensor], reduction: object) -> set[str]:
-    """Describe the tensors of a state so far as they must be alike in all batches."""
+    """Describe the tensors of a state by the properties that must agree in all batches."""
     if not isinstance(state, list):
         return {f"{state.dtype} {list(state.shape[reduction == dim_zero_cat :])}"}
     if reduction != dim_zero_cat:  # each may have a shape of its own
@@ -166,12 +166,12 @@ def _kinds(state: Tensor | list[Tensor], reduction: object) -> set[str]:
 
 
 def _computes(metric: Metric, contents: MetricContents) -> bool:
-    """Return whether a metric can compute a value of these contents."""
+    """Return whether a metric can compute a value from these contents."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             computed_of(metric, contents)
-        except Exception:  # noqa: BLE001 - whatever a user's metric raises
+        except Exception:  # noqa: BLE001 - a user's metric may raise anything
             return False
     return True
 
@@ -184,7 +184,7 @@ def pack(name: str, contents: MetricContents) -> tuple[MetricState, list[Tensor]
 
 
 def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> MetricContents:
-    """Unpack what another trainer's metric has taken in. Raises ProtocolError if it is not the same metric."""
+    """Unpack the contents of another trainer's metric. Raises ProtocolError if it is not the same metric."""
     rest = iter(tensors)
     states: dict[str, Tensor | list[Tensor]] = {}
     if len(sent.lengths) != len(metric._defaults):
@@ -195,7 +195,7 @@ def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> Metr
             states[name] = parts
             continue
         own = getattr(metric, name)
-        # A state that begins as a number may find its shape as it goes.
+        # A state that begins as a scalar may get its shape with the first update.
         if length != 1 or parts[0].dtype != own.dtype or (default.dim() and not _fits(metric, name, parts[0], default)):
             found = [(str(part.dtype), list(part.shape)) for part in parts]
             raise ProtocolError(

@@ -1,6 +1,7 @@
-"""Shares what trainers log: ``self.log(..., sync_dist=True)`` means over all samples, of all trainers' batches.
+"""Shares logged values among trainers: ``self.log(..., sync_dist=True)`` averages over the samples of all trainers.
 
-No trainer waits for another: what a batch logged travels with it, and the lead adds it once a record has the batch.
+No trainer waits for another. The values that a batch logged travel with it, and the lead adds them once a record
+counts the batch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lightning_swarm.strategy.metric_states import (
 
 _log = logging.getLogger(__name__)
 _HOOK: Final = "training_step"
-LOG_OPTIONS: Final = ("on_step", "on_epoch", "prog_bar", "logger")  # of `self.log`, that travel
+LOG_OPTIONS: Final = ("on_step", "on_epoch", "prog_bar", "logger")  # options of `self.log` that travel
 REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
     "mean": torch.mean,
     "sum": torch.sum,
@@ -45,41 +46,41 @@ REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = 
 
 _NOTHING: Final = MetricContents(0, {})
 _MAX_HELD_BYTES: Final = 64 << 20
-_RESERVED: Final = ("step", "epoch")  # loggers take these for the places of their lines
+_RESERVED: Final = ("step", "epoch")  # loggers use these names for the positions of their lines
 
 PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, MetricContents]]]]
-"""The metrics that are followed, each true if it has a value for each batch; and what the lead's own batches in the
-open step added, by their leases."""
+"""Name of each shared metric -> whether it has a value for each batch; and the contents that the lead's own batches in
+the open step added, by lease."""
 
 Pending: TypeAlias = tuple[Mapping[int, Sequence[LoggedValue]], PendingMetrics]
-"""What a trainer's batches in the open step logged, by their leases; and what they added to metrics."""
+"""The values that a trainer's batches in the open step logged, by lease; and the contents they added to metrics."""
 
 
 class SharedMetrics:
     """Shares metric objects that are logged with `sync_dist`, by their names in the module."""
 
-    # While a batch is in hand, such a metric holds this batch only; then it is put together again. So what travels is
-    # what the batch has added, and a batch that does not count leaves nothing behind.
+    # During a batch, a shared metric holds this batch only; afterwards it is combined with its earlier contents. So the
+    # batch's own contents travel alone, and a batch that does not count leaves nothing behind.
 
     def __init__(self, module: nn.Module, results: Any, *, max_bytes: int | None) -> None:
         self._module = module
         self._results = results  # Lightning's `_ResultCollection` of the training epoch loop
-        self._max_bytes = max_bytes  # that a batch adds to all metrics; None at the lead, whose batches do not travel
+        self._max_bytes = max_bytes  # limit for a batch's contents; None at the lead, whose batches do not travel
         self._metrics: dict[str, Metric] = {}
-        self._with_values: set[str] = set()  # the metrics that have one for each batch, by their `forward`
-        self._before: dict[str, MetricContents] | None = None  # what they held before the batch in hand
-        self._lease = 0  # of the batch in hand
-        self._step: dict[int, list[tuple[str, MetricContents]]] = {}  # of the lead's own batches in the open step
-        # What others' batches added is taken in if it goes together with what a batch of the lead's own has added.
-        self._samples: dict[str, MetricContents] = {}  # the newest own batch that added to a metric
-        self._fitting: set[tuple[str, str]] = set()  # metrics, and shapes of contents that go together with these
-        self._held: list[tuple[str, MetricContents]] = []  # by others, to metrics that the lead has not logged yet
-        self._others: list[tuple[str, MetricContents]] = []
-        self._decided: list[tuple[str, MetricContents]] = []  # of all batches of the newest step
+        self._with_values: set[str] = set()  # metrics whose `forward` computes a value for each batch
+        self._before: dict[str, MetricContents] | None = None  # contents before the current batch
+        self._lease = 0  # the current batch's
+        self._step: dict[int, list[tuple[str, MetricContents]]] = {}  # lease -> contents from the lead's own batch
+        # Contents from other trainers are added only if they can be combined with contents from an own batch.
+        self._samples: dict[str, MetricContents] = {}  # metric -> contents from the newest own batch that updated it
+        self._fitting: set[tuple[str, str]] = set()  # metrics, and shapes of contents that can be added to them
+        self._held: list[tuple[str, MetricContents]] = []  # received for metrics that the lead has not logged yet
+        self._others: list[tuple[str, MetricContents]] = []  # received, and added at the next `replay`
+        self._decided: list[tuple[str, MetricContents]] = []  # contents from all batches of the newest step
         self._warned: set[str] = set()
 
     def follow(self, metric: Metric) -> None:
-        """Share a metric that was logged, and all that share its states."""
+        """Share a metric that was logged, and all metrics that share its states."""
         known = next((name for name, followed in self._metrics.items() if followed is metric), None)
         if known is not None:
             self._with_values |= {known} if has_value(metric) else set()
@@ -105,7 +106,7 @@ class SharedMetrics:
     def _group(self, metric: Metric) -> Iterator[Metric]:
         yield metric
         for collection in self._module.modules():
-            # Only one of a group of its metrics may be updated, for all of the group.
+            # A collection may update only one metric of a compute group, whose states the whole group shares.
             if isinstance(collection, MetricCollection) and any(member is metric for member in collection.modules()):
                 yield from collection.values(copy_state=False)
 
@@ -115,12 +116,12 @@ class SharedMetrics:
         return not self._metrics
 
     def begin_batch(self, lease: int) -> None:
-        """Empty the metrics for the batch in hand."""
+        """Empty the metrics for the batch that begins."""
         self._lease = lease
         self._before = {name: take(metric) for name, metric in self._metrics.items()}
 
     def finish_batch(self, *, counts: bool) -> Metrics:
-        """Put the metrics together again. Returns what the batch added, as it travels, if it counts."""
+        """Combine the metrics with their earlier contents. Returns the packed contents of the batch, if it counts."""
         assert self._before is not None
         before, self._before = self._before, None
         added = [(name, take(metric)) for name, metric in self._metrics.items()]
@@ -144,16 +145,16 @@ class SharedMetrics:
         return [state for state, _ in packed], tensors
 
     def discard_batch(self, lease: int) -> None:
-        """A complete batch counts nowhere. The caller restores what the metrics hold."""
+        """Forget the contents from a complete batch that counts in no step. The caller restores the metrics."""
         self._step.pop(lease, None)
 
     @property
     def pending(self) -> PendingMetrics:
-        """The metrics still to be shared, between two batches."""
+        """Return the shared metrics, and their contents that no record counts yet. Call it between two batches."""
         return {name: name in self._with_values for name in self._metrics}, dict(self._step)
 
     def recall(self, pending: PendingMetrics) -> None:
-        """Go on where another run's loop was. The caller restores what the metrics hold."""
+        """Restore the `pending` state of a former run's loop. The caller restores the metrics."""
         names, self._step = pending[0], {lease: list(added) for lease, added in pending[1].items()}
         modules = dict(self._module.named_modules())
         self._metrics = {name: metric for name in names if isinstance(metric := modules.get(name), Metric)}
@@ -161,7 +162,7 @@ class SharedMetrics:
         self._samples, self._held, self._fitting = {}, [], set()
 
     def decide(self, others: Sequence[Metrics]) -> None:
-        """Take in, at the lead, what others' batches in a record added."""
+        """Receive, at the lead, the contents that other trainers' batches in a record added."""
         own = [contents for added in self._step.values() for contents in added]
         self._decided, self._step = own, {}
         self._take_in([contents for sent in others for contents in self._unpack(*sent)])
@@ -178,7 +179,7 @@ class SharedMetrics:
 
     def _metric(self, name: str) -> Metric:
         metric = self._metrics.get(name)
-        if metric is None:  # logged there, and not here as yet
+        if metric is None:  # another trainer has logged it, this one not yet
             metric = dict(self._module.named_modules()).get(name)
             if not isinstance(metric, Metric):
                 raise ProtocolError("there is no metric of that name here")
@@ -186,12 +187,12 @@ class SharedMetrics:
         return metric
 
     def _take_in(self, received: Sequence[tuple[str, MetricContents]]) -> None:
-        """Take in what goes together with a batch of the lead's own; hold what there is none for."""
+        """Accept contents that can be combined with an own batch's; hold them until the lead has logged the metric."""
         for name, contents in received:
             if name not in self._samples:
                 self._held.append((name, contents))
                 continue
-            # Once for contents of these shapes: the metric may take long to compute.
+            # Check contents of the same shapes once, because the metric may take long to compute.
             if (name, contents.shapes) not in self._fitting:
                 try:
                     check_alike(self._metrics[name], self._samples[name], contents)
@@ -212,7 +213,7 @@ class SharedMetrics:
             _log.warning("What another trainer's batch added to the metric %r is left out: %s", name, error)
 
     def replay(self) -> None:
-        """Add what others' batches added, at the lead, after its own batch and before Lightning logs the step."""
+        """Add other trainers' contents to the lead's metrics after its own batch, before Lightning logs the step."""
         if self._before is not None:  # the batch in hand failed
             self.finish_batch(counts=False)
         held, self._held = self._held, []
@@ -231,13 +232,13 @@ class SharedMetrics:
 
     @property
     def of_step(self) -> dict[str, Any]:
-        """The values of all batches of the newest step, at the lead, by the names of a logger's line."""
+        """Return the values over all batches of the newest step, at the lead, by their names in a logger's line."""
         return {
             entry.meta.forked_name(on_step=True): value for entry, value in self._step_values() if entry.meta.logger
         }
 
     def _step_values(self) -> Iterator[tuple[Any, Any]]:
-        """Lightning's entries that have a value for each step, with the newest step's value."""
+        """Yield Lightning's entries that have a value for each step, with the newest step's value."""
         names = {id(metric): name for name, metric in self._metrics.items() if name in self._with_values}
         for entry in self._results.values():
             if entry.is_tensor or not entry.meta.on_step:
@@ -248,7 +249,7 @@ class SharedMetrics:
 
 
 class SharedLogs:
-    """Shares all that is logged with `sync_dist`: it stands before the training loop's results and sees it."""
+    """Shares all values logged with `sync_dist`, by intercepting the `log` method of the training loop's results."""
 
     def __init__(
         self,
@@ -261,15 +262,15 @@ class SharedLogs:
         self._results = results
         self._metrics = metrics
         self._is_one_of_several = is_one_of_several
-        self._own_names: set[str] = set()  # that a warning has named
-        self._put_back: Callable[[], None] = lambda: None  # what was there before the newest batch
-        self._lease = 0  # of the batch in hand
-        self._num_samples: int | None = None  # of the batch in hand
+        self._own_names: set[str] = set()  # names that a warning has mentioned
+        self._put_back: Callable[[], None] = lambda: None  # restores the results and metrics before the newest batch
+        self._lease = 0  # the current batch's
+        self._num_samples: int | None = None  # the current batch's; None between batches
         self._batch: list[LoggedValue] = []
-        self._step: dict[int, list[LoggedValue]] = {}  # of this trainer's batches in the open step, by their leases
-        self._others: list[LoggedValue] = []
-        self._decided: list[LoggedValue] = []  # of all batches of the newest step
-        self._made: set[str] = set()  # the results that only other trainers logged so far, by their keys
+        self._step: dict[int, list[LoggedValue]] = {}  # lease -> values of this trainer's batch in the open step
+        self._others: list[LoggedValue] = []  # received, and added at the next `replay`
+        self._decided: list[LoggedValue] = []  # values of all batches of the newest step
+        self._made: set[str] = set()  # keys of results that only other trainers have logged so far
         self._own_log = Override(results, "log", self._log)
 
     def release(self) -> None:
@@ -277,45 +278,45 @@ class SharedLogs:
         self._own_log.remove()
 
     def begin_batch(self, num_samples: int, lease: int) -> None:
-        """Note what was logged before the batch in hand."""
+        """Copy the results and metrics, to restore them if the batch does not count."""
         self._num_samples, self._lease, self._batch = num_samples, lease, []
         self._put_back = _remember_logs(self._module, self._results)
         self._metrics.begin_batch(lease)
 
     @property
     def so_far(self) -> list[LoggedValue] | None:
-        """The values that the batch in hand logged, one for each name; None: more is shared of it."""
+        """Return the current batch's values, one for each name; None if they are too many or metrics are shared."""
         logs = fold(self._batch)
         return logs if self._metrics.is_empty and len(logs) <= MAX_LOGS else None
 
     def revoke(self) -> None:
-        """Forget, in metrics, too, what a batch logged that counts nowhere, and runs again."""
+        """Remove a batch that counts in no step from results and metrics; it will run again."""
         if self._num_samples is not None:
             self.finish_batch(counts=False)
         self.discard_batch(self._lease)
         self.restore()
 
     def discard_batch(self, lease: int) -> None:
-        """A complete batch is not in the step. What the results and metrics hold is not changed."""
+        """Do not share a complete batch that counts in no step. Leaves results and metrics as they are."""
         self._step.pop(lease, None)
         self._metrics.discard_batch(lease)
 
     def restore(self) -> None:
-        """Restore results and metrics as they were before the newest batch. What is shared of it is not changed."""
+        """Restore results and metrics as they were before the newest batch. Its shared values stay."""
         self._put_back()
 
     @property
     def pending(self) -> Pending:
-        """This trainer's values and metrics still to be shared, between two batches."""
+        """Return this trainer's values and metrics that no record counts yet. Call it between two batches."""
         return dict(self._step), self._metrics.pending
 
     def recall(self, pending: Pending) -> None:
-        """Go on where another run's loop was."""
+        """Restore the `pending` state of a former run's loop."""
         self._step = {lease: list(logs) for lease, logs in pending[0].items()}
         self._metrics.recall(pending[1])
 
     def finish_batch(self, *, counts: bool = True) -> tuple[list[LoggedValue], Metrics]:
-        """Close the batch in hand. Returns what it logged, one entry for each name, and added to metrics."""
+        """Close the current batch. Returns its logged values, one for each name, and its packed metric contents."""
         self._num_samples = None
         metrics = self._metrics.finish_batch(counts=counts)
         logs = fold(self._batch)
@@ -328,7 +329,7 @@ class SharedLogs:
         return logs, metrics
 
     def decide(self, others: Sequence[LoggedValue], metrics: Sequence[Metrics]) -> None:
-        """Take in, at the lead, what others' batches in a record logged, and added to metrics."""
+        """Receive, at the lead, the logged values and metric contents of other trainers' batches in a record."""
         self._metrics.decide(metrics)
         self._others += others
         own = [logged for logs in self._step.values() for logged in logs]
@@ -336,16 +337,16 @@ class SharedLogs:
 
     @property
     def of_step(self) -> dict[str, Any]:
-        """The values of all batches of the newest step, at the lead, by the names of a logger's line."""
+        """Return the values over all batches of the newest step, at the lead, by their names in a logger's line."""
         logs = {
-            f"{logged.name}_step" if logged.on_epoch else logged.name: logged.value  # as Lightning calls it
+            f"{logged.name}_step" if logged.on_epoch else logged.name: logged.value  # Lightning's naming
             for logged in self._decided
             if logged.on_step and logged.logger
         }
         return logs | self._metrics.of_step
 
     def replay(self) -> None:
-        """Add what others logged, at the lead, after its own batch and before Lightning logs the step."""
+        """Add other trainers' values to the lead's results, after its own batch and before Lightning logs the step."""
         self._metrics.replay()
         others, self._others = self._others, []
         decided, self._decided = self._decided, []
@@ -362,7 +363,7 @@ class SharedLogs:
                     metric.value = metric._forward_cache
 
     def _log(self, fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
-        """Takes the place of `_ResultCollection.log`. Lightning must not reduce: that is done here."""
+        """Replace `_ResultCollection.log`, because Lightning must not reduce the values itself."""
         self._log_own(fx, name, value, options)
         if not sync_dist:
             self._warn_of_own(name, on_epoch=fx == _HOOK and options.get("on_epoch", True))
@@ -389,7 +390,7 @@ class SharedLogs:
         )
 
     def _warn_of_own(self, name: str, *, on_epoch: bool) -> None:
-        """Warn once, as Lightning does in `ddp`, that an epoch's value is of a part of its batches."""
+        """Warn once, as Lightning does in `ddp`, that an epoch's value covers only a part of its batches."""
         if not on_epoch or name in self._own_names or len(self._own_names) >= MAX_LOGS or not self._is_one_of_several():
             return
         self._own_names.add(name)
@@ -401,7 +402,7 @@ class SharedLogs:
         )
 
     def _log_own(self, fx: str, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        """Log in the results. What is logged here goes before what others logged by this name in another way."""
+        """Log in the results. This trainer's options take precedence over other trainers' under the same name."""
         key = f"{fx}.{name}"
         made = self._results.pop(key, None) if key in self._made else None
         self._made.discard(key)
@@ -411,7 +412,7 @@ class SharedLogs:
             self._own_log.replaced(fx, name, value, sync_dist=False, **options)
 
     def _entry(self, logged: LoggedValue) -> Any:
-        """The lead's own result of this name, made with the other trainer's options if it has none yet."""
+        """Return the lead's result of this name; create it with the other trainer's options if it is missing."""
         key = f"{_HOOK}.{logged.name}"
         if key not in self._results:
             if logged.name in _RESERVED:
@@ -432,7 +433,7 @@ class SharedLogs:
 
 
 def _remember_logs(module: nn.Module, results: Any) -> Callable[[], None]:
-    """Copy what was logged, and the module's metrics; what is returned restores both."""
+    """Copy the logged results and the module's metrics; the returned function restores both."""
     # A logged value is a metric of Lightning's own.
     entries = {key: copied(entry) for key, entry in results.items()}
     metrics = [(metric, copied(metric)) for metric in module.modules() if isinstance(metric, Metric)]

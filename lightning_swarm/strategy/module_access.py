@@ -1,4 +1,4 @@
-"""Notices what user code reads of a trainer's module and writes to it, while its weights live on the servers."""
+"""Detects reads and writes of a trainer's module by user code, while the weights live on the servers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-# What stands in stages is watched: before user code reads it, the newest weights come into the module, and what it
-# writes is found by comparing. What stands around the pipeline is computed with here, so it is compared, not watched.
+# Tensors of stages are watched: before user code reads one, the newest weights are gathered into the module. Writes are
+# found by comparing. Layers around the pipeline are computed here, so their tensors are compared, but not watched.
 class ModuleAccess:
-    """Keeps the weights in a trainer's module those of the servers for user code, in both directions."""
+    """Synchronizes a trainer's module with the servers' weights, in both directions, when user code uses it."""
 
     def __init__(self, peer: Peer, session: Session, stages: Sequence[StageModule], limits: Limits) -> None:
         self._peer = peer
@@ -39,11 +39,11 @@ class ModuleAccess:
         self._thread = threading.get_ident()
         self._paused = self._warned = False
         self._closing = contextlib.ExitStack()
-        self._version = session.version  # of the stages' weights in the module
-        self._before: dict[str, Tensor] = {}  # weights of that version that user code has used since, as they were
+        self._version = session.version  # version of the stages' weights in the module
+        self._before: dict[str, Tensor] = {}  # original values of weights that user code has used since that version
         self._evaluation_weights: dict[
             str, Tensor
-        ] = {}  # what user code had written when weights were last sent for evaluations
+        ] = {}  # weights that user code had written when they were last sent for evaluations
         self._evaluation_number = 0
         self._check_optimizer: Callable[[], None] = lambda: None
         self._own: dict[str, Tensor] = {}
@@ -61,18 +61,18 @@ class ModuleAccess:
             self._note_aliased()
 
     def end(self) -> None:
-        """Training is over, and the module holds what was trained: it is the user's own."""
+        """Stop when training is over and the module holds the trained weights."""
         self._drop_evaluation_weights()
         self.close()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching the tensors."""
         self._session.pipeline.before_call = None
         self._closing.close()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Take what happens inside for no use of the user's."""
+        """Inside, do not treat accesses to the module as user code's."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -80,19 +80,19 @@ class ModuleAccess:
             self._paused = before
 
     def add_optimizer(self, check: Callable[[], None], close: Callable[[], None]) -> None:
-        """Have `check` refuse what user code did to the optimizer, and `close` end that, when this ends."""
+        """Register an optimizer's `check`, called before written weights are sent, and its `close`."""
         self._check_optimizer = check
         self._closing.callback(close)
 
     @property
     def is_paused(self) -> bool:
-        """True where what happens is no use of the user's."""
+        """True while accesses do not count as user code's."""
         return self._paused
 
     # ------------------------------------------------------------------ reading
 
     def refresh(self, *, timeout: float | None = None) -> None:
-        """Put the stages' newest weights into the module, but for what user code wrote since."""
+        """Gather the stages' newest weights into the module. Raises ConfigError if user code wrote any in mid-step."""
         if self._version == self._session.version:
             return
         if late := self._written():
@@ -123,9 +123,9 @@ class ModuleAccess:
         return self._peer.runtime.run(work)
 
     def poison(self) -> None:
-        """Make what the module holds of the stages useless until user code reads it: for tests."""
+        """Fill the stages' tensors in the module with NaN until user code reads them, for tests."""
         if self._before:
-            return  # what user code wrote is still to be carried
+            return  # weights that user code wrote are still to be sent
         with torch.no_grad(), unwatched():
             for tensor in self._own.values():
                 if not tensor.is_meta and tensor.is_floating_point():
@@ -133,7 +133,7 @@ class ModuleAccess:
         self._version = -1
 
     def note_current(self) -> None:
-        """The module holds the newest weights: they were just put there, or handed out from there."""
+        """Record that the module holds the newest weights, which were just loaded into it or sent from it."""
         self._version, self._before = self._session.version, {}
         with self.paused():
             self._note_aliased()
@@ -141,7 +141,7 @@ class ModuleAccess:
             self._session.local_layers.note_current()
 
     def refresh_aliases(self) -> None:
-        """Bring weights up to date that user code keeps views of, or arrays: it may read and write them unseen."""
+        """Gather weights if user code keeps views or arrays of some, whose uses cannot be detected."""
         if self._version == self._session.version or threading.get_ident() != self._thread:
             return
         if found := aliased(self._own):
@@ -169,7 +169,7 @@ class ModuleAccess:
 
     @property
     def pending(self) -> Mapping[str, Tensor]:
-        """Tensors that user code wrote, and the servers do not have yet: copies, by name."""
+        """Return copies of the tensors that user code wrote and the servers do not have yet, by name."""
         local = self._session.local_layers
         return {**self._written(), **(local.written() if local is not None else {})}
 
@@ -184,14 +184,14 @@ class ModuleAccess:
             }
 
     def _forget_unwritten(self, written: Collection[str]) -> None:
-        """Compare no more, step after step, what was used and not written. A further use is noticed again."""
+        """Stop comparing tensors that user code used but did not write. A further use is detected again."""
         if self._before.keys() - written:
             with self.paused():
                 kept = {*written, *aliased(self._own)}
             self._before = {name: before for name, before in self._before.items() if name in kept}
 
     def carry(self, *, pending_samples: int) -> None:
-        """Have the servers go on with what user code wrote, from the step on that begins."""
+        """Send the weights that user code wrote to the servers, which use them from the step that begins."""
         session, local = self._session, self._session.local_layers
         self._check_optimizer()
         self._check_kept()
@@ -205,7 +205,7 @@ class ModuleAccess:
             trained = [name for name in written if local is None or not local.is_frozen(name)]
             if trained:
                 raise ConfigError(written_in_mid_step(trained))
-            return  # what is frozen around the pipeline is used here alone, and carried with the next step
+            return  # frozen tensors around the pipeline are used only here, and are sent when the next step begins
         if session.is_shared or session.delays:
             raise ConfigError(
                 "weights may be written during `fit` where one trainer trains, and steps are not delayed; "
@@ -223,7 +223,7 @@ class ModuleAccess:
             local.accept(written)
 
     def _before_call(self, evaluates: bool) -> None:
-        """See to it that a call of the pipeline computes with what user code wrote, or refuse it."""
+        """Send weights that user code wrote before a call of the pipeline that evaluates; refuse them in training."""
         if not self._before and not self._evaluation_weights:
             return
         written = self._written()
@@ -264,11 +264,11 @@ class ModuleAccess:
             self._peer.runtime.run(dropping)
 
     def _holding(self, names: Collection[str]) -> list[int]:
-        """The stages that hold one of these tensors, or one that is tied to it."""
+        """Return the stages that hold one of these tensors, or one that is tied to it."""
         return [stage.spec.index for stage in self._stages if not set(names).isdisjoint(stage.named_stage_tensors())]
 
     def _check_kept(self) -> None:
-        """Refuse parameters that user code replaced: optimizer and stages have the old ones."""
+        """Refuse tensors that user code replaced, because optimizer and stages still use the former objects."""
         for stage in self._stages:
             for name, tensor in stage.named_stage_tensors().items():
                 own = self._own.get(name)

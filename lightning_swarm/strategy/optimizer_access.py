@@ -1,4 +1,4 @@
-"""Shows user code the optimizer's state, which lives on the servers, and refuses what it does to an optimizer there."""
+"""Shows user code the optimizer's state, which lives on the servers, and refuses changes that servers do not have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READS = (
 
 
 class _WatchedState(defaultdict[Any, Any]):
-    """An optimizer's state that tells before it is used."""
+    """An optimizer's state that calls `on_use` before each use."""
 
     def __init__(self, on_use: Callable[[], None], state: Mapping[Any, Any]) -> None:
         super().__init__(dict, state)
@@ -50,7 +50,7 @@ for _name in _READS:
 
 
 class _WatchedGroup(dict[str, Any]):
-    """A parameter group that tells before a value is used that the optimizer's own steps write."""
+    """A parameter group that calls `on_use` before each use of a value that the optimizer's own steps write."""
 
     def __init__(self, on_use: Callable[[], None], written: Collection[str], group: Mapping[str, Any]) -> None:
         super().__init__(group)
@@ -97,14 +97,14 @@ class OptimizerAccess:
         self._thread = threading.get_ident()
         self._hooks = self._found_hooks()
         self._watches = type(vars(self._optimizer).get("state")) in (dict, defaultdict)
-        self._written = set(written)  # by its own steps, in its groups
-        self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # and what is known of these values
+        self._written = set(written)  # keys of parameter groups that its own steps write
+        self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # each with its expected values of these keys
         self.note_current()
 
     def note_current(self) -> None:
-        """The optimizer holds the newest state: it was just loaded, and handed out."""
+        """Record that the optimizer holds the newest state, which was just loaded and sent to the servers."""
         self._version = self._newest()
-        self._before: dict[Any, Any] | None = None  # the state as it was when user code used it first
+        self._before: dict[Any, Any] | None = None  # the state before user code first used it
         if self._watches:
             with self._access.paused():
                 self._state = _WatchedState(self._use, self._optimizer.state)
@@ -113,14 +113,14 @@ class OptimizerAccess:
         self._watch_groups()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching the state and the groups."""
         if self._watches and self._optimizer.state is self._state:
             with self._access.paused():
                 self._optimizer.state = defaultdict(dict, self._state)
         self._replace_groups(lambda group: dict(group) if isinstance(group, _WatchedGroup) else group)
 
     def check(self) -> None:
-        """Refuse to go on with an optimizer that user code replaced, or whose hooks or state it changed."""
+        """Refuse an optimizer that user code replaced, or whose hooks or state it changed."""
         if self._trainer.optimizers[0] is not self._optimizer:
             raise _changed("another optimizer took its place", "Change hyperparameters in its `param_groups`")
         if self._found_hooks() != self._hooks:
@@ -136,7 +136,7 @@ class OptimizerAccess:
         self._watch_groups()
 
     def _watch_groups(self) -> None:
-        """Watch parameter groups that are new."""
+        """Watch new parameter groups."""
         if self._written:
             self._replace_groups(
                 lambda group: (
@@ -151,7 +151,7 @@ class OptimizerAccess:
         ]
 
     def _replace_groups(self, replaced: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Replace the groups of the optimizer, and of those that it wraps, which may share them."""
+        """Replace the groups of the optimizer, and of optimizers that it wraps, which may share the groups."""
         with self._access.paused():
             made: dict[int, tuple[Any, dict[str, Any]]] = {}
             for one in optimizers_in(self._optimizer):
@@ -188,7 +188,7 @@ class OptimizerAccess:
                 }
 
     def _take_written(self, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Put into the groups what the servers' steps wrote there, by the ids of parameters."""
+        """Update the groups with the values that the servers' steps wrote; `found` has them by parameter id."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 values = found.get(id(parameter), {})
@@ -205,7 +205,7 @@ def _changed(what: str, remedy: str) -> ConfigError:
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter's state, which a server here goes on with, to a device; scalars stay where they are."""
+    """Copy a parameter's state to a device; scalars stay on theirs. A server here may use the original."""
     own = {name: value for name, value in copied_state(dict(state)).items() if name != GROUP}
     return {
         name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()
@@ -213,7 +213,7 @@ def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Leave out what holds nothing: to look for a parameter's state before its first step makes an empty one."""
+    """Leave out empty states, which a look-up of a parameter's state before its first step creates."""
     return {key: own for key, own in state.items() if not isinstance(own, dict) or own}
 
 

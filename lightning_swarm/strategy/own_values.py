@@ -1,4 +1,4 @@
-"""Values that change while several trainers train: each trainer has its own, and nothing brings them together."""
+"""Warns of values of user code that change while several trainers train, because each trainer has its own."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from lightning_swarm.strategy.reachable_values import (
 
 _log = logging.getLogger(__name__)
 
-_FIRST: Final = 8  # batches that are all looked at; then each eighth is
+_FIRST: Final = 8  # the first 8 batches are all examined; then every eighth
 _MAX_NAMED: Final = 5
 
 
 class OwnValues:
-    """Warns once of values of user code that change from batch to batch, and once of those that validation changes.
+    """Warns once of user code's values that change from batch to batch, and once of values that validation changes.
 
-    A counter of batches, a queue or a moving mean has another value on each trainer. What validation sets only the lead
-    has. Such a value may be harmless: nobody can tell whether a loss depends on it.
+    A counter of batches, a queue or a moving mean differs on each trainer. Values set in validation exist on the lead
+    only. Such a value may be harmless, because it is unknown whether a loss depends on it.
     """
 
     def __init__(
         self,
         trainer: Trainer,
         num_trainers: Callable[[], int],
-        brings_metrics: Callable[[], bool],  # where an epoch begins: the lead's, to all trainers
+        brings_metrics: Callable[[], bool],  # whether all trainers receive the lead's metrics when an epoch begins
         *,
         is_lead: bool,
     ) -> None:
@@ -57,7 +57,7 @@ class OwnValues:
         self._bare_data = frozenset(vars(framework.data_module()))
         self._used = frozenset[str]().union(*map(_names, functions_of(type(self._module))))
         val_loop = trainer.fit_loop.epoch_loop.val_loop
-        self._before: Mapping[str, Any] | None = None  # the validation that runs
+        self._before: Mapping[str, Any] | None = None  # stamps from before the current validation
         self._overrides = [
             Override(val_loop, "on_run_start", self._begin_validation),
             Override(val_loop, "on_run_end", self._end_validation),
@@ -69,7 +69,7 @@ class OwnValues:
             override.remove()
 
     def look(self) -> None:
-        """Look at the values where a batch begins."""
+        """Compare the values with their first stamps when a batch begins."""
         if self._num_trainers() < 2:
             return
         self._num_looks += 1
@@ -90,13 +90,13 @@ class OwnValues:
             )
 
     def _begin_validation(self) -> None:
-        """Takes the place of what the validation loop calls first."""
+        """Replace the validation loop's `on_run_start`."""
         if not (self._warned_of_validation or self._num_trainers() < 2 or self._trainer.sanity_checking):
             self._before = self._stamps(self._around_validation)
         self._overrides[0].replaced()
 
     def _end_validation(self) -> Any:
-        """Takes the place of what it calls last, with its hooks."""
+        """Replace the validation loop's `on_run_end`, which also runs its hooks."""
         result = self._overrides[1].replaced()
         before, self._before = self._before, None
         after = {} if before is None else self._stamps(self._around_validation)
@@ -111,11 +111,11 @@ class OwnValues:
         return result
 
     def _stamps(self, values: Callable[[], Iterator[tuple[str, Any]]]) -> dict[str, Any]:
-        """Look at values of user code, which may fail where it is only read: that shall end no training."""
+        """Stamp values of user code. Reading a value may raise, which must not end the training."""
         found: dict[str, Any] = {}
         try:
             found.update(values())
-        except Exception as error:  # noqa: BLE001 - of a property of the user's, say
+        except Exception as error:  # noqa: BLE001 - a user's property, say, may raise anything
             _log.debug("Not all values could be looked at: %r", error)
         return found
 
@@ -130,7 +130,7 @@ class OwnValues:
         )
 
     def _check_metrics(self) -> None:
-        """Warn where code of the module reads metrics that come to the others late, or never."""
+        """Warn if the module's code reads metrics that the other trainers receive late, or never."""
         trainer: Any = self._trainer
         in_mid_epoch = trainer.check_val_every_n_epoch is None or trainer.val_check_interval != 1.0
         brings = self._brings_metrics()
@@ -146,7 +146,7 @@ class OwnValues:
                 "get its values where their next epoch begins" if brings else "do not get its values",
             )
 
-    # ------------------------------------------------------------------ what is looked at
+    # ------------------------------------------------------------------ the values
 
     def _around_validation(self) -> Iterator[tuple[str, Any]]:
         yield from self._of_module()
@@ -163,10 +163,10 @@ class OwnValues:
         return module
 
     def _of_module(self) -> Iterator[tuple[str, Any]]:
-        """Attributes of the module, of those in it and of their objects; globals and variables around its functions."""
+        """Stamp attributes of all modules and of the objects in them, and globals and variables around functions."""
         for name, module in self._module.named_modules():
             if isinstance(module, Metric | MetricCollection):
-                continue  # what trainers add to metrics is brought together
+                continue  # metrics are shared among trainers
             for key, value in attributes_of(module).items():
                 if key not in self._bare_module and not _is_known(value):
                     yield from values_of(f"{name}.{key}" if name else key, value)
@@ -174,17 +174,17 @@ class OwnValues:
             yield from values_around(function)
 
     def _of_callbacks(self) -> Iterator[tuple[str, Any]]:
-        """Attributes of callbacks that user code defines from the ground up."""
+        """Stamp attributes of callbacks whose only base class from a library is `Callback`."""
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]  # set in its connector
         for callback in callbacks:
             bases = [base for base in type(callback).__mro__ if _is_librarys(base)]
             if not _is_librarys(type(callback)) and {base.__name__ for base in bases} <= {"Callback", "object"}:
                 for key, value in attributes_of(callback).items():
-                    if not isinstance(value, list | dict):  # these are records to look at
+                    if not isinstance(value, list | dict):  # lists and dicts of callbacks are logs for the user
                         yield from values_of(f"{type(callback).__name__}.{key}", value)
 
     def _of_data(self) -> Iterator[tuple[str, Any]]:
-        """Attributes of the data module, of datasets, and what a collate function holds."""
+        """Stamp attributes of the data module and of datasets, and the values that a collate function refers to."""
         trainer: Any = self._trainer
         if trainer.datamodule is not None:
             for key, value in attributes_of(trainer.datamodule).items():
@@ -199,12 +199,12 @@ class OwnValues:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The names of values of before that are others now."""
+    """Return the names of values that were there before and differ now."""
     return [name for name, value in after.items() if name in before and not value == before[name]]  # noqa: SIM201
 
 
 def _is_of_evaluation(function: FunctionType) -> bool:
-    """True for a hook or step that the lead alone calls."""
+    """Return whether only the lead calls a hook or step."""
     return any(word in function.__name__ for word in ("validation", "test", "predict"))
 
 
@@ -217,7 +217,7 @@ def _is_librarys(kind: type) -> bool:
 
 
 def _is_known(value: object) -> bool:
-    """True for what the run takes care of itself."""
+    """Return whether the run handles a value itself: modules, parameters and optimizers."""
     return isinstance(value, nn.Module | nn.Parameter | torch.optim.Optimizer)
 
 

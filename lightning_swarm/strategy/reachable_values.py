@@ -1,4 +1,4 @@
-"""Stamps of the values that user code reaches: two are equal if nothing was set or written between them."""
+"""Stamps of the values that user code can reach: two stamps are equal if the value did not change between them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 _OPAQUE: Final = frozenset({*OWN_PACKAGES, "torch", "numpy", "torchmetrics", *sys.stdlib_module_names})
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-# No other mappings: to read one may run code, or load a file for each name.
+# Other mappings are excluded, because reading one may run code, or load a file for each name.
 _MAPPINGS: Final = (dict, types.MappingProxyType)
 _CONTAINERS: Final = (list, tuple, set, frozenset, deque, array.array, *_MAPPINGS)
 _MAX_DEPTH: Final = 4
-_MAX_PATH: Final = 3  # objects in objects that are named
-_MAX_ITEMS: Final = 4096  # within a container; of what is beyond them only lengths are looked at
-_MAX_BYTES: Final = 1 << 16  # of an array; of a larger one a regular sample
+_MAX_PATH: Final = 3  # nested objects whose attributes are stamped under their own names
+_MAX_ITEMS: Final = 4096  # items stamped per value; the rest counts only by the lengths of containers
+_MAX_BYTES: Final = 1 << 16  # bytes hashed per array; a larger array is sampled at regular intervals
 
 
 class _SameObject:
-    """Equal to another stamp of the same object, unwritten. The object itself may go."""
+    """A stamp that equals another one of the same object with the same content. It does not keep the object alive."""
 
     def __init__(self, value: object, content: object) -> None:
         self._of, self._content = weakref.ref(value), content
@@ -52,13 +52,13 @@ class _SameObject:
 
 
 def stamp(value: Any) -> Any:
-    """Stamp a value. Of functions, files and other libraries' objects nothing is looked at: their stamp is None."""
+    """Stamp a value. Functions, files and other libraries' objects are not examined: their stamp is None."""
     return _stamp(value, _MAX_DEPTH, itertools.count())
 
 
 def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
     if type(value) in SCALARS:
-        return "nan" if value != value else (type(value), value)  # else no stamp would equal it
+        return "nan" if value != value else (type(value), value)  # NaN does not equal itself
     if isinstance(value, torch.Tensor):
         return _SameObject(value, None if value.is_inference() else value._version)
     if isinstance(value, enum.Enum):
@@ -88,7 +88,7 @@ def _content(value: np.ndarray) -> int | None:
 
 
 def is_users(value: object) -> bool:
-    """Tell whether a value is an object of user code with attributes; modules are looked at one by one."""
+    """Return whether a value is an object of user code with attributes, and no module."""
     kind = type(value)
     if isinstance(value, nn.Module | type | enum.Enum | types.FunctionType | types.ModuleType):
         return False
@@ -98,9 +98,9 @@ def is_users(value: object) -> bool:
     return is_known or _is_users_code(kind.__module__)
 
 
-@cache  # each look at a model asks for all classes of all its modules
+@cache  # each stamp of a model checks the classes of all its modules
 def _is_users_code(module_name: str) -> bool:
-    """False for an installed package's: what its objects keep, a tokenizer's notes say, is their own."""
+    """Return whether a Python module is the user's. Objects of installed packages may change their private state."""
     if is_of(_OPAQUE, module_name):
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
@@ -108,7 +108,7 @@ def _is_users_code(module_name: str) -> bool:
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """The attributes of an object, and those of its user's classes that hold data."""
+    """Return an object's attributes, and the data attributes of its classes in user code."""
     found: dict[str, Any] = {}
     for base in reversed(type(value).__mro__):
         if _is_users_code(base.__module__):
@@ -121,7 +121,7 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 def values_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Stamp a value; of an object of user code each attribute, by its path. `within`: the objects that hold it."""
+    """Stamp a value, or each attribute of an object of user code by its path. `within` are the objects that hold it."""
     if any(value is one for one in within):
         return
     if not is_users(value) or len(within) == _MAX_PATH:
@@ -132,7 +132,7 @@ def values_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> I
 
 
 def held_by(name: str, function: Any) -> Iterator[tuple[str, Any]]:
-    """Stamp what a callable holds: its object's attributes, bound arguments, and variables around it."""
+    """Stamp the values that a callable refers to: its object's attributes, bound arguments, and enclosing variables."""
     if isinstance(function, partial):
         yield from values_of(name, [function.args, function.keywords])
         yield from held_by(name, function.func)
@@ -146,7 +146,7 @@ def held_by(name: str, function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def values_around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Stamp the globals that a function's code names, and the variables of functions around it."""
+    """Stamp the globals that a function's code names, and its variables from enclosing functions."""
     for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
         value = function.__globals__[name]
         if not callable(value) or is_users(value):
@@ -161,7 +161,7 @@ def values_around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The globals and attributes that a function's code names, and code within it."""
+    """Return the names of globals and attributes in a function's code, nested functions included."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -170,7 +170,7 @@ def names_in(code: types.CodeType) -> set[str]:
 
 
 def functions_of(kind: type) -> Iterator[types.FunctionType]:
-    """The functions that a class and its bases define in user code."""
+    """Yield the functions that a class and its bases define in user code."""
     for base in kind.__mro__:
         if _is_users_code(base.__module__):
             yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))

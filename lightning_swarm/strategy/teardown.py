@@ -1,4 +1,4 @@
-"""Takes a strategy out of its run, in order or after an error, and puts back what was changed."""
+"""Ends a strategy's part in its run, in order or after an error, and undoes its changes to the Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def end_loop(strategy: SwarmStrategy) -> None:
-    """The training loop has come to its end."""
+    """Finish a training loop that has ended: collect late records and files, or serve beside the lead."""
     strategy._trains = False
     if not strategy.is_global_zero:
         if strategy._session is not None and strategy._data is not None:
@@ -49,7 +49,7 @@ def end_loop(strategy: SwarmStrategy) -> None:
 
 
 def _serve_on(strategy: SwarmStrategy) -> None:
-    """Serve, beside the lead, until the lead's loop has come to its end, too."""
+    """Serve, beside the lead, until the lead's loop has ended, too."""
     if strategy._joined is not None:
         _retire(strategy, "its loop has come to its end")
     if strategy._joined is None or strategy.config.role == "both":
@@ -57,14 +57,14 @@ def _serve_on(strategy: SwarmStrategy) -> None:
 
 
 def _retire(strategy: SwarmStrategy, reason: str) -> None:
-    """Have the others go on without this trainer."""
+    """Leave the run as a trainer; it continues without this trainer's batches."""
     if strategy._session is not None:
         with contextlib.suppress(RunOver):
             strategy._session.retire(reason)
 
 
 def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
-    """Leave an interrupted run in order: if the swarm can still send it, the lead's module holds what it learned."""
+    """Leave an interrupted run in order. The lead gathers the trained weights into its module if that is possible."""
     strategy._trains = False
     try:
         strategy._checkpoints.close_files()
@@ -75,7 +75,7 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     if strategy.is_global_zero:
         _keep_weights(strategy)
     elif strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):
-        # The run goes on without this trainer.
+        # The run continues without this trainer.
         with contextlib.suppress(SwarmError):  # it may be over
             _retire(strategy, f"{type(exception).__name__}: {exception}")
         if strategy._swarm_launcher is not None:
@@ -84,7 +84,7 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
 
 
 def _how_to_go_on(trainer: Trainer) -> str:
-    """Tell the user what to do when a run broke off."""
+    """Return the advice for a user whose run broke off: the newest checkpoint to start from."""
     saved = {
         Path(path)
         for callback in trainer.checkpoint_callbacks
@@ -98,7 +98,7 @@ def _how_to_go_on(trainer: Trainer) -> str:
 
 
 def _keep_weights(strategy: SwarmStrategy) -> None:
-    """Put what was trained so far into the lead's module, if it is to hold it and the swarm still can send it."""
+    """Gather the weights trained so far into the lead's module, if it should hold them and the swarm can send them."""
     weights = strategy._weights
     if not strategy._gathers or weights is None or strategy._session is None or not weights.stale:
         return
@@ -112,14 +112,14 @@ def _keep_weights(strategy: SwarmStrategy) -> None:
 
 
 def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
-    """End the run around Lightning's own teardown; in a rollback this machine's peers stay for the next one."""
+    """End the run around Lightning's own teardown; in a rollback, keep this machine's peers for the next run."""
     rolls_back = strategy._rollback.is_rolling_back
     if strategy._access is not None:  # Lightning moves the module
         strategy._access.close()
     try:
         try:
             if strategy._trains and not (rolls_back or strategy.is_global_zero):
-                _serve_on(strategy)  # a checkpoint left its loop nothing to do
+                _serve_on(strategy)  # the loop had nothing left to do after its checkpoint
             if strategy._session is not None:
                 strategy._session.pipeline.marks.clear()
             with staying_on_meta():
@@ -144,7 +144,7 @@ def _release(strategy: SwarmStrategy) -> None:
 
 
 def _end_run(strategy: SwarmStrategy) -> None:
-    """Leave module, loop and callbacks as they were."""
+    """Restore module, loop and callbacks as they were before the run."""
     if strategy.lightning_module is not None:
         add_hooks(strategy.lightning_module)
     strategy._undo.close()
@@ -156,7 +156,7 @@ def _end_run(strategy: SwarmStrategy) -> None:
 
 
 def leave(strategy: SwarmStrategy) -> None:
-    """End the run and this machine's peers. Twice is fine."""
+    """End the run and this machine's peers. May be called twice."""
     _end_run(strategy)
     strategy._rollback.end_fit()
     strategy._compiler, strategy._inherited_stages, strategy._run_log = None, (), None
