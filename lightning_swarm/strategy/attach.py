@@ -1,4 +1,4 @@
-"""`AttachStrategy`: tunes an adapter here over the blocks of a model that a swarm serves, by Lightning's own loop."""
+"""`AttachStrategy`: tunes an adapter in this process over a model that a swarm serves, by Lightning's own loop."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 else:
     _SingleDeviceStrategy = object
 
-_INITS: Final = (True, False, "gaussian", "orthogonal")  # the others compute with the layers' own weights
+_INITS: Final = (True, False, "gaussian", "orthogonal")  # peft's other methods compute with the layers' own weights
 _DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "64-true": "float64"}
 
 
 @written_once(SingleDeviceStrategy)
 class AttachStrategy(_SingleDeviceStrategy):
-    """Trains what a LightningModule adds to a served model: LoRA in its blocks, prompts before, a head behind them.
+    """Trains the layers that a LightningModule adds to a served model: LoRA in its blocks, prompts, or a head.
 
-    The blocks are computed by servers of ``lightning-swarm serve``; their weights are not here and do not change. The
+    The blocks are computed by servers of ``lightning-swarm serve``; their weights stay there and do not change. The
     adapter, its optimizer and its checkpoints are this process's own, so all of Lightning's loop works as on one
     device: accumulation, clipping, schedulers, several optimizers, manual optimization. Many users may tune over the
     same servers. If a server dies, another one computes the same values.
 
-    The servers see hidden states and the adapter: ask only those that you trust with them.
+    The servers see hidden states and the adapter, so use only servers that you trust with them.
 
     Args:
-        address: Of a server, as it prints it: ``HOST:PORT/ID``.
-        invite: The file of an invitation with the role ``trainer``, where only invited peers are answered.
-        weights: The model's folder, if it is on this machine. None: what is in no block comes from a server.
-        device: Where all that is in no block is computed.
-        microbatch_size: Rows of a batch that a server computes at once. None: so many that all stages are busy.
-        timeout: Seconds that a call of a stage may take, with all servers that are tried.
+        address: A server's address, as the server prints it: ``HOST:PORT/ID``.
+        invite: File with an invitation of the role ``trainer``, if the servers accept only invited peers.
+        weights: The model's folder, if it is on this machine. None: weights outside the blocks come from a server.
+        device: Device for all layers outside the blocks.
+        microbatch_size: Rows of a batch that a server computes at once. None: small enough to keep all stages busy.
+        timeout: Seconds that a call of a stage may take, retries on other servers included.
 
     Raises:
-        ConfigError: The address, the invitation or the folder is not that of a served model.
-        Unreachable: Nobody answers at the address.
+        ConfigError: The address, the invitation or the folder does not belong to a served model.
+        Unreachable: No server answers at the address.
 
     Example:
         >>> strategy = AttachStrategy("203.0.113.7:31337/12D3...")
@@ -82,12 +82,12 @@ class AttachStrategy(_SingleDeviceStrategy):
         )
 
     def base_model(self) -> Any:
-        """Return the served model, as one of Hugging Face: ``model.swarm`` has its ``tokenizer()`` and ``close()``."""
+        """Return the served model as a Hugging Face model; ``model.swarm`` has its ``tokenizer()`` and ``close()``."""
         return self._client.model
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        num_devices = len(trainer._accelerator_connector._parallel_devices)  # such a strategy would use the first alone
+        num_devices = len(trainer._accelerator_connector._parallel_devices)  # the base class would use only the first
         if num_devices > 1:
             raise ConfigError(
                 f"an adapter is tuned by one process, got `devices={num_devices}`. Use `devices=1`: servers compute in "
@@ -99,7 +99,7 @@ class AttachStrategy(_SingleDeviceStrategy):
         super().setup(trainer)
 
     def _check(self, module: LightningModule) -> None:
-        """Refuse what cannot be tuned over servers, before anything is."""
+        """Refuse a module that cannot be tuned over servers, before training begins."""
         base, card = self._client.model, self._client.card
         if not any(one is base for one in module.modules()):
             raise ConfigError(
@@ -119,7 +119,7 @@ class AttachStrategy(_SingleDeviceStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Move what is the module's own: places of served weights would become weights."""
+        """Move the module's own tensors only; moving a placeholder of a served weight would allocate its full size."""
         assert self.lightning_module is not None
         places, device = set(map(id, self._client.places)), self.root_device
         for one in self.lightning_module.modules():
@@ -132,7 +132,7 @@ class AttachStrategy(_SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        module, self._lightning_module = self._lightning_module, None  # which would be moved to the CPU
+        module, self._lightning_module = self._lightning_module, None  # keeps the base class from moving it to the CPU
         try:
             super().teardown()
         finally:

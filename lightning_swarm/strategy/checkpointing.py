@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved and loaded, and the thread that writes the lead's files while training goes on."""
+"""Saves and loads checkpoints of a swarm's weights, and writes the lead's files while training continues."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
 
 
-_PEERS: Final = "swarm_peers"  # of a run of invited peers: who came by which invitation, and whom its owner banned
+_PEERS: Final = "swarm_peers"  # only in a run by invitation: the invitations that peers used, and the owner's bans
 
 
 class CheckpointFiles(Callback):
-    """Writes the lead's files: those of `ModelCheckpoint` in a thread of their own, all others at once."""
+    """Writes the lead's checkpoint files: `ModelCheckpoint`'s in a background thread, all other files at once."""
 
     def __init__(self, trainer: Trainer, io: CheckpointIO) -> None:
         self._io = io
@@ -48,10 +48,10 @@ class CheckpointFiles(Callback):
         self._jobs: list[Future[None]] = []
         self._under_way: str | None = None
         self._error: BaseException | None = None
-        self._in_background = False  # nobody looks at the file before the next hook
-        self._hook = ""  # that callbacks are in, or were last
+        self._in_background = False  # True while a file is saved that no code reads before the next hook
+        self._hook = ""  # the current or last hook
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        # A user's own callback may do anything with the file as soon as it was saved.
+        # Subclasses are not watched, because user code may use the file as soon as it is saved.
         self._watched = [
             callback for callback in self._callbacks if type(callback) in callbacks_named("ModelCheckpoint")
         ]
@@ -62,7 +62,7 @@ class CheckpointFiles(Callback):
         return Callback, ()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, own: Iterable[Tensor]) -> None:
-        """Write a file. `own` are the tensors in it that nothing else refers to: they need no copy."""
+        """Write a file. `own` are its tensors without other references, which need no copy."""
         self.finish()
         write = partial(self._io.save_checkpoint, storage_options=options)
         taken = _copied(checkpoint, own) if self._in_background else None
@@ -73,14 +73,14 @@ class CheckpointFiles(Callback):
             self._jobs.append(self._thread.submit(self._do, write, taken, path))
 
     def remove(self, path: str | Path) -> None:
-        """Remove a file, once what is under way has been written: a killed run leaves the old file or the new one."""
+        """Remove a file after the pending writes, so that a killed run leaves the old file or the new one."""
         if self._jobs:
             self._jobs.append(self._thread.submit(self._do, self._io.remove_checkpoint, path))
         else:
             self._io.remove_checkpoint(path)
 
     def finish(self) -> None:
-        """Wait for what is under way. Raises, once, if it cannot be written."""
+        """Wait for the pending writes. Raises, once, if a file could not be written."""
         wait(self._jobs)
         self._jobs.clear()
         error, self._error, path, self._under_way = self._error, None, self._under_way, None
@@ -89,7 +89,7 @@ class CheckpointFiles(Callback):
             raise error
 
     def close(self) -> None:
-        """Leave the Trainer's callbacks as they were, once all is written. Raises as `finish` does."""
+        """Remove this callback and wait for the pending writes. Raises as `finish` does."""
         self._callbacks.remove(self)
         for override in self._overrides:
             override.remove()
@@ -97,8 +97,8 @@ class CheckpointFiles(Callback):
         self.finish()
 
     def begin_hook(self, name: str, trainer: Trainer) -> None:
-        """Callbacks, then the module, come to a hook. What users wrote finds the files that Lightning names."""
-        if name != "on_save_checkpoint":  # which is called within the others
+        """Finish the pending writes before a hook of user code, which may read the files."""
+        if name != "on_save_checkpoint":  # it is called within other hooks
             self._hook = name
         # A full disk is reported at the next batch, unless an error is on its way already.
         is_over = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
@@ -108,23 +108,23 @@ class CheckpointFiles(Callback):
             self.finish()
 
     def _runs_users_code(self, trainer: Trainer, name: str) -> bool:
-        """True if a callback or the module has a hook of this name that is not Lightning's own."""
+        """Return whether a callback or the module has a hook of this name that is not Lightning's own."""
         hooks = [getattr(owner, name, None) for owner in (*self._callbacks, trainer.lightning_module)]
         return any(hook is not None and not _is_lightnings(hook) for hook in hooks)
 
     def _do(self, do: Callable[..., object], *args: object) -> None:
         if self._error is not None:
-            return  # the file in whose place this one was to be removed is not there
+            return  # a removal must not follow a failed write of the file's replacement
         try:
             do(*args)
         except BaseException as error:  # noqa: BLE001 - `finish` raises it
             self._error = error
 
     def _watch(self, callback: Any) -> Sequence[Override]:
-        """Notice when a `ModelCheckpoint` saves, and when it looks for a file."""
+        """Intercept a `ModelCheckpoint` when it saves a file, and when it checks whether a file exists."""
 
         def save_meanwhile(trainer: Trainer, filepath: str) -> None:
-            # It links to the file, a logger is told of it, or what users wrote comes next: then it has to be there.
+            # The file must exist at once if the callback links to it, or if a logger or user code runs next.
             is_read = callback.save_last == "link" or any(map(_reads, trainer.loggers))
             self._in_background = not (is_read or self._runs_users_code(trainer, self._hook))
             try:
@@ -155,20 +155,20 @@ for _name in vars(Callback):
 
 
 def _is_lightnings(hook: object) -> bool:
-    """True if a hook is defined in Lightning or in this package, and not in what users wrote."""
+    """Return whether a hook is defined in Lightning or in this package, not in user code."""
     return is_of(OWN_PACKAGES, getattr(hook, "__module__", None))
 
 
 def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
-    """A copy that stays as it is while training goes on. None: something in it cannot be copied."""
+    """Copy a checkpoint, so that training does not change it. Returns None if an object in it cannot be copied."""
     try:
         return copy.deepcopy(checkpoint, {id(tensor): tensor for tensor in own})
-    except Exception:  # noqa: BLE001 - of a user's own classes, which can be saved all the same
+    except Exception:  # noqa: BLE001 - a user's class may raise anything, but can be saved all the same
         return None
 
 
 def _has_made_tensors(module: nn.Module, state: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-    """True if a state dict has tensors that are neither the module's own nor states of metrics."""
+    """Return whether a state dict has tensors that are neither the module's own nor states of metrics."""
     made = [key for key, value in state.items() if isinstance(value, Tensor) and key not in names]
     if not made:
         return False
@@ -177,23 +177,23 @@ def _has_made_tensors(module: nn.Module, state: Mapping[str, Any], names: Mappin
 
 
 def _reads(logger: object) -> bool:
-    """True if a logger may read a file once it was saved."""
+    """Return whether a logger may read a file once it is saved."""
     modules = [import_module(f"{framework.name}.loggers") for framework in FRAMEWORKS]
     known = [getattr(module, name) for module in modules for name in ("Logger", "TensorBoardLogger")]
     return getattr(type(logger), "after_save_checkpoint", None) not in [base.after_save_checkpoint for base in known]
 
 
 class Checkpoints:
-    """Saves and loads what the swarm has trained, in Lightning's checkpoints; `default` is Lightning's own method."""
+    """Saves and loads the swarm's weights in Lightning's checkpoints; `default` is Lightning's own method."""
 
     def __init__(self, strategy: SwarmStrategy) -> None:
         self._strategy = strategy
         self.writes_files = False  # the user brought no `CheckpointIO`
-        self.files: CheckpointFiles | None = None  # of the lead while it trains, if it writes them
-        self.restored_step: int | None = None  # of the checkpoint that this run goes on from
-        self.known_peers: Any = None  # that this checkpoint remembers, until the run knows them
-        self._peers_of_last: dict[str, Any] | None = None  # that the run knew which ended last
-        self._folder: ShardedCheckpoint | None = None  # that is loaded
+        self.files: CheckpointFiles | None = None  # the lead's during training, if `writes_files`
+        self.restored_step: int | None = None  # step of the checkpoint that this run resumed from
+        self.known_peers: Any = None  # the peers in this checkpoint, until the run knows them
+        self._peers_of_last: dict[str, Any] | None = None  # the peers that the latest run knew
+        self._folder: ShardedCheckpoint | None = None  # the loaded checkpoint, if it is sharded
 
     def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
         return {**vars(self), "files": None, "restored_step": None, "known_peers": None, "_folder": None}
@@ -204,20 +204,20 @@ class Checkpoints:
 
     @property
     def _stale_weights(self) -> ModuleWeights | None:
-        """The run's weights, if they are newer than the module's."""
+        """Return the run's weights, if they are newer than the module's."""
         weights = self._strategy._weights
         return weights if weights is not None and weights.stale else None
 
     # ------------------------------------------------------------------ saved
 
     def module_state(self) -> dict[str, Any]:
-        """The module's state dict, with the weights of the last step."""
+        """Return the module's state dict, with the weights of the last step."""
         strategy, module = self._strategy, self._strategy._own_module
         if not strategy.is_global_zero:
-            return {}  # the lead saves, and keeps weights
+            return {}  # only the lead saves
         own, names = self._state_and_names()
         if self._stale_weights is not None and strategy._access is not None and _has_made_tensors(module, own, names):
-            # Made of weights, perhaps, by the module's own `state_dict` or a hook of it.
+            # The module's own `state_dict`, or a hook of it, may have computed them from weights.
             if is_on_meta(module):
                 raise ConfigError(
                     "the `state_dict` of a module on the meta device may rename tensors and leave some out, but it "
@@ -244,7 +244,7 @@ class Checkpoints:
         return own
 
     def _state_and_names(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The module's state dict, and by key the first name of each of its tensors in it."""
+        """Return the module's state dict, and key -> first name of the tensor in the module."""
         module = self._strategy._own_module
         with self._strategy.paused_access():
             own: dict[str, Any] = module.state_dict()
@@ -253,7 +253,7 @@ class Checkpoints:
     def optimizer_state(
         self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """The optimizer's state dict at the last step."""
+        """Return the optimizer's state dict at the last step."""
         with self._strategy.paused_access():
             return self._optimizer_state(optimizer, default)
 
@@ -271,7 +271,7 @@ class Checkpoints:
             weights.check_optimizer()
         if self._is_sharded:
             names = {id(parameter): name for name, parameter in strategy._own_module.named_parameters()}
-            saved = optimizer.state_dict()  # of which the servers have what is not here
+            saved = optimizer.state_dict()  # its state may be stale; then the servers write theirs
             return optimizer_state.by_names(optimizer, names, {**saved, "state": {}} if weights else saved)
         return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
@@ -305,16 +305,16 @@ class Checkpoints:
             model_state.save(Path(path), checkpoint, lambda _: [], part=0, also={})
 
     def remove(self, path: Any, default: Callable[[Any], None]) -> None:
-        """Remove a checkpoint, after what is under way was written."""
+        """Remove a checkpoint after the pending writes."""
         (default if self.files is None else self.files.remove)(path)
 
     def finish_files(self) -> None:
-        """Wait for the files under way; raises if one cannot be written."""
+        """Wait for the pending writes; raises if a file could not be written."""
         if self.files is not None:
             self.files.finish()
 
     def close_files(self) -> None:
-        """Write no more files in a thread of their own."""
+        """Finish the pending writes, and write no more files in the background."""
         files, self.files = self.files, None
         if files is not None:
             files.close()
@@ -322,14 +322,14 @@ class Checkpoints:
     # ------------------------------------------------------------------ loaded
 
     def forget_loaded(self) -> None:
-        """The run is over that may have gone on from a checkpoint; later checkpoints remember its peers."""
+        """Forget the loaded checkpoint when the run is over; later checkpoints still contain the run's peers."""
         strategy = self._strategy
         if strategy._session is not None and strategy.is_global_zero:
             self._peers_of_last = strategy._own_peer.lead.known_peers()
         self._folder, self.restored_step, self.known_peers = None, None, None
 
     def load(self, path: Any, default: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Read a checkpoint: that of a rollback, a folder, or a file as Lightning reads it."""
+        """Read a checkpoint: a rollback's, a sharded folder, or an ordinary file of Lightning."""
         strategy = self._strategy
         self.finish_files()
         restored = strategy._rollback.load(path)
@@ -340,7 +340,7 @@ class Checkpoints:
         restored = default(path if self._folder is None else Path(path) / sharded_format.REST)
         if self._folder is not None:
             restored["state_dict"] = strategy._initial_weights.read_folder(strategy._own_module, self._folder)
-            if self._folder.has_optimizer:  # whose state is for the servers
+            if self._folder.has_optimizer:  # groups only; the servers load the state
                 restored["optimizer_states"] = [optimizer_state.by_numbers(self._folder.read_groups())]
         self.restored_step, self.known_peers = restored.get("global_step"), restored.get(_PEERS)
         return restored
@@ -349,9 +349,9 @@ class Checkpoints:
         """Load a checkpoint's weights, before a run begins or in the middle of one."""
         strategy, module = self._strategy, self._strategy._own_module
         if strategy._rollback.is_resuming and not strategy.is_global_zero:
-            return  # the lead hands them out
+            return  # the lead sends them
         restore_boundary(module, checkpoint["state_dict"])
-        if strategy._session is None:  # the run is still to begin, with these weights
+        if strategy._session is None:  # the run will begin with these weights
             weights, unsaved = checkpoint["state_dict"], checkpoint.get(UNSAVED, {})
             with strategy._initial_weights.restoring(module, {**weights, **unsaved}, strategy.root_device) as state:
                 default({**checkpoint, "state_dict": {name: state[name] for name in weights}})
@@ -371,12 +371,12 @@ class Checkpoints:
             strategy._loop.restart()
 
     def load_optimizer(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
-        """Load a checkpoint's optimizer state, and hand it out to the servers."""
+        """Load a checkpoint's optimizer state, and send it to the servers."""
         strategy, saved = self._strategy, None
         if strategy.is_plain and self._folder is not None:
             whole = {**self._folder.read_groups(), "state": self._folder.read_state(None)}
             checkpoint = {**checkpoint, "optimizer_states": [optimizer_state.by_numbers(whole)]}
-        elif self._folder is None and is_on_meta(strategy._own_module):  # on which an optimizer keeps no state either
+        elif self._folder is None and is_on_meta(strategy._own_module):  # the optimizer here keeps no state
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         default(checkpoint)

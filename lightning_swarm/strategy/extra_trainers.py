@@ -179,7 +179,7 @@ class RankHooks(_Strategy):
     def _of_lead(self, value: Any, name: str) -> Any:
         """Return the lead's value from the call of the same number: trainers of one program make the same calls."""
         trainer = self._own_module.trainer
-        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)  # each alone
+        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)  # it runs alone
         if is_leads or (self.num_trainers == 1 and self._joined is None):
             return value
         if self._has_begun or self._joined is not None:

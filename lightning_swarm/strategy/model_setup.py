@@ -1,4 +1,4 @@
-"""Prepares the module, and the run, that a Trainer's settings ask for."""
+"""Prepares a Trainer's module for a run: decides whether and where to cut it, and builds it on each peer."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _log = logging.getLogger(__name__)
 
 
 def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
-    """Refuse a model that cannot be cut, as far as it can be seen before the model is configured."""
+    """Refuse a model that cannot be cut, as far as this is known before the model is configured."""
     module, is_overridden = trainer.lightning_module, framework_of(trainer).is_overridden
     config, num_stages = strategy.config, strategy._num_stages
     if is_overridden("setup", module) or is_overridden("configure_model", module):
         return
     if computes_alone(strategy, trainer) or stays_whole(strategy, module):
         return
-    # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
+    # The model is final. Balancing a cut may take long, so check only whether there is one.
     named = config.split if not isinstance(config.split, str) else "parameters"
     blocks = find_blocks(module, config.pipeline)
     ranges = choose_ranges(blocks, num_stages, named, seams=layers_by_block(module, blocks))
-    # A model that is restored from a checkpoint may get boundary layers from it.
+    # A checkpoint may add boundary layers to a model.
     if config.split == named and not restored and config.boundary is not None:
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=False)
@@ -60,7 +60,7 @@ def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
 
 
 def computes_alone(strategy: SwarmStrategy, trainer: Trainer) -> bool:
-    """True if there is nothing to serve: nobody else takes part, or in an evaluation, where one process has it all."""
+    """Return whether no server is needed: no other peer takes part, or this process evaluates the model alone."""
     if strategy.is_plain:
         return True
     if trainer.state.fn == TrainerFn.FITTING:
@@ -72,7 +72,7 @@ def computes_alone(strategy: SwarmStrategy, trainer: Trainer) -> bool:
 
 
 def stays_whole(strategy: SwarmStrategy, module: LightningModule) -> bool:
-    """True if the model is not cut in the run that this process joins, took over, or begins."""
+    """Return whether the model is not cut in the run that this process joins, took over, or begins."""
     stages = _stages_of_run(strategy)
     if stages:
         return not ranges_of(stages)
@@ -83,12 +83,12 @@ def stays_whole(strategy: SwarmStrategy, module: LightningModule) -> bool:
 
 
 def _stages_of_run(strategy: SwarmStrategy) -> Sequence[StageManifest]:
-    """The stages of the run that this process joins or took over; none if it begins one."""
+    """Return the stages of the run that this process joins or took over; none if it begins a run."""
     return strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages
 
 
 def _blocks(strategy: SwarmStrategy, module: LightningModule) -> Blocks:
-    """The blocks of a module; a peer that only serves learns later whether the run is cut."""
+    """Return the blocks of a module. A peer that only serves learns later whether the run's model is cut."""
     config = strategy.config
     may_be_whole = config.only_serves and config.pipeline is None and not says_blocks(module)
     if stays_whole(strategy, module) or (may_be_whole and not can_be_cut(module)):
@@ -97,7 +97,7 @@ def _blocks(strategy: SwarmStrategy, module: LightningModule) -> Blocks:
 
 
 def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
-    """Settle the stages, put boundary layers between them, and fill the weights outside of them."""
+    """Choose the stages, insert boundary layers between them, and initialize the weights outside of them."""
     config, trainer = strategy.config, module.trainer
     if computes_alone(strategy, trainer):
         strategy._initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
@@ -109,7 +109,7 @@ def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
             "runs as if it were not compiled. Compile its layers, as in `self.net = torch.compile(self.net)`."
         )
     strategy._ranges = _ranges(strategy, module, blocks)
-    if config.boundary is not None:  # a model that has boundary layers already is cut where they stand
+    if config.boundary is not None:  # a model that has boundary layers already is cut at them
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=strategy._checkpoints.restored_step is not None)
         insert_boundaries(module, blocks, strategy._ranges, config.boundary)
@@ -117,7 +117,7 @@ def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
 
 
 def _ranges(strategy: SwarmStrategy, module: LightningModule, blocks: Blocks) -> Sequence[range]:
-    """The blocks of each stage: those of the run that this process joins or took over, or its own choice."""
+    """Return the blocks of each stage, from the run that this process joins or took over, or by its own choice."""
     if blocks.are_none:
         return ()
     return ranges_of(_stages_of_run(strategy)) or choose_ranges(
@@ -130,7 +130,7 @@ def _ranges(strategy: SwarmStrategy, module: LightningModule, blocks: Blocks) ->
 
 
 def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
-    """Measure what each block of the Trainer's module costs on this machine, for ``split="time"``."""
+    """Measure the time of each block of the Trainer's module on this machine, for ``split="time"``."""
     module, strategy = trainer.lightning_module, trainer.strategy
     example = module.example_input_array
     if example is None:
@@ -146,7 +146,7 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
 def peer_model(
     strategy: SwarmStrategy, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
 ) -> PeerModel:
-    """A model that this peer cuts into stages; without `optimizer`, trained with the Trainer's."""
+    """Return a model that this peer cuts into stages. Without `optimizer` it uses the Trainer's."""
     config = strategy.config
     return PeerModel(
         module,
@@ -158,7 +158,7 @@ def peer_model(
 
 
 def served_model(strategy: SwarmStrategy, module: LightningModule) -> PeerModel:
-    """The model of a peer that only serves, moved to its device as a loop would do."""
+    """Return the model of a peer that only serves, converted and moved to its device as Lightning's loop would do."""
     module.trainer.precision_plugin.convert_module(module)
     with staying_on_meta():
         module.to(strategy.root_device)
@@ -166,9 +166,9 @@ def served_model(strategy: SwarmStrategy, module: LightningModule) -> PeerModel:
 
 
 def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
-    """Set the module up as for a loop, without entering one, and without data if that is possible."""
+    """Call the module's setup hooks as before a loop, without running one, and without data if possible."""
     module.trainer = trainer
-    if datamodule is not None:  # for a module that asks it for a size, say
+    if datamodule is not None:  # the module may read a size from it, say
         trainer._data_connector.attach_datamodule(module, datamodule)
     strategy: SwarmStrategy = trainer.strategy  # type: ignore[assignment]
     strategy.setup_environment()
@@ -182,7 +182,7 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
 
 
 def remember(module: nn.Module) -> Callable[[PeerModel], None]:
-    """Remember what serving changes in a module, but for weights; what is returned restores it after serving."""
+    """Remember the modes and `requires_grad` of a module; the returned function restores them after serving."""
     on_meta = is_on_meta(module)
     modes = [(child, child.training) for child in module.modules()]
     trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
@@ -200,7 +200,7 @@ def remember(module: nn.Module) -> Callable[[PeerModel], None]:
 
 
 def could_lead(trainer: Trainer, module: LightningModule, config: SwarmConfig, handed: Mapping[str, Any]) -> bool:
-    """True if a process that serves has all that the lead needs; `handed` are the arguments of the Trainer's method."""
+    """Return whether a server has all that a lead needs; `handed` are the arguments of the Trainer's method."""
     if config.role != "auto" or trainer.state.fn != TrainerFn.FITTING or not has_whole_model(module, config):
         return False
     try:
@@ -213,14 +213,14 @@ def could_lead(trainer: Trainer, module: LightningModule, config: SwarmConfig, h
 
 
 def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
-    """True if the weights can come here from the servers, as a rollback needs them at the lead."""
+    """Return whether the whole model's weights can be gathered here, which a rollback requires of the lead."""
     return config.state_dict_type == "full" and not is_on_meta(module)
 
 
 def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps: int | None) -> Optimizer:
-    """Make the user's optimizer for a peer without data, from the run's number of steps, if that is known."""
+    """Make the user's optimizer for a peer without data, with the run's number of steps, if it is known."""
     strategy: SwarmStrategy = module.trainer.strategy  # type: ignore[assignment]
-    strategy.total_steps = total_steps  # `estimated_stepping_batches` must return what it does at the lead
+    strategy.total_steps = total_steps  # `estimated_stepping_batches` must return the lead's value
     try:
         configured: Any = strategy._peer_data.call(module.trainer, "make the optimizer", module.configure_optimizers)
     finally:

@@ -1,4 +1,4 @@
-"""`SampleText`: writes texts with the model while it trains, and logs them."""
+"""`SampleText`: generates texts with the model while it trains, and logs them."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ _NUM_BYTES: Final = 256
 
 @dataclass(frozen=True)
 class Sample:
-    """A text that the model wrote."""
+    """A text that the model generated."""
 
     step: int  # the Trainer's `global_step`
     prompt: str
-    text: str  # what follows the prompt
+    text: str  # the continuation, without the prompt
     tokens_per_s: float
 
 
 @written_once(Callback)
 class SampleText(_Callback):
-    """Writes texts with the model while it trains, and logs them.
+    """Generates texts with the model while it trains, and logs them.
 
-    The texts are those that the model of that step writes on one machine. Training is the same with and without this
-    callback: all random generators and the modules' modes are put back. In a swarm the text is generated through the
-    stages, without gathering weights; the swarm waits meanwhile, as in any callback.
+    The texts are the same that one machine would generate with the weights of that step. Training is the same with and
+    without this callback, because all random generators and the modules' modes are restored. In a swarm the text is
+    generated through the stages, without gathering weights; the swarm waits meanwhile, as in any callback.
 
-    TensorBoard and Weights & Biases get the texts by their own means. Other loggers that have a folder get a file
+    TensorBoard and Weights & Biases get the texts by their own methods. Other loggers that have a folder get a file
     ``samples.csv`` in it. `samples` has all texts of this fit.
 
     Args:
-        prompts: What each text begins with.
-        tokenizer: Turns text into tokens and back, as those of Hugging Face do. None: a token is a byte.
-        every_n_steps: Optimizer steps between two times.
-        max_new_tokens: Of each text. While it is written, training waits.
-        seed: Of the random draws, where `options` ask for sampling. Each text is drawn by a generator of its own.
-        generate: Called with the LightningModule and a prompt; returns what follows. It takes the place of
-            ``model.generate`` of Hugging Face, and of the three arguments around it.
+        prompts: Beginnings of the texts.
+        tokenizer: Converts text to tokens and back, like Hugging Face's tokenizers. None: a token is a byte.
+        every_n_steps: Optimizer steps between texts of the same prompt.
+        max_new_tokens: Most tokens of each text. Training waits while it is generated.
+        seed: Seed of the random draws, if `options` request sampling. Each text starts from this seed.
+        generate: Called with the LightningModule and a prompt; returns the continuation. It replaces
+            ``model.generate`` of Hugging Face, and `tokenizer`, `max_new_tokens` and `options`.
         options: Further arguments of ``model.generate``, such as ``do_sample=True, temperature=0.8``.
 
     Raises:
-        ConfigError: An argument is out of range, or the module has nothing that generates.
+        ConfigError: An argument is out of range, or the module has no method `generate`.
 
     Example:
         >>> SampleText(["Once upon a time"], tokenizer=tokenizer, every_n_steps=100, do_sample=True)
@@ -92,7 +92,7 @@ class SampleText(_Callback):
         self.samples: list[Sample] = []
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._generate, self._options = generate, options
-        self._done = 0  # the newest step at which texts were written
+        self._done = 0  # the newest step at which texts were generated
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +101,7 @@ class SampleText(_Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Here the step is known that the fit begins with, or goes on from: texts of later ones are written again.
+        # The fit's first step is known here. After a rollback, texts of later steps are generated again.
         self._done = trainer.global_step
         self.samples = [sample for sample in self.samples if sample.step <= self._done]
 
@@ -150,7 +150,7 @@ class SampleText(_Callback):
 
 
 def _generator_of(module: LightningModule) -> Any:
-    """The module that generates text: this one, or the first below it."""
+    """Return the module that generates text: this one, or the first below it."""
     for found in _near(module):
         if callable(getattr(found, "generate", None)):
             return found
@@ -170,7 +170,7 @@ def _near(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """Inside, the module is in eval mode and has no gradients; modes and all random generators are put back."""
+    """Inside, the module is in eval mode without gradients; modes and all random generators are restored."""
     modes = [(one, one.training) for one in module.modules()]
     try:
         with isolate_rng(), torch.no_grad():
@@ -184,7 +184,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 def _log(logger: Any, samples: Sequence[Sample]) -> None:
     rows = [[one.step, one.prompt, one.text, one.tokens_per_s] for one in samples]
     step = samples[0].step
-    if callable(getattr(logger, "log_text", None)):  # Weights & Biases, and loggers made alike
+    if callable(getattr(logger, "log_text", None)):  # Weights & Biases, and loggers with the same method
         logger.log_text("samples", columns=list(_COLUMNS), data=rows, step=step)
     elif callable(getattr(getattr(logger, "experiment", None), "add_text", None)):  # TensorBoard
         for number, one in enumerate(samples):

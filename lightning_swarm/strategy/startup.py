@@ -1,4 +1,4 @@
-"""Brings a strategy into a run: checks what is asked for, prepares the module, then starts, joins or serves the run."""
+"""Brings a strategy into a run: checks the settings, prepares the module, then starts, joins or serves the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) -> None:
-    """Refuse what cannot work, as far as it can be seen before the model is configured."""
+    """Refuse unsupported settings and models, as far as they are known before the model is configured."""
     module, config, num_devices = strategy._own_module, strategy.config, len(strategy._devices)
     checks.check_trainer(trainer, module, config)
     together = config.role == "both" and trainer.state.fn == TrainerFn.FITTING
@@ -60,8 +60,8 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
 
 
 def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's; add the default."""
-    strategy._has_begun = False  # also where a run goes back
+    """Check the Trainer's callbacks, including the module's (`configure_callbacks`), and add the default monitor."""
+    strategy._has_begun = False  # also after a rollback
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
     if not strategy.is_global_zero:
         extra_trainers.leave_decisions(trainer)
@@ -78,7 +78,7 @@ def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
 
 
 def join_run_under_way(strategy: SwarmStrategy, trainer: Trainer) -> bool:
-    """Join a run that is under way as one more trainer, if there is one."""
+    """Join a run under way as a further trainer; return False if there is none to join."""
     config = strategy.config
     may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
     if not may_train or not config.initial_peers or strategy.local_rank:
@@ -97,7 +97,7 @@ def join_run_under_way(strategy: SwarmStrategy, trainer: Trainer) -> bool:
 
 
 def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) -> object:
-    """Make what is read in place of the user's training loader: this trainer's part of its data."""
+    """Return the loader that replaces the user's training loader: it reads this trainer's part of the data."""
     config = strategy.config
     joins = strategy._joined is not None
     part = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
@@ -115,10 +115,10 @@ def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) 
 
 
 def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_windows: Callable[[], float]) -> float:
-    """Return the steps of a whole fit, where they are not the windows of batches that Lightning counts."""
+    """Return the steps of a whole fit, which differ from Lightning's count of windows if steps count samples."""
     if strategy.total_steps is not None:
         return strategy.total_steps
-    steps = by_windows()  # this loads the data, too
+    steps = by_windows()  # also loads the data
     target, combined = strategy.config.settings.target_batch_size, trainer.fit_loop._combined_loader
     if target is None or trainer.max_epochs == -1 or combined is None:
         return steps
@@ -132,7 +132,7 @@ def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_window
 
 
 def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:
-    """The data of this run, or of the run that is about to begin."""
+    """Return the data of this run, or of the run that is about to begin."""
     if strategy._data is None:
         strategy._data = SharedData(trainer)
     return strategy._data
@@ -142,7 +142,7 @@ def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:
 
 
 def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Give each trainer random numbers of its own, and number the weights that the module does not hold yet."""
+    """Reseed further trainers, and index the module's weights on the meta device."""
     if strategy._joined is not None:
         extra_trainers.reseed(strategy._own_peer.boot_id)
     elif not strategy.is_global_zero:
@@ -164,7 +164,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
     fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module)
-    stages = model.build_stages(strategy._ranges)  # what cannot be cut is refused here, before any peer is asked
+    stages = model.build_stages(strategy._ranges)  # refuses a model that cannot be cut, before any peer is called
     written: frozenset[str] = frozenset()
     if fitting:
         in_stages = sum(bool(stage.spec.parameters) for stage in stages) > 1
@@ -184,7 +184,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
 
 
 def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
-    """Start a run as its lead, or come to it as one more trainer."""
+    """Start a run as its lead, or join it as a further trainer."""
     module, config = strategy._own_module, strategy.config
     rollback, follower, device = strategy._rollback, strategy._own_peer.follower, strategy.root_device
     if strategy._is_shared:
@@ -211,7 +211,7 @@ def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, s
     peer.lead.check_first()
     if strategy._checkpoints.known_peers is not None:
         peer.lead.restore_peers(strategy._checkpoints.known_peers)
-        strategy._checkpoints.known_peers = None  # in later generations the run knows more
+        strategy._checkpoints.known_peers = None  # later generations of the run know more peers
     if strategy.config.role != "trainer":
         peer.serve(model.twin(), trains=True)
     spec = _run_spec(strategy, trainer, selection)
@@ -219,11 +219,11 @@ def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, s
 
 
 def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | None) -> RunSpec:
-    """The run that the strategy and its Trainer ask for."""
+    """Return the specification of the run, from the settings of the strategy and its Trainer."""
     config, restored_step = strategy.config, strategy._checkpoints.restored_step
-    clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
+    clip_at = trainer.gradient_clip_val or None  # Lightning's 0 means no clipping
     by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-    # Trial steps do not count, and Lightning sets a limit of its own for them.
+    # Trial steps do not count, and Lightning limits them itself.
     is_limited = trainer.max_steps != -1 and not callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
     return RunSpec(
         ranges=strategy._ranges,
@@ -245,7 +245,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Steps of the whole run, if the Trainer knows them without loading data too early."""
+    """Return the steps of the whole run, if the Trainer knows them without loading data too early."""
     if trainer.max_epochs == -1:
         return trainer.max_steps if trainer.max_steps != -1 else None
     if trainer.train_dataloader is None:
@@ -255,7 +255,7 @@ def _total_steps(trainer: Trainer) -> int | None:
 
 
 def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
-    """Make the training loop's steps the swarm's."""
+    """Connect the training loop to the run's steps and data."""
     data = _data_of(strategy, trainer)
     data.open(session)
     strategy._undo.callback(data.close)
@@ -269,7 +269,7 @@ def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -
 
 
 def _open_log(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> RunLog:
-    """Log what becomes of the run's peers; after a rollback, also which peers it lost."""
+    """Begin to log the run's changes of membership; after a rollback, also the peers that it lost."""
     former = strategy._run_log
     membership = Membership(session.run, strategy._own_peer.lead.addresses) if former is None else former.membership
     strategy._run_log = RunLog(trainer, session, membership)
@@ -279,7 +279,7 @@ def _open_log(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> Ru
 
 
 def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session, written: frozenset[str]) -> None:
-    """Keep weights and files, at the lead, where callbacks and whatever follows the run look for them."""
+    """Connect, at the lead, the module's weights, the optimizer's state and checkpoint files to the run."""
     module, config = strategy._own_module, strategy.config
     fitting = trainer.state.fn == TrainerFn.FITTING
     stale = is_on_meta(module) or (strategy._weights is not None and strategy._weights.stale)
@@ -303,7 +303,7 @@ def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session
 def serve(
     strategy: SwarmStrategy, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
 ) -> str | None:
-    """Serve, and take the run over if its lead dies, as `SwarmStrategy.serve` says."""
+    """Serve, and take the run over if its lead dies; see `SwarmStrategy.serve`."""
     module, peer = strategy._own_module, strategy._own_peer
     strategy.connect(module)
     model_setup.set_up(trainer, module, datamodule)
@@ -320,6 +320,6 @@ def serve(
     peer.events.note("went_back", step=target.version, reason="this peer leads in the place of another one")
     peer.release(target.version)
     restore(model)
-    if shared:  # others train in it
+    if shared:  # other trainers are in the run
         strategy.config = replace(strategy.config, role="both")
     return str(target.path)

@@ -1,4 +1,4 @@
-"""`SwarmStrategy`: its settings, and Lightning's hooks, whose work `startup`, `rollback`, `teardown` and others do."""
+"""`SwarmStrategy`: its settings, and Lightning's hooks, which call `startup`, `rollback`, `teardown` and so on."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from lightning_swarm.strategy.weight_sync import ModuleWeights
 if TYPE_CHECKING:
     from pytorch_lightning import accelerators, plugins
 
-    # Of either import tree: `written_once` leaves those of the class's own.
+    # Types of both import trees; `written_once` leaves only the types of the class's own tree.
     EitherAccelerator: TypeAlias = Accelerator | accelerators.Accelerator
     EitherCheckpointIO: TypeAlias = CheckpointIO | plugins.CheckpointIO
     EitherPrecision: TypeAlias = Precision | plugins.Precision
@@ -81,8 +81,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     Args:
         num_stages: Number of stages that the model is cut into. None: one per device. With one stage the model stays
-            whole, and trainers compute it themselves, unless an argument says how to cut it, or machines are to take
-            part that bring no data. On one device that nobody is to join, Lightning trains without a swarm.
+            whole, and trainers compute it themselves, unless an argument defines the cut, or machines without data
+            are to take part. On one device that no other machine is to join, Lightning trains without a swarm.
         pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
             LightningModule's `configure_stages()` returns, or else the only `Sequential` that holds all parameters.
         split: What the cut balances: ``"parameters"``, or the ``"time"`` that each block takes on this machine with the
@@ -96,7 +96,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         target_batch_size: Samples per optimizer step, independent of the size of a batch. None: steps are counted as
             Lightning does, with `accumulate_grad_batches`.
         role: ``"auto"``: the peer that starts the run trains and serves. Peers that join (`initial_peers`) only serve;
-            one that has data takes over if the starter dies. ``"both"``: this process trains and serves; with several
+            a peer with data takes over if the starter dies. ``"both"``: this process trains and serves; with several
             devices each of their processes does, and `target_batch_size` must be set. ``"trainer"``: it trains and
             holds no stage. ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
         run_id: Name of the run.
@@ -108,16 +108,16 @@ class SwarmStrategy(extra_trainers.RankHooks):
         identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
             With it a restarted peer keeps its id. Further peers of this machine have files beside it, with their
             number at the end.
-        trust: Who may take part: ``"invited"``: peers with an invitation of the run's owner, the user who starts it;
-            ``"audited"``: likewise, and what servers compute is checked; ``"open"``: anyone who reaches this peer.
+        trust: Peers that may take part. ``"invited"``: peers with an invitation of the run's owner, the user who starts
+            it; ``"audited"``: the same, and servers' results are checked; ``"open"``: any peer that reaches this one.
             None: ``"invited"`` if other machines reach it, by `listen` or `announce`, or if it has an invitation.
         invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
-            has been in the run needs none if its `identity_path` is the same, whatever has become of the file.
+            has been in the run needs no invitation if its `identity_path` is the same.
         audit_share: With ``trust="audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
-        on_conviction: When audits convict a server of whose earlier work some counted unaudited: ``"go_back"`` to a
-            snapshot from before most of its lies, or ``"go_on"`` without it. Run-wide.
-        robust_averaging: ``"centered_clip"`` clips servers far from most others in the mean gradient: it limits liars,
-            finds none, and biases each step. ``"none"``: the mean is that of all. Run-wide.
+        on_conviction: Reaction if audits convict a server whose earlier work counted unaudited: ``"go_back"`` returns
+            to a snapshot from before most of its false work; ``"go_on"`` keeps the weights. Run-wide.
+        robust_averaging: ``"centered_clip"`` clips the gradients of servers that are far from most of their stage's. It
+            limits malicious servers, detects none, and biases each step. ``"none"``: a plain mean. Run-wide.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
         state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder
@@ -125,15 +125,15 @@ class SwarmStrategy(extra_trainers.RankHooks):
         offload_optimizer: Keep the optimizer's state in main memory, and step there. No effect on a CPU.
         delay_optimizer_step: Average gradients and step while the next step's microbatches are computed. Each gradient
             is then that of the weights one step before. Run-wide.
-        deterministic: Sum gradients so that the trained weights are the same to the bit, whichever servers compute
-            what, however many there are, and whichever of them die: on machines of one kind, with one trainer. Needs
-            `microbatch_size`. Reproducible kernels are requested by ``Trainer(deterministic=True)``. Run-wide.
-        rebalancing: When a server moves to another stage during the run: ``"gain"``: if the pipeline gains more than
-            the move costs; ``"paper"``: by the rule of the SWARM paper; ``"none"``: never. Run-wide.
+        deterministic: Sum gradients so that the trained weights are bit-identical, however many servers there are,
+            however the work is divided among them, and whichever of them die. Needs machines of one kind, one trainer
+            and `microbatch_size`. ``Trainer(deterministic=True)`` requests reproducible kernels. Run-wide.
+        rebalancing: Rule by which servers move to other stages during the run. ``"gain"``: if the pipeline gains more
+            than the move costs; ``"paper"``: the rule of the SWARM paper; ``"none"``: never. Run-wide.
         rebalance_interval: Longest time in seconds between two such decisions. Whenever peers come or go, one is made
             at once. Run-wide.
         preemption: Cloud provider whose preemption notices this peer watches for: ``"aws"``, ``"gcp"``, ``"azure"``, or
-            ``"auto"`` for whichever responds. On notice a server leaves the run in order; a trainer acts as on SIGTERM.
+            ``"auto"`` to detect it. On notice a server leaves the run in order; a trainer acts as on SIGTERM.
             None: do not watch.
         compression: Format of tensors sent between stages and between the servers of a stage: ``"float16"``,
             ``"bfloat16"``, ``"8bit"``, ``"6bit"``, ``"4bit"``, or ``"none"`` to send them as they are. A `Compression`
@@ -187,7 +187,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         checkpoint_io: EitherCheckpointIO | None = None,
         precision_plugin: EitherPrecision | None = None,
     ) -> None:
-        self._compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # of the stages
+        self._compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # compiles stages
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.take_messages()
         self.config = SwarmConfig(
@@ -222,19 +222,19 @@ class SwarmStrategy(extra_trainers.RankHooks):
             ),
             limits=limits,
         )
-        self._compiled: dict[str, Any] = {}  # what a compiled module has in the place of its own methods
+        self._compiled: dict[str, Any] = {}  # attributes of a compiled module that replace its methods
         self._loop: SwarmOptimization | None = None
-        self._run_log: RunLog | None = None  # at the lead, through all generations of the run
-        self._access: ModuleAccess | None = None  # of user code to the module's weights, while a run is under way
-        self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
-        self._data: SharedData | None = None  # of the run
+        self._run_log: RunLog | None = None  # the lead's, kept through all generations of the run
+        self._access: ModuleAccess | None = None  # user code's access to the module's weights during a run
+        self._weights: ModuleWeights | None = None  # the current run's, or the last run's
+        self._data: SharedData | None = None  # the current run's
         self._peer_data = PeerData(self)
-        self.total_steps: int | None = None  # of the run, while a peer without data makes its optimizer
+        self.total_steps: int | None = None  # steps of the run, while a peer without data makes its optimizer
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
-        self._inherited_stages: Sequence[StageManifest] = ()  # a run that was taken over stays cut as it is
-        self._trains = False  # from a fit's setup to the end of its loop
-        self._undo = contextlib.ExitStack()  # of what a run changes in module, loop and callbacks
-        self._initial_weights = InitialWeights()  # of weights that the module does not hold
+        self._inherited_stages: Sequence[StageManifest] = ()  # the cut of a run that this process took over
+        self._trains = False  # True between a fit's setup and the end of its loop
+        self._undo = contextlib.ExitStack()  # undoes a run's changes to module, loop and callbacks
+        self._initial_weights = InitialWeights()  # makes weights that the module does not hold
         self._rank_override = extra_trainers.RankOverride()
         self._rollback, self._checkpoints = Rollback(self), Checkpoints(self)
 
@@ -251,8 +251,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
-        # Lightning refuses a compiled module with all but three strategies, right after it has set this. Here the
-        # trainer's hooks run as they are, and the stages are compiled where they are computed.
+        # Right after it sets this attribute, Lightning refuses a compiled module in all but three strategies. So the
+        # module is uncompiled here: hooks run uncompiled, and servers compile their stages.
         self._module = module
         if module is None:
             return
@@ -268,7 +268,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @property
     def _gathers(self) -> bool:
-        """True if the module is to hold the trained weights once training is over."""
+        """Return whether the module should hold the trained weights after training."""
         return self.config.gather_on_end and not is_on_meta(self._own_module)
 
     @property
@@ -277,14 +277,14 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @property
     def is_plain(self) -> bool:
-        """True if nobody else takes part: the module trains as a whole, by Lightning's own loop, without a swarm."""
+        """Return whether no other peer takes part, so that Lightning's own loop trains the whole module."""
         module = self._module
         return self.config.is_for_one(len(self._devices)) and module is not None and not says_blocks(module)
 
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        return self._loop is not None or not self.is_plain  # the swarm says when a step is full
+        return self._loop is not None or not self.is_plain  # the swarm decides when a step is full
 
     @override
     @contextlib.contextmanager
@@ -296,7 +296,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             if empty_init:
                 stack.enter_context(torch.device("meta"))
             yield
-        if self.lightning_module is not None:  # else a module is made before a loop has one
+        if self.lightning_module is not None:  # None: a module is made before Lightning has connected one
             remember(self.lightning_module)
 
     @override
@@ -306,7 +306,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @property
     def num_awaited_servers(self) -> int:
-        """The number of servers that a run waits for; further servers that are there by then serve, too."""
+        """Return the number of servers that a run waits for; further servers that are ready by then serve, too."""
         return max(1, len(self._devices) - (self.config.role == "trainer"))
 
     # ------------------------------------------------------------------ starting
@@ -318,26 +318,26 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._checkpoints.writes_files = self._checkpoint_io is None
         self._launcher = SwarmLauncher(self, len(self._devices))
 
-    # What the launcher asks. `handed` are the arguments of the Trainer's method, by name.
+    # Methods that the launcher calls. `handed` are the arguments of the Trainer's method, by name.
 
     def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
-        """Refuse what cannot work, as far as it can be seen before the model is configured."""
+        """Refuse unsupported settings and models, as far as they are known before the model is configured."""
         startup.check(self, trainer, handed)
 
     def enter(self, trainer: Trainer) -> bool:
-        """Join a run that is under way as one more trainer, if there is one; else this process begins a run."""
+        """Join a run under way as a further trainer, and return True; False if this process begins a run."""
         return startup.join_run_under_way(self, trainer)
 
     def follow(self, trainer: Trainer) -> None:
-        """Become a trainer beside the lead, which another process is."""
+        """Make this process a trainer beside the lead, which is another process."""
         self._rollback.restore_lead_role = extra_trainers.follow(trainer)
 
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Serve until the run is over. If the lead dies, return the checkpoint from which this peer is to lead.
+        """Serve until the run is over. If the lead dies and this peer must lead, return the checkpoint to start from.
 
-        Without `handed` it never leads.
+        Without `handed` this peer never leads.
         """
         return startup.serve(self, trainer, datamodule, handed)
 
@@ -349,10 +349,10 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # The first that is asked of a strategy once the module has brought its callbacks.
+        # Lightning's first call to a strategy after the module has added its callbacks.
         if self.is_plain:
             checks.check_callback_imports(self._own_module.trainer)
-            vars(self._own_module).update(self._compiled)  # Lightning's refusal is over
+            vars(self._own_module).update(self._compiled)  # Lightning's check for compiled modules is over
             self._compiled = {}
         elif not self.config.only_serves:
             startup.complete_callbacks(self, self._own_module.trainer)
@@ -363,7 +363,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         return startup.share_loader(self, trainer, dataloader) if trainer.training else dataloader
 
     def correct_estimated_steps(self, trainer: Trainer, by_windows: Callable[[], float]) -> float:
-        """Return the steps of a whole fit; `by_windows` is Lightning's estimate, by windows of batches."""
+        """Return the steps of a whole fit; `by_windows` is Lightning's estimate, which counts windows of batches."""
         return startup.correct_estimated_steps(self, trainer, by_windows)
 
     @override
@@ -373,7 +373,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        model_setup.cut(self, self._own_module)  # the last that is done to it before its optimizer is made
+        model_setup.cut(self, self._own_module)  # the module's last change before its optimizer is made
         return super()._setup_model(model)
 
     @override
@@ -432,7 +432,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = super().load_checkpoint  # which takes `weights_only` since Lightning 2.6
+        load = super().load_checkpoint  # accepts `weights_only` since Lightning 2.6
         return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
 
     @override
@@ -445,7 +445,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._checkpoints.load_optimizer(checkpoint, super().load_optimizer_state_dict)
 
     def paused_access(self) -> contextlib.AbstractContextManager[None]:
-        """Take what happens inside for no use of the module's weights by user code."""
+        """Inside, do not treat uses of the module's weights as user code's."""
         return contextlib.nullcontext() if self._access is None else self._access.paused()
 
     # ------------------------------------------------------------------ ending
@@ -464,17 +464,17 @@ class SwarmStrategy(extra_trainers.RankHooks):
         teardown.tear_down(self, super().teardown)
 
     def leave(self) -> None:
-        """End the run and this machine's peers. Twice is fine."""
+        """End the run and this machine's peers. May be called twice."""
         teardown.leave(self)
 
     # ------------------------------------------------------------------ for users
 
     @property
     def address(self) -> str:
-        """The address at which others join, as ``lightning-swarm join`` and `initial_peers` take it.
+        """The address at which other peers join, in the form for ``lightning-swarm join`` and `initial_peers`.
 
         Raises:
-            ConfigError: There is no peer yet, or any more.
+            ConfigError: The peer was not started yet, or has ended.
         """
         if self.peer is None:
             raise ConfigError("`address` needs a run under way: ask for it from fit_start to fit_end.")
@@ -482,7 +482,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @property
     def local_processes(self) -> list[int]:
-        """Ids of the processes that were started for this machine's other peers, and have not been missed."""
+        """Ids of the processes that were started for this machine's other peers, without those found dead."""
         return self._swarm_launcher.processes if self._swarm_launcher is not None else []
 
     def status(self) -> SwarmStatus:

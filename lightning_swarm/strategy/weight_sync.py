@@ -37,7 +37,7 @@ class ModuleWeights:
     def __init__(
         self, peer: Peer, session: Session, module: nn.Module, access: ModuleAccess, *, limits: Limits
     ) -> None:
-        self.stale = False  # the module's weights are older than the swarm's, perhaps since an earlier run
+        self.stale = False  # the module's weights are older than the swarm's
         self._access = access
         self._peer = peer
         self._session: Session | None = session
@@ -57,18 +57,18 @@ class ModuleWeights:
         }
 
     def end_run(self) -> None:
-        """The run is over: what the module does not hold by now is lost."""
+        """Forget the run that is over; weights that were not gathered are lost."""
         self._session = self._optimizer_access = None
 
     # ------------------------------------------------------------------ in the module
 
     def end_training(self) -> None:
-        """Have the module count what records count, before user code looks at it."""
+        """Wait for the last record, and drop batches that no record counts from the module's own statistics."""
         session, _ = self._active_run
         session.end_training()
 
     def gather_into_module(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
-        """Put weights and optimizer state of the last step where one machine has them; `timeout` is in seconds."""
+        """Gather the last step's weights and optimizer state into module and optimizer; `timeout` is in seconds."""
         timeout = self._limits.call_timeout if timeout is None else timeout
         state = self.optimizer_state(optimizer, timeout)
         self._access.refresh(timeout=timeout)
@@ -79,13 +79,13 @@ class ModuleWeights:
 
     @property
     def gathered(self) -> Sequence[Tensor]:
-        """The tensors that were gathered for the newest checkpoint, and that nothing else refers to."""
+        """Return the tensors that were gathered for the newest checkpoint, which nothing else refers to."""
         return [tensor for reference in self._gathered if (tensor := reference()) is not None]
 
     def complete(self, own: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Put the weights of the last step into the module's state dict, unless the module holds them.
+        """Fill the module's state dict with the weights of the last step, unless the module holds them.
 
-        `names` are the first names of its tensors, by key.
+        `names` maps its keys to the tensors' first names.
         """
         self._gathered.clear()
         if self.stale:
@@ -94,12 +94,12 @@ class ModuleWeights:
             own.update({key: weights[names[key]] for key in own if names.get(key) in weights})
 
     def without_stages(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """The module's state dict without what the stages hold; `names` as in `complete`."""
+        """Return the module's state dict without the stages' tensors; `names` as in `complete`."""
         held = set().union(*self._saved_names)
         return {key: value for key, value in own.items() if names.get(key) not in held}
 
     def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-        """Write a checkpoint that Lightning made `without_stages` as a folder to which servers write their stages."""
+        """Write a checkpoint `without_stages` into a folder, to which the servers add their stages."""
         session, _ = self._active_run
         names, parameter_names = self._saved_names, self._parameter_names
 
@@ -124,7 +124,7 @@ class ModuleWeights:
 
     @property
     def _saved_names(self) -> list[set[str]]:
-        """The names of what each stage saves, and no stage before it."""
+        """Return the names of the tensors that each stage saves; a shared tensor belongs to its first stage."""
         found: list[set[str]] = []
         for spec in (stage.spec for stage in self._peer.lead.stages):
             own = {tensor.name for tensor in (*spec.parameters, *spec.buffers) if tensor.persistent}
@@ -132,7 +132,7 @@ class ModuleWeights:
         return found
 
     def optimizer_state(self, optimizer: Optimizer, timeout: float | None = None) -> dict[str, Any]:
-        """The optimizer's state at the last step, of all stages, numbered as one process numbers it."""
+        """Return the optimizer's state of all stages at the last step, with parameters numbered as in one process."""
         state = self._gather(model_state.gather_optimizer, timeout)
         with self._access.paused():
             renumbered = optimizer_state.as_state_dict(optimizer, self._parameter_names, state)
@@ -140,7 +140,7 @@ class ModuleWeights:
         return renumbered
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, _T]], timeout: float | None = None) -> _T:
-        _ = self._active_run  # or there is nobody to gather from
+        _ = self._active_run  # raises if no run is under way
         return self._access.gather(gather, timeout=timeout)
 
     def _call(
@@ -164,13 +164,13 @@ class ModuleWeights:
         self.stale = False
 
     def hand_out_first_state(self, optimizer: Optimizer) -> None:
-        """Have the servers begin with the state that an optimizer has before the run, of an earlier one, say."""
+        """Send the servers the state that an optimizer has before the run, from an earlier run, say."""
         tensors = serialization.flatten(list(optimizer.state.values()))[1]
-        if tensors and not any(tensor.is_meta for tensor in tensors):  # of a module on meta, they make it themselves
+        if tensors and not any(tensor.is_meta for tensor in tensors):  # servers make the state of a module on meta
             self.hand_out_optimizer(optimizer)
 
     def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
-        """Have the servers go on with a checkpoint's optimizer state, as it was saved; None: the optimizer has it."""
+        """Send the servers the optimizer state in `saved`, or the optimizer's own if `saved` is None."""
         names = self._parameter_names
         state = (
             optimizer_state.by_name(optimizer, names)
@@ -181,7 +181,7 @@ class ModuleWeights:
         self._note_optimizer()
 
     def hand_out_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
-        """Have the servers go on with the optimizer state in a sharded checkpoint, one stage after the other."""
+        """Send the servers the optimizer state in a sharded checkpoint, one stage after the other."""
         _, run = self._active_run
         groups = folder.read_groups()["param_groups"]
         for index, stage in enumerate(run.manifest.stages):
@@ -193,7 +193,7 @@ class ModuleWeights:
         self._note_optimizer()
 
     def watch_optimizer(self, trainer: Trainer, written: Collection[str]) -> None:
-        """Show user code the last step's state in the Trainer's optimizer, whose steps write these keys."""
+        """Show user code the last step's state in the Trainer's optimizer, whose steps write the keys `written`."""
         session, _ = self._active_run
         gather = partial(self._gather, model_state.gather_optimizer)
         optimizer = OptimizerAccess(trainer, self._access, gather, lambda: session.version, written)
@@ -201,7 +201,7 @@ class ModuleWeights:
         self._access.add_optimizer(optimizer.check, optimizer.close)
 
     def check_optimizer(self) -> None:
-        """Refuse to save or hand back the state of an optimizer to which user code did what servers do not know."""
+        """Refuse to save or return the optimizer's state if user code changed it, because servers lack the change."""
         if self._optimizer_access is not None:
             self._optimizer_access.check()
 
@@ -226,9 +226,9 @@ class ModuleWeights:
 
 
 class WeightSync(Callback):
-    """Puts the trained weights into the module when training ends, as the Trainer's first callback, until `close`."""
+    """Gathers the trained weights into the module when training ends, as the Trainer's first callback until `close`."""
 
-    # Then callbacks may change them, and they are saved as they are.
+    # It is first, so that later callbacks may change the weights, and changed weights are saved.
     def __init__(self, trainer: Trainer, weights: ModuleWeights, access: ModuleAccess) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights, self._access = weights, access
@@ -238,7 +238,7 @@ class WeightSync(Callback):
         return Callback, ()
 
     def close(self) -> None:
-        """Leave the Trainer's callbacks as they were."""
+        """Remove this callback from the Trainer's."""
         self._callbacks.remove(self)
 
     @override
