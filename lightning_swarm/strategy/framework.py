@@ -18,14 +18,14 @@ OWN_PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "li
 
 
 class ImportTree:
-    """The parts of one tree that the package uses. Its enums are compared by value."""
+    """The parts of one import tree that the package uses. Enums of different trees are compared by value."""
 
     def __init__(self, name: str, *, strategies: str) -> None:
         def of(module: str, attribute: str) -> Any:
             return getattr(import_module(f"{name}.{module}"), attribute)
 
-        self.name = name  # as a script imports it
-        self.strategies = strategies  # the module from which a script imports SwarmStrategy for it
+        self.name = name  # name of its package
+        self.strategies = strategies  # the module from which a script imports its SwarmStrategy
         self.trainer: type[Any] = import_module(name).Trainer
         self.module: type[Any] = import_module(name).LightningModule
         self.data_module: type[Any] = import_module(name).LightningDataModule
@@ -50,41 +50,41 @@ class ImportTree:
 
     @property
     def strategy_path(self) -> str:
-        """The path of SwarmStrategy, as YAML names it."""
+        """Return the path of SwarmStrategy for YAML files."""
         return f"{self.strategies}.SwarmStrategy"
 
     @property
     def other(self) -> ImportTree:
-        """The other tree, if a script has imported it."""
+        """Return the other tree, or this one if no script has imported the other."""
         return next((tree for tree in FRAMEWORKS if tree is not self), self)
 
     def take_messages(self) -> None:
-        """Have both trees log and warn in the name of this tree, for which a script may have set levels and filters."""
-        # Else they do in the name of the tree that was imported last.
+        """Make both trees log and warn under this tree's name, for which a script may have set levels and filters."""
+        # By default they use the name of the tree that was imported last.
         own = import_module(f"{self.name}.utilities.rank_zero")
         own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees have the same
         own.rank_zero_module.rank_zero_deprecation_category = own.LightningDeprecationWarning
 
 
 LIGHTNING: Final = ImportTree("lightning.pytorch", strategies="lightning_swarm")
-PYTORCH_LIGHTNING: ImportTree  # made when it is asked for
-FRAMEWORKS: Final = [LIGHTNING]  # that a script has imported, or may have
+PYTORCH_LIGHTNING: ImportTree  # made at its first use
+FRAMEWORKS: Final = [LIGHTNING]  # trees that a script may have imported
 
 
 def __getattr__(name: str) -> ImportTree:
-    # Nothing but a script imports it: that alone changes what Lightning logs, and the class of its warnings.
+    # Import it only if a script does, because the import changes the logger and warnings that Lightning uses.
     if name != "PYTORCH_LIGHTNING":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     tree = globals()[name] = ImportTree("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
     FRAMEWORKS.append(tree)
     explain_mixed_imports()
-    # The script's own, as far as it can be told from here: the one that was imported first.
+    # The tree that was imported first is presumably the script's own.
     min(FRAMEWORKS, key=lambda framework: list(sys.modules).index(framework.name)).take_messages()
     return tree
 
 
 def mixed_import(kind: str, found: type[object], wanted: ImportTree) -> ConfigError:
-    """The error for a class that is not from the Trainer's tree; `kind` is the name of its base class in both trees."""
+    """Return the error for a class from another tree than the Trainer's; `kind` is its base class's name."""
     return ConfigError.like(
         TypeError,
         f"a {kind} must come from the Trainer's import of Lightning: {found.__name__} is from "
@@ -93,8 +93,8 @@ def mixed_import(kind: str, found: type[object], wanted: ImportTree) -> ConfigEr
 
 
 def explain_mixed_imports() -> None:
-    """Make Lightning's error for a LightningModule of the other tree explain itself: only its words change."""
-    # Lightning finds mixed imports before it asks the strategy anything, but names the user's class: "got `Net`".
+    """Replace the message of Lightning's error for a LightningModule of the other tree by a clearer one."""
+    # Lightning detects mixed imports before it calls the strategy, but names only the user's class: "got `Net`".
     for framework in FRAMEWORKS:
         for name in ("utilities.compile", "utilities.model_helpers"):
             module = import_module(f"{framework.name}.{name}")
@@ -109,22 +109,22 @@ def _check_mixed_imports(framework: ImportTree, instance: object) -> None:
 
 
 def framework_of(trainer: Any) -> ImportTree:
-    """The tree that a Trainer is from."""
+    """Return a Trainer's import tree."""
     return next(framework for framework in FRAMEWORKS if isinstance(trainer, framework.trainer))
 
 
 def framework_of_class(found: object) -> ImportTree | None:
-    """The tree that a class of LightningModule, data module or strategy derives from. None: it is no such class."""
-    bases = set(found.__mro__) if isinstance(found, type) else set()  # `issubclass` takes each strategy for both
+    """Return the tree of a LightningModule's, data module's or strategy's class; None for any other class."""
+    bases = set(found.__mro__) if isinstance(found, type) else set()  # `issubclass` matches strategies of both trees
     return next((tree for tree in FRAMEWORKS if bases & {tree.module, tree.data_module, tree.strategy}), None)
 
 
 def callbacks_named(*names: str) -> tuple[type[Any], ...]:
-    """Lightning's callbacks of these names in both trees, as far as their versions have them."""
+    """Return Lightning's callback classes of these names in both trees, as far as their versions have them."""
     modules = [framework.callbacks for framework in FRAMEWORKS]
     return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))
 
 
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
-    """The Trainer's callbacks that are Lightning's of these names, or derive from them."""
+    """Return the Trainer's callbacks that are instances of Lightning's classes of these names."""
     return [callback for callback in trainer.callbacks if isinstance(callback, callbacks_named(*names))]

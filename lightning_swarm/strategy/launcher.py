@@ -1,4 +1,4 @@
-"""Starts one process for each further peer of this machine: the script runs again there, and serves or trains along."""
+"""Starts one process for each further peer of this machine, where the script runs again to serve or train."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ _OPEN: Final = (
 
 
 class _HelpedInNotebook(BaseException):
-    """This peer has helped in another peer's run, which is over, and its process goes on."""
+    """Another peer's run, which this notebook helped in, is over; the notebook's process continues."""
 
 
 @dataclass(frozen=True)
 class TrainerCall:
-    """A call of a Trainer's function, such as that of `fit`, which is repeated where its run rolls back."""
+    """A call of a Trainer's function, such as `fit`, which is repeated if its run rolls back."""
 
     strategy: SwarmStrategy
     trainer: Trainer
@@ -71,17 +71,17 @@ class TrainerCall:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments by name."""
+        """Return the arguments by name."""
         return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
 
     def resumed(self, path: str | None) -> TrainerCall:
-        """Return the same call, but from this checkpoint; None or empty: from none."""
+        """Return the same call with this checkpoint as `ckpt_path`; None or empty for no checkpoint."""
         bound = inspect.signature(self.function).bind(*self.args, **self.kwargs)
         bound.arguments["ckpt_path"] = path or None
         return replace(self, args=bound.args, kwargs=bound.kwargs)
 
     def run(self) -> Any:
-        """Call the function, and again, with a checkpoint, as often as its run rolls back."""
+        """Call the function, and repeat it from a checkpoint each time that its run rolls back."""
         call = self
         while True:
             result, path = call._run_once()
@@ -90,7 +90,7 @@ class TrainerCall:
             call = call.resumed(path)
 
     def run_beside(self) -> str | None:
-        """Do the same beside the lead. Returns the checkpoint from which this peer is to lead, if it comes to that."""
+        """Call the function beside the lead, as `run` does. Returns a checkpoint if this peer must lead from it."""
         call = self
         while True:
             _, path = call._run_once()
@@ -99,27 +99,27 @@ class TrainerCall:
             call = call.resumed(path)
 
     def run_as_lead(self, path: str) -> Any:
-        """Call the function, at a peer that served, in the place of the lead, from a checkpoint."""
+        """Call the function as the new lead, from a checkpoint, at a peer that served until now."""
         call = self.resumed(path)
         self.strategy.check(self.trainer, call.arguments)
         return call.run()
 
     def _run_once(self) -> tuple[Any, str | None]:
-        """Call the function once; returns its result, and the checkpoint where its run goes on."""
+        """Call the function once. Returns its result, and the checkpoint to resume from if its run rolls back."""
         try:
             return self.function(*self.args, **self.kwargs), None
         except (PeerError, StepError) as error:
             path = self.strategy._rollback.prepare(self.trainer, error)
             if path is None:
                 raise
-        return None, path  # after the handler: the loop's old state is free by now
+        return None, path  # outside the handler, so that the loop's old state is freed
 
 
 class SwarmLauncher(_Launcher):
-    """Starts and ends this machine's other peers, for both import trees: Lightning never asks for its class."""
+    """Starts and ends this machine's other peers. One class serves both import trees, as Lightning never checks it."""
 
     launched: ClassVar[bool] = False
-    """True if a swarm was asked for in this process."""
+    """True if this process has launched a swarm."""
 
     _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
 
@@ -130,9 +130,9 @@ class SwarmLauncher(_Launcher):
         self._children: list[subprocess.Popen[bytes]] = []
         self._num_threads: int | None = None  # torch's, before this run shared the cores
         self.local_rank = process.local_rank()  # this process's number among this machine's peers
-        self.launch_id = process.launch_id()  # of the peers that were started together last; a run's id may be reused
-        self._is_leaving = False  # this server was told to leave
-        self._entry: Entry | None = None  # of the peer that was started last
+        self.launch_id = process.launch_id()  # id of the newest peers started together; a run's id may be reused
+        self._is_leaving = False  # this server was asked to leave
+        self._entry: Entry | None = None  # the newest peer's admission to its run
 
     def __reduce__(self) -> tuple[type[SwarmLauncher], tuple[SwarmStrategy, int]]:  # a copy has started no peers
         return SwarmLauncher, (self._strategy, self._num_peers)
@@ -140,11 +140,11 @@ class SwarmLauncher(_Launcher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return self._num_peers == 1  # there is no script to run again for others
+        return self._num_peers == 1  # a notebook has no script to run again for further peers
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Train here, or serve if this process is a child or joins. A child never returns from it."""
+        """Train, or serve if this process is a child or joins a run. A child process ends here."""
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         try:
@@ -173,7 +173,7 @@ class SwarmLauncher(_Launcher):
             return function(*args, **kwargs)
         self._check_module(trainer.lightning_module)
         if self._strategy.waits_for_fit(trainer):
-            self._num_threads = _share_cores(self._num_peers)  # with the others, which do the same
+            self._num_threads = _share_cores(self._num_peers)  # the other processes evaluate, too
             with self._strategy.evaluating_beside(trainer):
                 return function(*args, **kwargs)
         self._strategy.check(trainer, call.arguments)
@@ -184,12 +184,12 @@ class SwarmLauncher(_Launcher):
                 _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
                 call = call.resumed(None)
             call = self._follow(call)
-            self._invite()  # beside the lead it printed nothing, and others may only know the dead lead's address
-        # Whatever happens in it, Lightning tears the strategy down.
+            self._invite()  # peers that want to join may only know the dead lead's address
+        # Lightning tears the strategy down after any error in the call.
         return call.run()
 
     def _check_module(self, module: LightningModule) -> None:
-        """Refuse a module that the children would not build: they run the script up to its first `fit`."""
+        """Refuse a module other than the script's first, because children serve at the script's first `fit`."""
         first = SwarmLauncher._first_module
         if first is None:
             SwarmLauncher._first_module = weakref.ref(module)
@@ -201,7 +201,7 @@ class SwarmLauncher(_Launcher):
             )
 
     def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str | None:
-        """Serve. Returns the checkpoint from which this peer is to lead, if it comes to that."""
+        """Serve until the run is over. If this peer must lead, return the checkpoint to start from."""
         self._start_peers(call.trainer)
         for number, child in enumerate(self._children, start=1):
             threading.Thread(target=self._report_end, args=(number, child), daemon=True).start()
@@ -221,7 +221,7 @@ class SwarmLauncher(_Launcher):
         )
 
     def _follow(self, call: TrainerCall, start: Callable[[], object] = lambda: None) -> TrainerCall:
-        """Train beside the lead, then end the process, unless this peer is to lead, with the call that is returned."""
+        """Train beside the lead, then end the process. If this peer must lead, return the call to lead with."""
 
         def follow() -> str | None:
             start()
@@ -236,9 +236,9 @@ class SwarmLauncher(_Launcher):
         return call.resumed(self._end_with(follow))
 
     def _end_with(self, work: Callable[[], str | None]) -> str:
-        """Do the work, then end the process, unless the work returns something: what follows `fit` is for the lead.
+        """Do the work and return its result. If it is None, end the process: only the lead continues after `fit`.
 
-        A notebook's process is the user's: there `fit` returns, or raises.
+        A notebook's process does not end: there `fit` returns or raises.
         """
         if _IS_INTERACTIVE:
             result = work()
@@ -251,48 +251,48 @@ class SwarmLauncher(_Launcher):
             if result is not None:
                 return result
         except KeyboardInterrupt:
-            code = 130  # as in a shell
-        except SystemExit as leaving:  # by a second signal
+            code = 130  # a shell's exit code for Ctrl-C
+        except SystemExit as leaving:  # raised by a second signal
             code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         except SwarmError as error:
-            # In place of the interpreter's traceback; like that, no configuration of logs can silence it.
+            # Printed in place of a traceback, because no logging configuration may silence it.
             print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
             code = _CONFIG_ERROR if isinstance(error, ConfigError) else 1
-        except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
+        except BaseException:  # noqa: BLE001 - the script must not continue as if this process were the trainer
             traceback.print_exc()
             code = 1
         self._end_children_in_order(code)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: Lightning would take it for a failed fit and have callbacks and loggers act on it.
+        # `sys.exit` would look like a failed fit to Lightning, which would notify callbacks and loggers.
         os._exit(code)
 
     def _leave(self, reason: str) -> None:
-        """Leave the run, at a server, and have this machine's other servers leave it."""
+        """Make this server and this machine's other servers leave the run."""
         _log.warning("%s: leaving. Once more, and it ends at once.", reason)
         self.let_children_leave()
         if self._strategy.peer is not None:
             self._strategy.peer.leave()
 
     def let_children_leave(self) -> None:
-        """Have this machine's other servers leave a run that goes on."""
+        """Make this machine's other servers leave a run that continues."""
         self._is_leaving = True
         for child in self._children:
             child.terminate()
 
     def _handle_notice(self, reason: str) -> None:
-        """A cloud is about to take this machine away."""
+        """Leave the run after a cloud's preemption notice; a trainer ends its loop as on SIGTERM."""
         if self._strategy.config.only_serves:
             self._leave(reason)
             return
         _log.warning("%s. What trains here ends.", reason)
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's: it ends the loop in order
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's handler ends the loop in order
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_children_in_order(self, code: int) -> None:
         limits = self._strategy.config.limits
-        # Those that leave may have to wait for a record of their own.
+        # Servers that leave may have to wait for the record that releases them.
         timeout = limits.leave_timeout + (limits.drain_timeout if self._is_leaving else 0.0)
         self.end_children(timeout, dismissed=code == 0 or (self._is_leaving and code < 128))
 
@@ -302,12 +302,12 @@ class SwarmLauncher(_Launcher):
 
     @property
     def starts_others(self) -> bool:
-        """True if this process starts further peers of its machine."""
+        """Return whether this process starts further peers of its machine."""
         return self._num_peers > 1 and self.local_rank == 0
 
     @property
     def processes(self) -> list[int]:
-        """Ids of the other peers that this process started."""
+        """Return the process ids of the other peers that this process started."""
         return [child.pid for child in self._children]
 
     def check_children(self) -> None:
@@ -323,7 +323,7 @@ class SwarmLauncher(_Launcher):
 
     @property
     def num_ended(self) -> int:
-        """Number of children that have ended."""
+        """Return the number of children that have ended."""
         return sum(child.poll() is not None for child in self._children)
 
     def forget_ended(self) -> None:
@@ -331,7 +331,7 @@ class SwarmLauncher(_Launcher):
         self._children = [child for child in self._children if child.poll() is None]
 
     def end_children(self, timeout: float, *, dismissed: bool) -> None:
-        """End the children; if they were `dismissed`, told that the run is over, give them `timeout` seconds for it."""
+        """End the children. If they were `dismissed`, because the run is over, let them end within `timeout` seconds."""
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
@@ -350,7 +350,7 @@ class SwarmLauncher(_Launcher):
                 child.stdin.close()
 
     def _start_peers(self, trainer: Trainer) -> bool:
-        """Start this process's peer and, if it is the machine's first, the others. True: it trains beside a lead."""
+        """Start this process's peer and, at the first one, its children. Returns whether it trains beside a lead."""
         first, joins = self.local_rank == 0, False
         starts_others = first and self._num_peers > 1 and not self._evaluates_alone(trainer)
         command = process.child_command() if starts_others else []
@@ -379,14 +379,14 @@ class SwarmLauncher(_Launcher):
         return not self._strategy.config.only_serves and computes_alone(self._strategy, trainer)
 
     def _invite(self) -> None:
-        """Print how others join the run."""
+        """Print how other machines join the run."""
         peer = self._strategy._own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
         config = self._strategy.config
         rank_zero_info(process.how_to_join(config, addresses, self._entry, num_peers=self._num_peers))
 
     def _enter(self) -> Entry | None:
-        """Find out how this peer comes into its run, before anything starts; None if anyone may."""
+        """Return this peer's admission to its run, before anything starts; None if the run admits any peer."""
         config = self._strategy.config
         if config.trust == "open" and not config.is_local and self.local_rank == 0:
             _log.warning(_OPEN)
@@ -408,7 +408,7 @@ class SwarmLauncher(_Launcher):
     def _spawn_children(
         self, command: Sequence[str], addresses: Sequence[str], variables: Mapping[str, str], passed: Sequence[int]
     ) -> None:
-        folder = program.started_in()  # there the script finds what is beside it by the same relative paths
+        folder = program.started_in()  # the script's relative paths must work in the children, too
         for rank in range(1, self._num_peers):
             environment = process.child_environment(
                 rank,
@@ -418,8 +418,8 @@ class SwarmLauncher(_Launcher):
                 trains=self._strategy.num_trainers > 1,
             )
             self._children.append(
-                # Children end when the pipe to their parent closes, however it died.
-                # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
+                # Children end when the pipe to their parent closes, however the parent died.
+                # In their own session they do not get the terminal's Ctrl-C: the trainer ends its peers in order.
                 subprocess.Popen(
                     command,
                     env={**environment, **variables},

@@ -1,4 +1,4 @@
-"""Counters of the training loop: schedulers' moves, complete batches, the loss scale, and where a step ends."""
+"""Counters of the training loop: schedulers' moves, complete batches, the loss scale, and the ends of steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import framework_of
 
-_NUM_APPLIED: Final = "_growth_tracker"  # in the state of a `GradScaler`
+_NUM_APPLIED: Final = "_growth_tracker"  # key in the state of a `GradScaler`
 
 
 class TrainerSchedulers:
@@ -35,33 +35,33 @@ class TrainerSchedulers:
         self._num_moved = 0  # moves for records that are not counted yet
 
     def take_over(self) -> None:
-        """Keep Lightning's loop from moving schedulers that were moved for a record that is still to come."""
+        """Keep Lightning's loop from moving schedulers again that were already moved for a pending record."""
         self._update = Override(self._epoch_loop, "update_lr_schedulers", self._update_after_batch)
 
     def release(self) -> None:
-        """Leave the loop as it was."""
+        """Restore Lightning's loop."""
         self._update.remove()
 
     def restart(self) -> None:
-        """The run goes on from other weights."""
+        """Forget pending moves, because the run restarts with other weights."""
         self._num_moved = 0
 
     def move(self, num_records: int) -> None:
-        """Move the schedulers to where `num_records` that are not counted yet bring them."""
+        """Move the schedulers ahead by `num_records` records that are not counted yet."""
         while self._num_moved < num_records:
-            # They ask whether the optimizer stepped; it did, elsewhere.
+            # Schedulers check whether the optimizer stepped, which it did on the servers.
             self._trainer.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
             self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
             self._num_moved += 1
 
     def count(self, *, is_first: bool) -> None:
-        """A record is counted. Lightning moves the schedulers for the first one in a batch."""
+        """Count a record: move the schedulers, except for a batch's first record, for which Lightning moves them."""
         if not is_first:
             self.move(1)
             self._num_moved -= 1
 
     def _update_after_batch(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Takes the place of the method that Lightning calls after a batch."""
+        """Replace the method that Lightning calls after a batch."""
         if interval == "step" and not update_plateau_schedulers and self._num_moved:
             self._num_moved -= 1
         else:
@@ -70,37 +70,37 @@ class TrainerSchedulers:
 
 @dataclass(frozen=True)
 class LoopBatch:
-    """A batch of Lightning's loop, or one that another trainer does not bring."""
+    """A batch of Lightning's loop, or an orphaned batch of another trainer."""
 
     idx: int
     kwargs: OrderedDict[str, Any]
     num_samples: int
-    number: BatchNumber | None = None  # where trainers share the data
+    number: BatchNumber | None = None  # set if trainers share the data
 
 
 class CompletedBatches:
     """One trainer's complete batches that no record counts yet."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, list[int]] = {}  # by step
-        self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # by lease: the step, the batch, its epoch
-        self.lost: dict[int, LoopBatch] = {}  # by lease: they count nowhere all the same, and are to run again
+        self._sizes: dict[int, list[int]] = {}  # step -> samples of each batch
+        self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # lease -> step, batch, epoch
+        self.lost: dict[int, LoopBatch] = {}  # lease -> batch that no record will count, and that must run again
 
     def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
-        """Note a batch that is complete."""
+        """Add a complete batch."""
         self._batches[lease] = step, batch, epoch
         self._sizes.setdefault(step, []).append(batch.num_samples)
 
     def num_samples(self, step: int) -> int:
-        """Samples of this trainer's complete batches in a step."""
+        """Return the samples of this trainer's complete batches in a step."""
         return sum(self._sizes.get(step, ()))
 
     def num_batches(self, epoch: int) -> int:
-        """This trainer's complete batches of an epoch that no record counts yet."""
+        """Return the number of this trainer's complete batches of an epoch that no record counts yet."""
         return sum(of == epoch for _, _, of in self._batches.values())
 
     def lose(self, lease: int) -> None:
-        """Have a batch run again: its step's record, or the coordinator, does not count it."""
+        """Mark a batch to run again, because its step does not count it."""
         step, batch, _ = self._batches.pop(lease, (0, None, 0))
         if batch is None:
             raise StepError(
@@ -112,17 +112,17 @@ class CompletedBatches:
             self._sizes[step].remove(batch.num_samples)
 
     def keep_no_batches(self) -> None:
-        """Free the batches: none of them can run again."""
+        """Free the batches, which then cannot run again."""
         self._batches.clear()
 
     def count(self, step: int) -> None:
-        """Forget the batches up to a step, whose record was counted."""
+        """Forget the batches of all steps up to `step`, whose record was counted."""
         self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
         self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
 
 def scaling_of(trainer: Trainer) -> LossScaling | None:
-    """Return how losses are scaled in a run that begins, as the Trainer or its checkpoint has it; None: not at all."""
+    """Return a new run's loss scaling, from the Trainer or its checkpoint; None if losses are not scaled."""
     plugin = trainer.precision_plugin
     scaler: GradScaler | None = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
@@ -134,19 +134,19 @@ def scaling_of(trainer: Trainer) -> LossScaling | None:
 
 
 class LossScale:
-    """The factor by which trainers scale losses, for float16's small range; the servers divide the mean by it."""
+    """The factor by which trainers scale losses for float16's small range. Servers divide the mean gradient by it."""
 
     def __init__(self, scaler: GradScaler | None, of_run: Callable[[], LossScaling | None] = lambda: None) -> None:
-        self._scaler = scaler  # of the precision plugin; None: it never scales
-        self._of_run = of_run  # what all trainers scale by; None: this one's scale is its own
+        self._scaler = scaler  # the precision plugin's; None if it never scales
+        self._of_run = of_run  # returns the scaling of all trainers; None if this trainer's scale is its own
 
     @property
     def adapts(self) -> bool:
-        """True if the scale changes with the steps."""
+        """Return whether the scale changes with the steps."""
         return self._scaler is not None and self._scaler.is_enabled()
 
     def current(self) -> float:
-        """Return the scale of the next loss, and scale by it. Raises StepError if it has come down to nothing."""
+        """Apply and return the scale of the next loss. Raises StepError if it is not positive and finite."""
         self._follow()
         value = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         if not 0.0 < value < math.inf:
@@ -161,14 +161,14 @@ class LossScale:
         """Let the scaler grow or back off after a step, as it does on one machine."""
         if self._scaler is None or self._follow():
             return
-        # It looks for what is not finite in an optimizer's gradients, and those are on the servers: one stands in.
+        # The scaler checks gradients for infinities, but they are on the servers. So a stand-in has the step's outcome.
         stand_in = torch.nn.Parameter(torch.zeros(()))
         stand_in.grad = torch.full((), math.inf if skipped else 0.0)
         self._scaler.unscale_(SGD([stand_in], lr=0.0))
         self._scaler.update()
 
     def _follow(self) -> bool:
-        """Have the scaler scale as the run does; False if it is the trainer's own."""
+        """Set the scaler to the run's scale; False if the run has none, and the trainer's own applies."""
         scaling = self._of_run()
         if self._scaler is None or scaling is None:
             return False
@@ -178,7 +178,7 @@ class LossScale:
 
 
 class LoopCounters:
-    """Says where a step ends by Lightning's own counters, as far as one trainer can know."""
+    """Determines where a step ends, by Lightning's own counters, as far as one trainer can know."""
 
     def __init__(self, trainer: Trainer, data: SharedData, target_batch_size: int | None, *, is_lead: bool) -> None:
         self._trainer = trainer
@@ -189,16 +189,16 @@ class LoopCounters:
 
     @property
     def by_windows(self) -> bool:
-        """True if a step is a window of accumulation."""
+        """Return whether a step is a window of gradient accumulation."""
         return self._target_batch_size is None
 
     @property
     def total_weight(self) -> float | None:
-        """Weight of a step: that of a full window, whose batches weigh the same. None: its samples add up."""
+        """Return the weight of a step: 1 for a window of equally weighted batches; None to add up its samples."""
         return 1.0 if self.by_windows else None
 
     def num_samples(self, batch: Any) -> int:
-        """Samples of a batch; where a step is a window they are only a label, and may be unknown."""
+        """Return the samples of a batch. If a step is a window, they do not weight gradients, and are 1 if unknown."""
         framework = framework_of(self._trainer)
         try:
             with warnings.catch_warnings():
@@ -215,21 +215,21 @@ class LoopCounters:
             ) from error
 
     def is_full(self, num_samples: int) -> bool:
-        """True if a step with so many of this trainer's samples is full when no other trainer has batches in it."""
+        """Return whether a step with so many own samples is full, if no other trainer has batches in it."""
         return self._target_batch_size is not None and num_samples >= self._target_batch_size
 
     def is_due(self, num_samples: int) -> bool:
-        """True if a step with so many own samples ends here: where Lightning's would, or with the last batch."""
+        """Return whether a step with so many own samples ends here, as Lightning's would, or with the last batch."""
         if self.by_windows:
-            # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
-            # divided by the window's length already.
+            # A window that the epoch's end cuts off counts as a full one, as in Lightning: each loss was divided by the
+            # window's length.
             cut_off = self._epoch_loop._num_ready_batches_reached()
             return cut_off or self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
         return self.is_last_batch and num_samples > 0
 
     @contextmanager
     def of_run(self, number: BatchNumber | None) -> Iterator[None]:
-        """Inside, the Trainer's counters say where the batch stands among those of all trainers, as in one process."""
+        """Inside, the Trainer's counters count the batches of all trainers, as in one process."""
         if number is None:
             yield
             return
@@ -244,12 +244,12 @@ class LoopCounters:
 
     @property
     def ends_epoch(self) -> bool:
-        """True if the lead's epoch ends here: what follows it, a checkpoint say, must miss no step of it."""
+        """Return whether the lead's epoch ends here. A checkpoint at its end, say, must include all of its steps."""
         return self._is_lead and self._epoch_loop._num_ready_batches_reached()
 
     @property
     def is_last_batch(self) -> bool:
-        """True if the lead's last epoch ends with the batch in hand."""
+        """Return whether the lead's last epoch ends with the current batch."""
         if self._data.shares:
             return False  # the coordinator knows which batch is the run's last one
         return self._data.is_last_epoch(self._trainer.current_epoch) and self.ends_epoch

@@ -1,4 +1,4 @@
-"""Takes the place of Lightning's automatic optimization: one swarm step is one ``global_step``."""
+"""Replaces Lightning's automatic optimization: one swarm step is one ``global_step``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _MAX_RUNS = 8
 
 
 def _untrained() -> dict[str, Any]:
-    """The outputs of a batch that was read here and not trained, for another trainer had brought it."""
-    # Callbacks read the loss of every batch, as they may with the plain Trainer.
+    """Return the outputs of a batch that was read here but not trained, because another trainer had brought it."""
+    # Callbacks may read the loss of every batch, as with the plain Trainer.
     return {"loss": torch.tensor(math.nan)}
 
 
 class SwarmOptimization:
-    """Runs the loop's batches, whose steps happen on the servers. Closure and counters are Lightning's own."""
+    """Runs the loop's batches, whose steps happen on the servers. The closure and counters are Lightning's own."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SwarmOptimization:
         data: SharedData,
         config: SwarmConfig,
         access: ModuleAccess,
-        run_log: RunLog | None,  # at the lead
+        run_log: RunLog | None,  # only the lead's
     ) -> None:
         self.trainer = trainer
         self._data = data
@@ -70,12 +70,12 @@ class SwarmOptimization:
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None), lambda: session.run.scaling)
         self._run_log = run_log
-        self._version = session.version  # records that were counted here
-        self.on_grant: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
-        self.stepped = False  # in the batch in hand
-        self._begun = False  # a batch is, or was, in hand
-        self._num_trained = 0  # so many batches were ready when the last one was trained on
-        self._is_ready = False  # the step that ends with the batch in hand is in Lightning's counters
+        self._version = session.version  # number of records that were counted here
+        self.on_grant: Callable[[RunNews], None] = lambda _: None  # called at a batch's grant, or if no batch is left
+        self.stepped = False  # a step was counted in the current batch
+        self._begun = False  # a batch has begun
+        self._num_trained = 0  # Lightning's count of ready batches when the last one was trained
+        self._is_ready = False  # Lightning's counters include the step that the current batch may end
         self._overrides: Sequence[Override] = ()
         self._schedulers = TrainerSchedulers(trainer)
         self._completed = CompletedBatches()
@@ -96,17 +96,17 @@ class SwarmOptimization:
             session.step_with(self._hyperparameters, lambda: trainer.current_epoch)
 
     def take_over(self) -> None:
-        """Take the place of the optimizer's steps."""
+        """Replace Lightning's optimizer steps and schedulers."""
         self._num_trained = self._num_ready()
         self._schedulers.take_over()
         self._overrides = (
             Override(self._lightning, "run", self.run),
-            # Lightning asks this to time schedulers, logging and checkpoints.
+            # Lightning times schedulers, logging and checkpoints by this method.
             Override(self.trainer.fit_loop.epoch_loop, "_accumulated_batches_reached", self._has_stepped),
         )
 
     def release(self) -> None:
-        """Leave the loop as it was."""
+        """Restore Lightning's loop."""
         self._schedulers.release()
         self._own_values.release()
         self._rate_hooks.release()
@@ -115,9 +115,9 @@ class SwarmOptimization:
             override.remove()
 
     def _has_stepped(self) -> bool:
-        """True if a step ended in the batch in hand, or in that in which a loop that goes on was saved.
+        """Return whether a step ended in the current batch; before a resumed loop's first batch, in its last saved one.
 
-        A hook may ask before the batch is trained on: then whether a step will end in it, where that is known.
+        Before a batch is trained, return whether a step will end in it, as far as this is known.
         """
         if self._num_ready() != self._num_trained:
             return self._counters.by_windows and self._counters.is_due(0)
@@ -129,7 +129,7 @@ class SwarmOptimization:
         return int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
+        """Train on one batch, and wait for the step that it closes. Returns the outputs for `on_train_batch_end`."""
         self._begun, self.stepped = True, False
         self._own_values.look()
         self._rate_hooks.called(kwargs.get("batch"), batch_idx)
@@ -154,8 +154,8 @@ class SwarmOptimization:
             self._access.refresh_aliases()
             return _untrained() if result is None else result
         except RunOver:
-            # At the lead: no step opens beyond `max_steps`, which it has just reached. At others: the lead's loop has
-            # ended.
+            # At the lead, no step opens beyond `max_steps`, which it has just reached. At another trainer, the lead's
+            # loop has ended.
             self._take_back_ready()
             if self._session.is_lead:
                 return _untrained()
@@ -168,19 +168,19 @@ class SwarmOptimization:
             self._session.pipeline.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)
 
     def _clears_gradients(self, batch_idx: int) -> bool:
-        """True if Lightning clears gradients between the batch's `training_step` and its backward."""
+        """Return whether Lightning clears gradients between the batch's `training_step` and its backward."""
         return batch_idx % self.trainer.accumulate_grad_batches == 0
 
     def _loop_batch(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> LoopBatch:
         number = self._data.number
         if number is not None:
-            if "batch_idx" in kwargs:  # as in one process, which reads all of the epoch
+            if "batch_idx" in kwargs:  # the index that one process would have, which reads all of the epoch
                 kwargs["batch_idx"] = number[1]
             return LoopBatch(batch_idx, kwargs, self._data.size(number), number)
         return LoopBatch(batch_idx, kwargs, self._counters.num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
     def _train(self, batch: LoopBatch) -> dict[str, Any] | None:
-        """Train on a batch, again if it is struck. None: another trainer has it."""
+        """Train on a batch, again if it is struck. Returns None if another trainer has it."""
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
             lease = self._begin(batch)
@@ -200,11 +200,11 @@ class SwarmOptimization:
         ) from revoked
 
     def _train_lost(self) -> None:
-        """Train again on earlier batches that were complete, but are counted in no record."""
+        """Train again on earlier batches that were complete, but that no record counts."""
         while self._completed.lost:
             batch = self._completed.lost.pop(next(iter(self._completed.lost)))
             if self._train(batch) is not None:
-                self.logs.restore()  # what is logged here has it since its first run
+                self.logs.restore()  # the logs have included this batch since its first run
 
     def _train_extra(self, batch_idx: int, grant: Grant) -> None:
         """Train on a batch that no other trainer brings. If it is struck, any trainer may get it again."""
@@ -220,17 +220,17 @@ class SwarmOptimization:
             self.logs.revoke()
 
     def _end_epoch(self, batch_idx: int) -> None:
-        """Wait, after this trainer's last batch of the epoch, until all of the epoch is complete."""
+        """Wait, after this trainer's last batch of the epoch, until all batches of the epoch are complete."""
         end = self._data.lane_end
         if end is not None:
             try:
                 self._begin(LoopBatch(batch_idx, OrderedDict(), 1, end))
-            except RunOver:  # the batch in hand was the lead's last one
+            except RunOver:  # the current batch was the lead's last one
                 if not self._session.is_lead:
                     raise
 
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
-        """Run the batch under its lease."""
+        """Train on a batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
         zero_grad = closure._zero_grad_fn
         if zero_grad is not None:
@@ -249,7 +249,7 @@ class SwarmOptimization:
         except Exception:
             try:
                 self._session.withdraw_batch(dropped=False)  # another trainer may bring it
-            except SwarmError as error:  # which matters less than what the batch raised
+            except SwarmError as error:  # the batch's own error matters more
                 _log.warning("The batch could not be withdrawn: %s", error)
             raise
         result = closure.consume_result()
@@ -262,17 +262,17 @@ class SwarmOptimization:
         if self._completed.lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
         if not self._session.is_shared and not self._session.delays:
-            # All batches of a step, on its device, are too much to keep for a double fault.
+            # Only a double fault would need these batches, and a step's batches take too much device memory.
             self._completed.keep_no_batches()
         return {} if result.loss is None else result.asdict()
 
     def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Have Lightning call `on_before_zero_grad`, where plain Lightning has gradients of the batch before."""
+        """Clear gradients as Lightning does; meanwhile, refuse uses of the former batch's gradients in hooks."""
         with self._session.gradients_spent():
             zero_grad()
 
     def _finish_batch(self, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics) -> bool:
-        """Tell the servers that the batch is complete, and what it logged. True if its step closes now."""
+        """Report a complete batch and its logged values to the swarm. Returns whether its step closes now."""
         step = self._session.open_step
         close = self._counters.is_due(batch.num_samples)
         alone = not (self._session.is_shared or self._data.shares)
@@ -288,7 +288,7 @@ class SwarmOptimization:
         return closing
 
     def _next_grant(self, batch: LoopBatch, *, ends: bool) -> NextGrant:
-        """Ask for the next batch's grant if that is as large as this one, which an epoch's last batch may not be."""
+        """Request the next batch's grant, too, unless that batch is the epoch's last, which may be smaller."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         is_last = epoch_loop.batch_progress.current.ready + 1 >= self.trainer.num_training_batches
         if is_last or self._scale.adapts:
@@ -296,7 +296,7 @@ class SwarmOptimization:
         return NextGrant(ends=ends, num_samples=batch.num_samples, gradient_scale=self._scale.current())
 
     def finish(self) -> None:
-        """Count, where training ends, the records that are still to come."""
+        """Wait for and count the last records when training ends."""
         self._session.give_back()
         self._session.end_training()
         self._take_lost()
@@ -309,11 +309,11 @@ class SwarmOptimization:
             )
 
     def begin_backward(self) -> None:
-        """Send what `training_step` logged, which is complete by now."""
+        """Send the values that `training_step` logged, because no more will follow."""
         self._session.begin_backward(self.logs.so_far)
 
     def end_backward(self) -> None:
-        """Let nothing that is backpropagated from now on count."""
+        """Stop counting backward passes for the current batch."""
         self._session.end_backward()
 
     @property
@@ -325,18 +325,18 @@ class SwarmOptimization:
 
     @property
     def pending_samples(self) -> int:
-        """Samples of this trainer's complete batches in the step that takes the next one."""
+        """Return the samples of this trainer's complete batches in the open step."""
         return self._completed.num_samples(self._session.open_step)
 
     @property
     def num_late_batches(self) -> int:
-        """With delayed steps: this epoch's complete batches that are in no record that was counted."""
+        """Return, with delayed steps, the number of this epoch's complete batches that no counted record includes."""
         if not self._session.delays or self._counters.ends_epoch:
             return 0
         return self._completed.num_batches(self.trainer.current_epoch)
 
     def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
-        """Go on where another run's loop was: it heard `news` before its next batch, and had `pending` to share."""
+        """Continue from a former run's loop, with its `news` from before the next batch and its `pending` values."""
         self._version = num_counted
         self._session.restore_news(news)
         self.logs.recall(pending)
@@ -345,7 +345,7 @@ class SwarmOptimization:
             self.logs.discard_batch(lease)
 
     def restart(self) -> None:
-        """The run goes on from other weights; what the open step had is gone."""
+        """Forget the open step, because the run restarts with other weights."""
         self._version = self._session.version
         self._completed = CompletedBatches()
         self.stepped = False
@@ -354,7 +354,7 @@ class SwarmOptimization:
         self._schedulers.restart()
 
     def _begin(self, batch: LoopBatch) -> int | None:
-        """Get a lease, and bring extra batches that no other trainer will. None: another trainer has this batch."""
+        """Get a lease, training orphaned batches meanwhile. Returns None if another trainer has this batch."""
         while not self._leaves():
             try:
                 grant = self._session.begin_batch(
@@ -366,7 +366,7 @@ class SwarmOptimization:
             finally:
                 self._take_lost()
                 self.on_grant(replace(self._session.news, lost=dict(self._completed.lost)))
-                self._count_others()  # the steps that other trainers filled before it came
+                self._count_others()  # steps that other trainers filled before the grant
             if grant is None:
                 return None
             self._rate_hooks.call()
@@ -376,7 +376,7 @@ class SwarmOptimization:
         return None
 
     def _leaves(self) -> bool:
-        """True if this trainer was asked to leave a run that goes on: another one brings the batch."""
+        """Return whether this trainer must leave a run that continues; another trainer brings the batch."""
         return not self._session.is_lead and bool(self.trainer.received_sigterm)
 
     def _count_others(self) -> None:
@@ -386,7 +386,7 @@ class SwarmOptimization:
             self._count()
 
     def _end_step(self, *, closing: bool) -> None:
-        """Wait for the step's record if the step ends with this batch."""
+        """Close the step if it ends with this batch, wait for its record, and count all records that came."""
         if not closing and self._counters.is_due(self.pending_samples):
             self._session.close_step(window=self._counters.total_weight)  # the batch was withdrawn
             closing = True
@@ -397,20 +397,20 @@ class SwarmOptimization:
         if self._counters.ends_epoch:
             self._catch_up()
         self._count_others()
-        self._session.follow_records()  # the next hooks find weights of all steps that are counted
+        self._session.follow_records()  # the next hooks must find the weights of all counted steps
 
     def _ends_step(self, *, close: bool) -> bool:
-        """True if the batch waits for the end of a step that closes with it."""
-        # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
+        """Return whether the batch waits for the end of a step that closes with it."""
+        # Lightning acts on steps once a batch, so the lead leaves a second step to its next batch.
         return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
 
     def _catch_up(self) -> None:
-        """Wait for the records of all steps that are closed."""
+        """Wait for the records of all closed steps."""
         self._session.catch_up()
         self._take_lost()
 
     def _take_lost(self) -> bool:
-        """Note complete batches that no record will count and that must run again. True if there are any."""
+        """Collect complete batches that no record will count, to run them again. Returns whether there are any."""
         lost = self._session.take_lost()
         for lease in lost:
             self._completed.lose(lease)
@@ -427,18 +427,18 @@ class SwarmOptimization:
         with nullcontext() if self._session.has_ended else self._profiled():
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
-                # Another trainer withdrew its batch, and this one has none to put in its place.
+                # Another trainer withdrew its batch, and this one has no batch to replace it.
                 self._session.close_step(window=self._counters.total_weight)
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:
             self._is_ready = False
             self._count()
-        else:  # a batch was withdrawn, and the step takes others in its place; or records are late
+        else:  # records are late, or a batch was withdrawn and the step takes more batches
             self._take_back_ready()
 
     def _take_back_ready(self) -> None:
-        """Take back that a step is ready, if none ended."""
+        """Remove the ready step from Lightning's counters, if no step ended."""
         if self._is_ready:
             self._is_ready = False
             progress = self._lightning.optim_progress.optimizer.step
@@ -446,7 +446,7 @@ class SwarmOptimization:
             progress.total.ready -= 1
 
     def _before_step(self, *, has_all: bool) -> None:
-        """Call the hooks before a step; `has_all`: this trainer's own layers have its whole gradient still."""
+        """Call the hooks before a step. If `has_all`, this trainer's own layers still hold its whole gradient."""
         self._prepare()
         call = self._framework.call
         with nullcontext() if has_all else self._session.gradients_elsewhere():
@@ -455,14 +455,14 @@ class SwarmOptimization:
         self._session.pipeline.marks.check()
 
     def _profiled(self) -> AbstractContextManager[None]:
-        """Profile, as in the plain Trainer, the time from the last backward to the new weights."""
+        """Profile the time from the last backward to the new weights, as the plain Trainer does."""
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         name = f"[SwarmOptimization]{type(self._optimizer).__name__}.optimizer_step"
         found: AbstractContextManager[None] = profiler.profile(name)
         return found
 
     def _count(self) -> None:
-        """Count a record that was applied, in Lightning's counters, schedulers and logs."""
+        """Count an applied record in Lightning's counters, schedulers and logs."""
         if self.stepped:
             self._log_step()
         self._schedulers.count(is_first=not self.stepped)
@@ -476,7 +476,7 @@ class SwarmOptimization:
         self.logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
         if self._run_log is not None:
             self._run_log.count(None if decided is None else decided.record)
-        if decided is None:  # a later record says as much
+        if decided is None:  # only a later record is known, which will be counted, too
             return
         record = decided.record
         if not self._session.is_lead:
@@ -484,26 +484,26 @@ class SwarmOptimization:
                 set_hyperparameters(group, values)
         skipped = record.outcome == "skip"
         if skipped:
-            # Scaled gradients are expected to overflow now and then: that is how the scale is found.
+            # Scaled gradients overflow now and then, because the scale grows until they do.
             level = logging.INFO if self._scale.adapts else logging.WARNING
             _log.log(level, "Step %d was skipped in all stages: its gradient was not finite.", record.step)
         if record.closing.batches:
             self._scale.update(skipped=skipped)
 
     def _log_step(self) -> None:
-        """Log what trainers share of a step that is not the last one in this batch: Lightning logs once a batch."""
+        """Log a step's shared values if a further step ends in this batch, because Lightning logs once a batch."""
         connector = self.trainer._logger_connector
         if self._session.is_lead and connector.should_update_logs:
             connector.log_metrics(self.logs.of_step)
         self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
     def _prepare(self) -> None:
-        """Move schedulers to the next record's step: the records that came are not all counted."""
+        """Move the schedulers to the open step, ahead of records that are not counted yet."""
         self._schedulers.move(self.stepped + self._session.open_step - self._version)
         self._rate_hooks.call()
 
     def tell_selection(self) -> None:
-        """Have the servers train what the module and its optimizer select by now, from the next step on."""
+        """Send the module's and optimizer's selection of trained parameters to the servers, for the next step."""
         selection = checks.new_selection(
             self._session, self.trainer.lightning_module, self._optimizer, self.pending_samples
         )

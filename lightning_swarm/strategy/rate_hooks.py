@@ -1,4 +1,4 @@
-"""Hyperparameters that the lead's `on_train_batch_start` sets, for steps that other trainers fill, too."""
+"""Calls the lead's `on_train_batch_start` for steps that other trainers fill, if it sets hyperparameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_swarm.strategy.framework import OWN_PACKAGES
 from lightning_swarm.strategy.reachable_values import names_in
 
 _HOOK: Final = "on_train_batch_start"
-_NAMES: Final = frozenset({"param_groups", "optimizers"})  # by which a hook comes at hyperparameters
+_NAMES: Final = frozenset({"param_groups", "optimizers"})  # attributes that lead a hook to hyperparameters
 
 
 class RateHooks:
-    """At the lead of several trainers: calls the hook for each step whose hyperparameters it has not set yet.
+    """Calls the hook, at the lead of several trainers, for each step whose hyperparameters it has not set yet.
 
-    The plain Trainer calls it before every batch. Here the lead may have no batch in a step, or get a place in a later
-    step than the one in which it called the hook. Only hooks of user code that set hyperparameters are called again.
+    The plain Trainer calls the hook before every batch. Here the lead may have no batch in a step, or get a place in a
+    later step than it called the hook for. Only hooks of user code that set hyperparameters are called again.
     """
 
     def __init__(self, trainer: Trainer, session: Session, hyperparameters: Callable[[], Any]) -> None:
@@ -32,7 +32,7 @@ class RateHooks:
         self._session = session
         self._hyperparameters = hyperparameters
         self._before: Any = None
-        self._step = 0  # for which the hook was called
+        self._step = 0  # the newest step that the hook was called for
         self._batch: tuple[Any, int] = (None, 0)
         self._sets = False
         self._start: Override | None = None
@@ -41,20 +41,20 @@ class RateHooks:
             self._start = Override(trainer._logger_connector, "on_batch_start", self._begin_batch)
 
     def release(self) -> None:
-        """Leave Lightning's loop as it was."""
+        """Restore Lightning's method."""
         if self._start is not None:
             self._start.remove()
 
     def called(self, batch: Any, batch_idx: int) -> None:
-        """Lightning has called the hook for this batch."""
+        """Record that Lightning has called the hook for this batch."""
         if self._start is None:
             return
         self._step = self._session.open_step
         self._sets = self._sets or self._before != self._hyperparameters()
-        self._batch = (batch, batch_idx) if self._sets else (None, 0)  # else it takes memory for nothing
+        self._batch = (batch, batch_idx) if self._sets else (None, 0)  # keep no batch that is not needed
 
     def call(self) -> None:
-        """Before the open step's hyperparameters are told: have the hook set them, once a step at least."""
+        """Call the hook before the open step's hyperparameters are sent, unless it was called for this step."""
         step = self._session.open_step
         if self._start is None or not self._sets or step <= self._step:
             return
@@ -68,14 +68,14 @@ class RateHooks:
                 hook(*own, *self._batch)
 
     def _begin_batch(self, *args: Any) -> None:
-        """Takes the place of what Lightning calls before the hook, and before an evaluation's hook."""
+        """Replace the logger connector's `on_batch_start`, which Lightning calls before the hook."""
         assert self._start is not None
         self._start.replaced(*args)
         self._before = self._hyperparameters()
 
     @contextmanager
     def _at(self, step: int) -> Iterator[None]:
-        """Inside, `global_step` is `step`: records that came may not be counted yet."""
+        """Inside, `global_step` is `step`, although some records may not be counted yet."""
         loop = self._trainer.fit_loop.epoch_loop
         total = loop.automatic_optimization.optim_progress.optimizer.step.total
         counted = total.completed
@@ -86,7 +86,7 @@ class RateHooks:
             total.completed = counted
 
     def _hooks(self) -> Iterator[Any]:
-        """The methods by which user code overrides the hook, callbacks' first, as Lightning calls them."""
+        """Yield user code's overrides of the hook in Lightning's order, callbacks' first."""
         trainer: Any = self._trainer
         for owner in (*trainer.callbacks, trainer.lightning_module):
             hook = getattr(owner, _HOOK)
@@ -95,7 +95,7 @@ class RateHooks:
 
 
 def _may_set(hook: MethodType) -> bool:
-    """Tell whether a hook's code comes at parameter groups, and sets items of something."""
+    """Return whether a hook's code names parameter groups, and sets items of any object."""
     code = getattr(hook.__func__, "__code__", None)
     return code is not None and bool(_NAMES & names_in(code)) and _sets_items(code)
 

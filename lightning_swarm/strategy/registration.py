@@ -1,4 +1,4 @@
-"""Makes ``strategy="swarm"`` known to `lightning.pytorch`. A Trainer that is given the name imports the strategy."""
+"""Registers ``strategy="swarm"`` with `lightning.pytorch`. The strategy is imported when a Trainer uses the name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 
 def register(registry: Any, module: str) -> None:
-    """Make `module`'s SwarmStrategy known to an import tree's registry, by the name "swarm" and by its path."""
+    """Register `module`'s SwarmStrategy with an import tree, by the name "swarm" and by its path."""
 
     def make(**arguments: Any) -> Any:
         return import_module(module).SwarmStrategy(**arguments)

@@ -20,16 +20,16 @@ from lightning_swarm.protocol.messages.step import Record
 
 _package_log = logging.getLogger("lightning_swarm")
 _log = logging.getLogger("lightning_swarm.membership")  # users filter by this name
-_REPORTED: Final = ("joined", "left", "gone")  # kinds of events that lines report in other words
+_REPORTED: Final = ("joined", "left", "gone")  # kinds of events that membership lines already report
 
 
 class _TerminalHandler(logging.Handler):
-    """Writes to the stderr of the moment, which rich replaces while its progress bar is shown."""
+    """Writes to the current `sys.stderr`, which rich replaces while its progress bar is shown."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201 - as a handler does
+            print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201 - a log handler may print
         except Exception:  # noqa: BLE001 - a terminal that is gone must not end the run
             self.handleError(record)
 
@@ -44,7 +44,7 @@ class RunLog:
         self._num_servers = session.num_servers
 
     def open(self) -> contextlib.ExitStack:
-        """Show the lines by default, as Lightning shows its own. Closing the returned stack undoes this."""
+        """Show membership lines by default, as Lightning shows its own. Closing the returned stack undoes this."""
         undo = contextlib.ExitStack()
         events = self._session.pipeline.context.events
         undo.callback(setattr, events, "is_reported", events.is_reported)
@@ -65,17 +65,17 @@ class RunLog:
             self._show(self.membership.follow(record, self._session.run))
 
     def catch_up(self) -> None:
-        """Log which peers a rollback lost."""
+        """Log the peers that a rollback lost."""
         self._show(self.membership.catch_up(self._session.run))
 
     def _is_reported(self, event: Event) -> bool:
-        """Tell whether the next record will name the event's peer."""
+        """Return whether the next record will name the event's peer."""
         run = self._session.run
         return event.kind in _REPORTED and (event.peer in run.servers or run.manifest.open_to_trainers)
 
     def _show(self, lines: list[MembershipLine]) -> None:
         bar: Any = self._trainer.progress_bar_callback
-        if not lines or isinstance(bar, written_part(SwarmView)):  # which shows this itself
+        if not lines or isinstance(bar, written_part(SwarmView)):  # `SwarmView` shows the changes itself
             return
         # A line must not begin behind a bar of tqdm.
         with tqdm.external_write_mode(file=sys.stderr) if tqdm._instances else contextlib.nullcontext():

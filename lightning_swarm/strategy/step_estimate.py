@@ -1,4 +1,4 @@
-"""The steps that a Trainer expects of a whole fit, where a step is `target_batch_size` samples."""
+"""Estimates the steps of a whole fit for the Trainer, if a step is `target_batch_size` samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 
-# A property stands in its class: it cannot be replaced on one Trainer.
+# A property belongs to its class, so it cannot be replaced on one Trainer.
 class EstimatedSteps(property):
     """`Trainer.estimated_stepping_batches`, which a strategy may correct."""
 
@@ -26,7 +26,7 @@ class EstimatedSteps(property):
 
 
 def expected_steps(trainer: Trainer, loader: object, num_batches: float, target_batch_size: int) -> int | None:
-    """Count the steps of all epochs of a loader's first `num_batches`; None: its batches tell no sizes."""
+    """Count the steps of all epochs of a loader's first `num_batches`; None if the batches' sizes are unknown."""
     sizes = _sizes(loader)
     if sizes is None or not math.isfinite(num_batches):
         return None
@@ -42,9 +42,9 @@ def expected_steps(trainer: Trainer, loader: object, num_batches: float, target_
 
 
 def count_steps(num_batches: int, size: float, last: float, *, num_epochs: int, target_batch_size: int) -> int:
-    """Count steps that take whole batches until they have their samples, and reach over the ends of epochs.
+    """Count steps of whole batches with at least `target_batch_size` samples, which may span the ends of epochs.
 
-    All batches of an epoch have one `size` but its `last`.
+    All batches of an epoch have the same `size`, except the `last`.
     """
     steps, have, of_a_step = 0, 0.0, math.ceil(target_batch_size / size)
     for _ in range(num_epochs if num_batches else 0):
@@ -60,13 +60,13 @@ def count_steps(num_batches: int, size: float, last: float, *, num_epochs: int, 
 
 
 def _sizes(loader: object) -> tuple[float, float, int] | None:
-    """Samples of a loader's batches and of its last one, and their number."""
+    """Return the samples of a loader's batches, the samples of its last batch, and the number of batches."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.batch_sampler, Sized):
         return None
     sampler, length = loader.batch_sampler, len(loader)
     if isinstance(sampler, BatchSampler) and isinstance(sampler.sampler, Sized) and length:
         size, rest = sampler.batch_size, len(sampler.sampler) % sampler.batch_size
         return size, size if sampler.drop_last or not rest else rest, length
-    if isinstance(loader.dataset, Sized) and length:  # the mean, for the sampler lists its batches as it likes
+    if isinstance(loader.dataset, Sized) and length:  # the mean size, because a custom sampler's batches may differ
         return (mean := len(loader.dataset) / length), mean, length
     return None

@@ -1,4 +1,4 @@
-"""`trainer.should_stop` where several trainers train: each has batches of its own, and the lead's loop ends the run."""
+"""Handles `trainer.should_stop` with several trainers, where only the lead's loop ends the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def tell(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool) -> None:
-    """Where training of another trainer than the lead ends: have the run end, too, if user code stopped it."""
+    """Ask the lead to end the run if user code stopped this trainer; a trainer that joined later only leaves."""
     if session.is_lead or run_is_over or trainer.received_sigterm or not trainer.should_stop:
         return
     if not joined:
@@ -26,7 +26,7 @@ def tell(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool)
 
 
 def follow(trainer: Trainer, session: Session) -> None:
-    """At the lead: stop where code of a trainer that began with it has."""
+    """Stop the lead's loop if user code has stopped a trainer that began with it."""
     if session.is_lead and not trainer.should_stop and (others := session.stopped_by):
         trainer.should_stop = True
         _log.warning(

@@ -85,7 +85,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             are to take part. On one device that no other machine is to join, Lightning trains without a swarm.
         pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
             LightningModule's `configure_stages()` returns, or else the only `Sequential` that holds all parameters.
-        split: What the cut balances: ``"parameters"``, or the ``"time"`` that each block takes on this machine with the
+        split: Cost that the cut balances: ``"parameters"``, or the ``"time"`` of each block on this machine with the
             LightningModule's `example_input_array`. Alternatively, the names of the blocks where stages begin.
         boundary: Layers to insert where the model is cut, so that fewer features travel; they are trained with the
             model. `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers already is cut at them.
@@ -104,7 +104,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             multiaddresses.
         listen: IP address to listen on, with or without a port: ``"0.0.0.0:31337"`` for all addresses of the machine.
             Further peers of this machine take the following ports.
-        announce: Address and port at which other peers reach this one, if they differ from those it listens on.
+        announce: Address and port at which other peers reach this one, if they differ from `listen`.
         identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
             With it a restarted peer keeps its id. Further peers of this machine have files beside it, with their
             number at the end.
@@ -116,15 +116,15 @@ class SwarmStrategy(extra_trainers.RankHooks):
         audit_share: With ``trust="audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
         on_conviction: Reaction if audits convict a server whose earlier work counted unaudited: ``"go_back"`` returns
             to a snapshot from before most of its false work; ``"go_on"`` keeps the weights. Run-wide.
-        robust_averaging: ``"centered_clip"`` clips the gradients of servers that are far from most of their stage's. It
-            limits malicious servers, detects none, and biases each step. ``"none"``: a plain mean. Run-wide.
+        robust_averaging: ``"centered_clip"`` clips a server's gradient if it is far from most other servers'. It limits
+            malicious servers, detects none, and biases each step. ``"none"``: a plain mean. Run-wide.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
         state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder
             to which each server writes its own stages, so that no machine needs room for the whole model.
         offload_optimizer: Keep the optimizer's state in main memory, and step there. No effect on a CPU.
         delay_optimizer_step: Average gradients and step while the next step's microbatches are computed. Each gradient
-            is then that of the weights one step before. Run-wide.
+            is then computed with weights that are one step old. Run-wide.
         deterministic: Sum gradients so that the trained weights are bit-identical, however many servers there are,
             however the work is divided among them, and whichever of them die. Needs machines of one kind, one trainer
             and `microbatch_size`. ``Trainer(deterministic=True)`` requests reproducible kernels. Run-wide.

@@ -35,10 +35,10 @@ _METRICS: Final[Sequence[SwarmMetric]] = get_args(SwarmMetric)
 class SwarmMonitor(_Callback):
     """Logs a run's speed, waiting time and traffic to the Trainer's loggers, every `log_every_n_steps` steps.
 
-    A Trainer with a logger and a swarm has one by default, which leaves files of `CSVLogger` as they are without a
-    swarm. Pass your own instance for those, too, or to choose its metrics: ``SwarmMonitor(metrics=["samples_per_s"])``,
-    or ``SwarmMonitor(metrics=[])`` for nothing. The lead alone logs.
-    Each value is the mean since the last time; validation does not count. Where no swarm trains, nothing is logged.
+    A Trainer with a logger and a swarm has one by default, which does not log to a `CSVLogger`. Pass your own instance
+    to log there, too, or to choose its metrics: ``SwarmMonitor(metrics=["samples_per_s"])``, or
+    ``SwarmMonitor(metrics=[])`` for none. Only the lead logs.
+    Each value is the mean since it was last logged, without validation. If no swarm trains, nothing is logged.
 
     - ``swarm/samples_per_s``: samples in the run's steps, from all trainers, per second.
     - ``swarm/step_s``: seconds per step.
@@ -68,14 +68,14 @@ class SwarmMonitor(_Callback):
                 "them; `metrics=[]` logs none."
             )
         self.metrics: Sequence[SwarmMetric] = names
-        self.skips: tuple[type[Any], ...] = ()  # kinds of loggers
-        self._interval = 0  # the number of the interval of `log_every_n_steps` steps that is under way
-        self._before: Mapping[str, float] | None = None  # the counts at the last look; None: training is paused
-        self._gained: Counter[str] = Counter()  # in the interval so far
+        self.skips: tuple[type[Any], ...] = ()  # classes of loggers that get no values
+        self._interval = 0  # number of the current interval of `log_every_n_steps` steps
+        self._before: Mapping[str, float] | None = None  # the last counts; None while training is paused
+        self._gained: Counter[str] = Counter()  # increases of the counts in this interval
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A fit that goes on after a rollback comes by here again, with counts that begin anew.
+        # After a rollback this is called again, and the counts start at zero.
         self._gained.clear()
         self._before = self._counts(trainer)
         self._interval = _interval(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -118,7 +118,7 @@ class SwarmMonitor(_Callback):
         return [logger for logger in trainer.loggers if not isinstance(logger, self.skips)]
 
     def _look(self, trainer: Trainer) -> float:
-        """Add the gains since the last look. Returns the number of servers."""
+        """Add the increases since the last call. Returns the number of servers."""
         now = self._counts(trainer)
         if now is None or self._before is None:
             return 0.0
@@ -127,7 +127,7 @@ class SwarmMonitor(_Callback):
         return now["peers"]
 
     def _counts(self, trainer: Trainer) -> Mapping[str, float] | None:
-        """Return the run's counts at this moment; None if this process does not log, or no swarm trains."""
+        """Return the run's current counts; None if this process does not log, or no swarm trains."""
         strategy: Any = trainer.strategy
         if not (self.metrics and trainer.is_global_zero and self._loggers(trainer) and hasattr(strategy, "status")):
             return None
@@ -147,13 +147,13 @@ class SwarmMonitor(_Callback):
 
 
 def _interval(trainer: Trainer, num_steps: int) -> int:
-    """The number of complete intervals of `log_every_n_steps` steps in so many steps."""
+    """Return the number of complete intervals of `log_every_n_steps` steps in `num_steps` steps."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # Lightning sets it in its connector
     return num_steps // every if every else 0
 
 
 def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
-    """Return the values of an interval from its gains; none without a step."""
+    """Compute the values of an interval from the increases of its counts; empty without a step."""
     seconds, steps = gained.get("time_s", 0.0), gained.get("steps", 0)
     if seconds <= 0 or steps <= 0:
         return {}
@@ -169,10 +169,10 @@ def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
 
 def add_default_monitor(strategy: SwarmStrategy, trainer: Trainer) -> None:
     """Add a `SwarmMonitor`, as Lightning adds its own default callbacks, if there is a logger and no other monitor."""
-    own: Any = trainer  # whose attributes Lightning sets in its connectors
+    own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
     if not trainer.loggers or any(isinstance(callback, written_part(SwarmMonitor)) for callback in own.callbacks):
         return
     monitor = import_module(strategy.framework.strategies).SwarmMonitor()
-    # Scripts read such a file by its rows and columns; other loggers show each number by itself.
+    # Scripts may rely on the rows and columns of a CSV file; other loggers show each value separately.
     monitor.skips = tuple(framework.csv_logger for framework in FRAMEWORKS)
     own.callbacks[:] = own._callback_connector._reorder_callbacks([*own.callbacks, monitor])
