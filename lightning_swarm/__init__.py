@@ -6,7 +6,7 @@ Importing the package registers ``strategy="swarm"`` with Lightning, under both 
 
 from typing import TYPE_CHECKING
 
-from lightning_swarm.core import program  # noqa: F401 - it notes the folder, which the user's program may leave
+from lightning_swarm.core import program  # noqa: F401 - it records the working folder before user code can change it
 from lightning_swarm.core.import_hook import alias_modules, import_along, lazy_attributes
 
 __version__ = "0.1.0"
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     boundary, randomness = boundary_layers, random
 else:
-    # Each is imported at its first use, because torch and Lightning take seconds. Modules keep the names by which users
-    # import them, wherever they stand: `import lightning_swarm.nn`.
+    # Each name is imported at its first use, because torch and Lightning take seconds. Modules keep their public names,
+    # such as `lightning_swarm.nn`, wherever their files are.
     _PATHS = {
         "AttachStrategy": "lightning_swarm.strategy.attach:AttachStrategy",
         "Bottleneck": "lightning_swarm.model.boundary_layers:Bottleneck",
@@ -68,7 +68,7 @@ else:
         return sorted([*_PATHS, "__version__"])
 
     import_along("lightning.pytorch", "lightning_swarm.strategy.registration")
-    # A command line may name any class without its module, if that is imported.
+    # A command line may name a class without its module, if the module is imported.
     import_along("lightning.pytorch.cli", *_PATHS.values())
-    # Only where a script imports it, whichever of the two it imports first.
+    # Only if the script imports `pytorch_lightning`, before or after this package.
     import_along("pytorch_lightning", "lightning_swarm.pytorch_lightning")

@@ -5,5 +5,5 @@ import sys
 from lightning_swarm.cli import main
 
 if __name__ == "__main__":
-    sys.argv[0] = "lightning-swarm"  # as it is to be typed, for what help texts say
+    sys.argv[0] = "lightning-swarm"  # the command's name in help texts
     sys.exit(main())

@@ -1,6 +1,6 @@
 """The package's classes for ``import pytorch_lightning``, such as `SwarmStrategy` and `SwarmView`.
 
-That import has classes of its own. ``strategy="swarm"`` needs ``import lightning_swarm`` only.
+`pytorch_lightning` has base classes of its own. ``strategy="swarm"`` needs only ``import lightning_swarm``.
 """
 
 from typing import TYPE_CHECKING
@@ -54,11 +54,11 @@ else:
     SampleText = rebased(sample_text.SampleText, Callback, __name__)
 
 register(StrategyRegistry, __name__)
-# A Trainer calls whatever is not its Strategy "an invalid strategy name". It lets these two pass as far as to
-# `_configure_launcher`, where they say which import to change.
+# A Trainer rejects any other class than its own Strategy as "an invalid strategy name". So each tree's strategy is
+# registered with the other, and `_configure_launcher` reports which import to change.
 LIGHTNING.strategy.register(SwarmStrategy)
 Strategy.register(strategy.SwarmStrategy)
 
 if not TYPE_CHECKING:
-    # The command line stands above the strategy, and takes a while to import.
+    # Lazy, because the strategy's layer must not import the command line's, which also takes a while to import.
     __getattr__ = lazy_attributes(__name__, {"SwarmCLI": "lightning_swarm.cli.pytorch_lightning:SwarmCLI"})

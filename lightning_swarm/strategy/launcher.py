@@ -331,7 +331,7 @@ class SwarmLauncher(_Launcher):
         self._children = [child for child in self._children if child.poll() is None]
 
     def end_children(self, timeout: float, *, dismissed: bool) -> None:
-        """End the children. If they were `dismissed`, because the run is over, let them end within `timeout` seconds."""
+        """End the children. If they were `dismissed`, because the run is over, give them `timeout` seconds to end."""
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
             self._num_threads = None

@@ -1,8 +1,9 @@
-"""The data of a run that several trainers may bring: one order of all batches, whichever trainer reads them.
+"""The data of a run with one or several trainers: all batches have one order, whichever trainer reads them.
 
-All trainers list the same samplers with the same random numbers, which the lead's plan of an epoch brings with a
-digest of what it listed. So a number names a batch, and no index travels. Each trainer reads a lane of the epoch ahead,
-with the workers that its DataLoader has (`loader.py`); the coordinator leases each batch to a trainer (its
-`step/leases.py`), and a trainer that waits for others reads an extra batch. `shared.py` keeps a trainer's view of it
-all. An iterable dataset has no numbers: each trainer takes every n-th sample.
+All trainers list the same samplers with the same random numbers. The lead's plan of an epoch contains these numbers and
+a digest of its listing. So a number names a batch, and no sample index travels. Each trainer reads its part of the
+epoch (its *lane*) ahead, with the workers of its DataLoader (`loader.py`). The coordinator leases each batch to a
+trainer (`coordinator/step/leases.py`), and a waiting trainer may read a batch that another trainer left. `shared.py`
+is one trainer's view of the data. The batches of an iterable dataset have no numbers: of n trainers, each reads every
+n-th sample.
 """

@@ -1,4 +1,4 @@
-"""Takes the place of the user's DataLoader: it reads a lane of an epoch ahead, and numbers its batches."""
+"""Replaces the user's DataLoader by a loader that reads one trainer's lane of an epoch and numbers its batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 @contextmanager
 def reading_data() -> Iterator[None]:
-    """Inside, user code makes what trainers read, or reads it."""
+    """Inside, user code makes or reads training data."""
     token = _reading.set(True)
     try:
         yield
@@ -35,7 +35,7 @@ def reading_data() -> Iterator[None]:
 
 
 def is_reading() -> bool:
-    """Tell whether user code that asks makes what trainers read, or reads it, here or in a worker of a loader."""
+    """Return whether the calling user code makes or reads training data, in this process or in a loader's worker."""
     return _reading.get() or get_worker_info() is not None
 
 
@@ -52,7 +52,7 @@ def _read(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 class StridedDataset(IterableDataset[Any]):
-    """Every n-th sample of an iterable dataset; all other attributes are those of the whole dataset."""
+    """Every n-th sample of an iterable dataset; all other attributes are the whole dataset's."""
 
     def __init__(self, whole: IterableDataset[Any], rank: int, num_trainers: int) -> None:
         self.whole = whole
@@ -61,42 +61,42 @@ class StridedDataset(IterableDataset[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # Each trainer iterates over all of it: if it has one order everywhere, no parts overlap.
+        # Each trainer iterates over the whole dataset; the parts are disjoint if its order is the same everywhere.
         return islice(_read(self.whole), self._rank, None, self._num_trainers)
 
     def __len__(self) -> int:
-        return len(range(self._rank, len(self.whole), self._num_trainers))  # type: ignore[arg-type]  # if it has one
+        return len(range(self._rank, len(self.whole), self._num_trainers))  # type: ignore[arg-type]  # raises if `whole` has no length
 
     def __getattr__(self, name: str) -> Any:
-        if name == "whole":  # while it is unpickled in a worker it has no attributes yet
+        if name == "whole":  # not set yet while the dataset is unpickled in a worker
             raise AttributeError(name)
         return getattr(self.whole, name)
 
 
 def part_of(loader: DataLoader[Any], rank: int, num_trainers: int) -> DataLoader[Any]:
-    """The loader, over a trainer's part of its iterable dataset."""
+    """Copy a loader so that it reads a trainer's part of its iterable dataset."""
     assert isinstance(loader.dataset, IterableDataset)
-    made = copy.copy(loader)  # made anew it would need its class's own arguments
+    made = copy.copy(loader)  # the user's class may have unknown constructor arguments
     vars(made).update(dataset=StridedDataset(loader.dataset, rank, num_trainers), _iterator=None)
     return made
 
 
 def divides_itself(sampler: object) -> bool:
-    """Tell whether a sampler gives one of several trainers its part."""
+    """Return whether a sampler already divides the data among several trainers."""
     return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a DataLoader, or of what takes its place, and of its samplers: each once."""
+    """Return the distinct generators of a DataLoader or `SharedLoader`, and of its samplers."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     found = [getattr(source, "generator", None) for source in (loader, *samplers)]
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 
 def take_random_numbers(own: Sequence[torch.Generator]) -> RandomNumbers:
-    """The state of all generators that user code draws from, and of a loader's own."""
+    """Return the state of all generators that user code draws from, and of a loader's `own` generators."""
     _, python, python_gauss = random.getstate()
-    numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - what users draw from
+    numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
     _, keys, place, has_gauss, gauss = numpy
     return RandomNumbers(
         torch=torch.get_rng_state().numpy().tobytes(),
@@ -110,7 +110,7 @@ def take_random_numbers(own: Sequence[torch.Generator]) -> RandomNumbers:
 
 
 def restore_random_numbers(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
-    """Set all generators to a state. Raises ProtocolError if generators of this machine cannot have it."""
+    """Set all generators to a state. Raises ProtocolError if it does not fit the generators of this machine."""
     try:
         torch.set_rng_state(_as_tensor(numbers.torch))
         python = np.frombuffer(numbers.python, dtype="<u4").tolist()
@@ -118,7 +118,7 @@ def restore_random_numbers(numbers: RandomNumbers, own: Sequence[torch.Generator
         keys = np.frombuffer(numbers.numpy, dtype="<u4").astype(np.uint32)
         gauss = numbers.numpy_gauss
         state = ("MT19937", keys, numbers.numpy_place, int(gauss is not None), gauss or 0.0)
-        np.random.set_state(state)  # noqa: NPY002 - what users draw from
+        np.random.set_state(state)  # noqa: NPY002 - user code draws from it
         for generator, buffer in zip(own, numbers.own, strict=True):
             generator.set_state(_as_tensor(buffer))
     except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -127,7 +127,7 @@ def restore_random_numbers(numbers: RandomNumbers, own: Sequence[torch.Generator
 
 @contextmanager
 def drawing_from(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> Iterator[None]:
-    """Set all generators to a state for a while; those of the process have their own state again afterwards."""
+    """Inside, all generators have the given state; afterwards the process's generators are restored."""
     before = take_random_numbers(())
     try:
         restore_random_numbers(numbers, own)
@@ -150,8 +150,8 @@ class LaneSampler:
         num_batches: Callable[[], int],
     ) -> None:
         self.origin = origin  # the user's batch sampler
-        self.unread: deque[tuple[BatchNumber, int]] = deque()  # batches that the loader has not given yet
-        self._read = read  # the lane of the epoch under way: number and indices of a batch, and how many follow it
+        self.unread: deque[tuple[BatchNumber, int]] = deque()  # batches that the loader has not returned yet
+        self._read = read  # iterates over the epoch's lane: a batch's number, its indices, and how many follow it
         self._num_batches = num_batches
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -161,11 +161,11 @@ class LaneSampler:
             yield indices
 
     def __len__(self) -> int:
-        """Batches of a whole epoch's lane."""
+        """Return the number of batches of a whole epoch's lane."""
         return self._num_batches()
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes of the user's: its sampler, its sizes, its `set_epoch`."""
+        """Look up attributes of the user's batch sampler, such as its sampler, sizes and `set_epoch`."""
         if name == "origin":
             raise AttributeError(name)
         return getattr(self.origin, name)
@@ -189,15 +189,15 @@ class SharedLoader:
         instead: Callable[[], DataLoader[Any] | None],
     ) -> None:
         assert isinstance(loader.batch_sampler, LaneSampler)
-        self.loader = loader  # the user's, but for its batch sampler
+        self.loader = loader  # a copy of the user's loader with another batch sampler
         self._lane = loader.batch_sampler
-        self._on_batch = on_batch  # called before a batch is given, with its number and how many follow it in the lane
-        self._instead = instead  # returns what to read if this loader cannot be shared after all, or None
+        self._on_batch = on_batch  # called before a batch is returned, with its number and how many follow in the lane
+        self._instead = instead  # returns the loader to read if this one cannot be shared after all, or None
         if hasattr(loader, "in_order"):
-            loader.in_order = True  # by their order batches get their numbers
+            loader.in_order = True  # batches are numbered in their order
 
     def __len__(self) -> int:
-        """Batches of a whole epoch's lane."""
+        """Return the number of batches of a whole epoch's lane."""
         instead = self._instead()
         return len(self._lane) if instead is None else len(instead)
 
@@ -206,7 +206,7 @@ class SharedLoader:
         instead = self._instead()
         if instead is not None:
             return iter(instead)
-        # Workers begin to read when an iterator is made, and Lightning may make one before there is a run.
+        # Workers begin to read when an iterator is made, and Lightning may make it before the run has begun.
         return self._read(None if self.loader.num_workers else iter(self.loader))
 
     def _read(self, made: Iterator[Any] | None) -> Iterator[Any]:
@@ -218,14 +218,14 @@ class SharedLoader:
             yield batch
 
     def fetch(self, indices: Sequence[Any]) -> Any:
-        """Read a batch out of the lane's order, as the user's class reads it."""
-        # In this process, unless the user's workers prepare the dataset.
+        """Read one batch outside of the lane, with the user's loader class."""
+        # This process reads it, unless the user's `worker_init_fn` prepares the dataset.
         prepare = self.loader.worker_init_fn if self.loader.num_workers else None
         module_name = getattr(getattr(prepare, "func", prepare), "__module__", None)
         works = prepare is not None and not is_of(OWN_PACKAGES, module_name)
         loader = copy.copy(self.loader)
         alone = {"num_workers": 1} if works else {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
-        # Its generator gives a seed for workers, which must not be drawn from the user's.
+        # The workers' seed is drawn from a generator of its own, because the user's must not advance.
         own = {"batch_sampler": [list(indices)], "generator": torch.Generator(), "_iterator": None}
         vars(loader).update(alone, persistent_workers=False, **own)
         batches = list(iter(loader))
@@ -235,13 +235,13 @@ class SharedLoader:
 
     def __getattr__(self, name: str) -> Any:
         """Look up attributes of the DataLoader."""
-        # A loader has no state of its own: the position in the data is the run's.
+        # The loader has no state, because the run keeps the position in the data.
         if name in ("loader", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set attributes of the DataLoader: Lightning sets how workers begin, and takes their iterator away."""
+        """Set attributes of the DataLoader: Lightning sets `worker_init_fn`, and resets `_iterator`."""
         if name in ("worker_init_fn", "_iterator"):
             setattr(self.loader, name, value)
         else:

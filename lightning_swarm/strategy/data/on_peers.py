@@ -1,4 +1,4 @@
-"""Reads the data module's data on a peer that serves, if the model cannot be built without."""
+"""Reads the data module's data on a peer that serves, if the model cannot be built without data."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-# Most models need no data, and a peer may be a machine that has none.
+# Most models can be built without data, and a peer's machine may have no data.
 class PeerData:
-    """Calls user code first without data and, if that fails, once more with the data that the trainer has, too."""
+    """Calls user code first without data; if it fails, prepares the data as on the trainer, and calls it once more."""
 
     def __init__(self, strategy: SwarmStrategy) -> None:
         self._strategy = strategy
         self._is_read = False
 
     def call(self, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
-        """Return what user code returns; `ConfigError` says `what` it failed to do."""
+        """Call user code and return its result. Raises ConfigError if it fails; `what` is its task, for the message."""
         try:
             return work()
         except SwarmError:

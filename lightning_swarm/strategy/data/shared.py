@@ -1,4 +1,4 @@
-"""One trainer's view of the data that all trainers of its run bring together."""
+"""One trainer's view of the data that all trainers of its run share."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _log = logging.getLogger(__name__)
 
 
 class EpochListing:
-    """The first batches of indices that a batch sampler gives in an epoch, and a digest of them."""
+    """The first `num_batches` lists of indices from a batch sampler in an epoch, and a digest of them."""
 
     def __init__(
         self, batches: Iterable[Sequence[Any]], num_batches: int, *, ends: bool = False, subset: bytes = b""
     ) -> None:
         drawn = iter(batches)
         listed = [list(batch) for batch in islice(drawn, num_batches)]
-        if ends:  # loaders with workers ask for one more
+        if ends:  # loaders with workers draw one batch more
             next(drawn, None)
         lengths = [len(batch) for batch in listed]
         if not all(lengths):
@@ -62,25 +62,25 @@ class EpochListing:
             )
         flat = [index for batch in listed for index in batch]
         plain = all(type(index) is int for index in flat)
-        # Other things than indices, which samplers may give, are kept as they are and compared by their `repr`.
+        # Samplers may yield other objects than integers; these are kept, and compared by their `repr`.
         numbers = np.array(flat, dtype="<i8") if plain else None
         self._flat: Any = flat if numbers is None else numbers
         self._starts = np.cumsum([0, *lengths])
         content = repr(flat).encode() if numbers is None else numbers.tobytes()
         content = repr(self.sizes).encode() + b"\0" + content
         self.digest = hashlib.sha256(content + subset).digest()
-        self._former_digest = hashlib.sha256(content).digest()  # of checkpoints by versions that looked at no subset
+        self._former_digest = hashlib.sha256(content).digest()  # older releases saved it, without the subset
 
     def is_of(self, plan: EpochPlan) -> bool:
-        """Return whether a plan is of the same batches."""
+        """Return whether a plan has the same batches."""
         return self.sizes == plan.sizes and plan.digest in (self.digest, self._former_digest)
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> list[Any]:
-        """The indices of a batch."""
+        """Return the indices of a batch."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = self._flat[self._starts[index] : self._starts[index + 1]]
@@ -88,7 +88,7 @@ class EpochListing:
 
 
 def _subset_digest(dataset: object) -> bytes:
-    """Digest what a dataset takes of another one, as `random_split` makes it; empty: all, as far as is known."""
+    """Digest the indices of a `Subset`, as `random_split` makes it, and of subsets in it; empty for other datasets."""
     found = b""
     while isinstance(dataset, Subset):
         found += hashlib.sha256(np.asarray(dataset.indices).tobytes()).digest()
@@ -97,11 +97,11 @@ def _subset_digest(dataset: object) -> bytes:
 
 
 STATE: Final = "swarm_data"
-"""Name in a fit loop's state of the position in the data."""
+"""Key of the position in the data, in a fit loop's state."""
 
 
 class SharedData:
-    """Plans and reads the data of one trainer in one run. Without a shared loader it does nothing."""
+    """Plans and reads one trainer's data in one run. It does nothing without a shared loader."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -111,21 +111,21 @@ class SharedData:
         self._loader: SharedLoader | None = None
         self._plans: dict[int, EpochPlan] = {}
         self._listings: dict[int, EpochListing] = {}
-        self._start: BatchNumber | None = None  # of this generation of the run
-        self._taken: dict[int, EpochPlan | None] = {}  # not at the lead: the lead's plans, which are not listed yet
+        self._start: BatchNumber | None = None  # first batch of this generation of the run
+        self._taken: dict[int, EpochPlan | None] = {}  # plans received from the lead that are not listed here yet
         self._restored: dict[int, EpochPlan] = {}
         self._restored_position: BatchNumber | None = None
-        self.number: BatchNumber | None = None  # of the batch in hand
-        self.run_is_over = False  # as this trainer, which is not the lead, has heard
-        self._num_left = 0  # batches of the lane after it
+        self.number: BatchNumber | None = None  # the current batch's
+        self.run_is_over = False  # True if the lead has ended the run; unused at the lead
+        self._num_left = 0  # batches of the lane after the current one
 
     # ------------------------------------------------------------------ a run begins and ends
 
     def share(self, loader: DataLoader[Any], alone: Callable[[], DataLoader[Any]]) -> SharedLoader:
-        """Make what takes the place of the user's loader; if that is one of several, `alone` makes what is read."""
+        """Return the loader that replaces the user's. If there are several loaders, it reads the result of `alone`."""
         self._origin = loader
         lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
-        # Made anew it would need its class's own arguments, and its user's batch sampler would be another one.
+        # Copy the loader: a new one would need its class's own arguments, and would not have the user's batch sampler.
         made = copy.copy(loader)
         vars(made).update(batch_sampler=lane, _iterator=None)
         alone = cache(alone)
@@ -133,7 +133,7 @@ class SharedData:
         return self._loader
 
     def open(self, session: Session) -> None:
-        """The run has begun; its loop's state is still to be restored."""
+        """Connect to a run that has begun, before the loop's state is restored."""
         self._session = session
         fit_loop = self._trainer.fit_loop
         self._overrides = (
@@ -148,13 +148,13 @@ class SharedData:
         )
 
     def close(self) -> None:
-        """Leave the loop as it was."""
+        """Restore Lightning's loop."""
         for override in self._overrides:
             override.remove()
 
     @property
     def shares(self) -> bool:
-        """True if batches have numbers."""
+        """Return whether batches have numbers."""
         return self._loader is not None and not self._is_one_of_several
 
     @property
@@ -164,25 +164,25 @@ class SharedData:
 
     @property
     def origin(self) -> DataLoader[Any] | None:
-        """The user's loader, if its batches have numbers."""
+        """Return the user's loader, if its batches have numbers."""
         return self._origin if self.shares else None
 
-    # ------------------------------------------------------------------ the batch in hand, and others
+    # ------------------------------------------------------------------ batches
 
     def size(self, number: BatchNumber) -> int:
-        """Samples of a batch, which are the indices that its sampler gives."""
+        """Return the number of samples of a batch: the indices in its sampler's list."""
         return len(self._indices(number))
 
     @property
     def lane_end(self) -> BatchNumber | None:
-        """The end of the epoch, if the batch in hand is the last one of this trainer's lane."""
+        """Return the end of the epoch, if the current batch is the last of this trainer's lane."""
         if self.number is None or self._num_left:
             return None
         epoch, _ = self.number
         return epoch, self._plans[epoch].num_batches
 
     def read_batch(self, number: BatchNumber) -> Any:
-        """Read a batch that no loader here has read, as Lightning would hand it to `training_step`."""
+        """Read a batch that is not in this trainer's lane, and convert it as Lightning does for `training_step`."""
         assert self._loader is not None
         trainer, module = self._trainer, self._trainer.lightning_module
         batch = self._loader.fetch(self._indices(number))
@@ -201,7 +201,7 @@ class SharedData:
     # ------------------------------------------------------------------ the lane
 
     def _lane(self) -> Iterator[tuple[BatchNumber, list[Any], int]]:
-        """Yield this trainer's part of the epoch, and how much follows each batch. The next one is chosen one ahead."""
+        """Yield number and indices of this trainer's batches of the epoch, and how many follow each."""
         epoch = self._trainer.current_epoch
         plan = self._plan_of(epoch)
         assert self._session is not None
@@ -212,7 +212,7 @@ class SharedData:
             yield (epoch, index), self._listings[epoch][index], num_left
 
     def _next_index(self, plan: EpochPlan, index: int) -> int:
-        """The next batch of the lane, by the present trainers, and without batches that count already."""
+        """Return the next batch of the lane, as the current trainers divide the epoch, without decided batches."""
         assert self._session is not None
         position = self._session.run.position or (0, 0)
         begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
@@ -221,23 +221,23 @@ class SharedData:
         return next_in_lane(plan.begin, begin, self._session.lanes, self._session.peer_id)
 
     def _lane_length(self) -> int:
-        """Batches of a whole epoch's lane. Lightning limits it by itself where the limit is a share."""
+        """Return the number of batches of a whole epoch's lane. Lightning itself applies a limit that is a fraction."""
         limit = self._trainer.limit_train_batches
         length = len(self._origin) if isinstance(limit, float) else self.num_batches()
         return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
 
     def num_batches(self) -> int:
-        """Batches of an epoch of all trainers."""
+        """Return the number of batches in an epoch of all trainers together."""
         length, limit = len(self._origin), self._trainer.limit_train_batches
         return int(length * limit) if isinstance(limit, float) else min(length, limit)
 
     def _note_batch(self, number: BatchNumber, num_left: int) -> None:
-        """Tell Lightning, for the batch in hand, how many follow it in this epoch."""
+        """Record the current batch, and set Lightning's limits by the number of batches that follow in this epoch."""
         self.number, self._num_left = number, num_left
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         fit_loop.max_batches = fit_loop.epoch_loop.batch_progress.current.ready + 1 + num_left
         if trainer.val_check_batch is not None and trainer.check_val_every_n_epoch is not None:
-            # At the end of the epoch at the latest, however few of its batches are left to this trainer.
+            # Validate at the end of the epoch at the latest, even if this trainer has few batches left.
             wanted, most = trainer.val_check_interval, fit_loop.max_batches
             trainer.val_check_batch = max(1, int(most * wanted) if isinstance(wanted, float) else min(wanted, most))
         if fit_loop._data_fetcher is not None:
@@ -248,15 +248,15 @@ class SharedData:
             self._reset()
 
     def _epoch_begins(self, data_fetcher: Any) -> None:
-        """Lift Lightning's limit: an epoch that goes on may have more batches behind it than a whole lane has."""
+        """Lift Lightning's limit in a resumed epoch, which may have more batches behind it than a whole lane."""
         if self.shares and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
-            self._trainer.fit_loop.max_batches = float("inf")  # known with the first batch
+            self._trainer.fit_loop.max_batches = float("inf")  # the first batch sets it again
         self._begin(data_fetcher)
 
     # ------------------------------------------------------------------ plans
 
     def _plan_of(self, epoch: int) -> EpochPlan | None:
-        """The plan of an epoch, whose order is listed here. None: all of the epoch is complete."""
+        """Return the plan of an epoch, after listing its order; None if the whole epoch is complete."""
         if epoch not in self._plans:
             assert self._session is not None
             if self._session.is_lead:
@@ -269,7 +269,7 @@ class SharedData:
         return self._plans[epoch]
 
     def _take_plan(self, epoch: int) -> EpochPlan | None:
-        """Wait, at another trainer than the lead, for the lead's plan. None: all of the epoch is complete."""
+        """Wait, at another trainer, for the lead's plan; None if the epoch is complete or the run is over."""
         assert self._session is not None
         try:
             return self._session.take_plan(epoch)
@@ -278,7 +278,7 @@ class SharedData:
             return None
 
     def _hear_metrics(self) -> None:
-        """Where an epoch begins: have the callbacks' metrics of the lead's validations before the user's hooks run."""
+        """Set the callbacks' metrics from the lead's validations when an epoch begins, before the user's hooks run."""
         epoch = self._trainer.current_epoch
         if self.shares and self._session is not None and not self._session.is_lead and epoch not in self._plans:
             plan = self._taken[epoch] = self._take_plan(epoch)
@@ -286,28 +286,28 @@ class SharedData:
         self._advance()
 
     def _plan_epoch(self, epoch: int) -> None:
-        """List, at the lead, an epoch that begins or goes on, and tell the others."""
+        """List, at the lead, an epoch that begins or is resumed, and publish its plan."""
         if self._start is None:
             self._start = self._first_position(epoch)
             older = sorted(older_epoch for older_epoch in self._restored if older_epoch < epoch)
-            for older_epoch in older:  # where an epoch ended, the generator goes on with the next epoch's order
+            for older_epoch in older:  # each listing leaves the generators where the next epoch's order begins
                 plan = self._list_again(older_epoch)
-                if older_epoch >= self._start[0]:  # its rest is in no update of the weights that the run goes on from
+                if older_epoch >= self._start[0]:  # the run's weights do not include its remaining batches
                     self._publish(plan)
             if older and epoch not in self._restored:
                 self._seed_workers()
         self._publish(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
 
     def _seed_workers(self) -> None:
-        """Draw the workers' seed, as a loader does where an epoch begins."""
-        # It did so before older epochs were listed again, which set its generator back.
+        """Draw the workers' seed, as a loader does when an epoch begins."""
+        # The loader has drawn it already, but listing older epochs again has reset its generator.
         origin = self._origin
         stays = origin.persistent_workers and origin.num_workers > 0
         if origin.generator is not None and not stays:
             torch.empty((), dtype=torch.int64).random_(generator=origin.generator)
 
     def _first_position(self, epoch: int) -> BatchNumber:
-        """The batch with which this generation of the run begins."""
+        """Return the first batch of this generation of the run."""
         if self._restored_position is not None:
             at, index = self._restored_position
             if index >= self._restored[at].num_batches:
@@ -319,7 +319,7 @@ class SharedData:
         return epoch, 0
 
     def _list_anew(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch as a DataLoader would draw it now."""
+        """Return a new plan of an epoch, with the order that a DataLoader would draw now."""
         random = take_random_numbers(own_generators(self._origin))
         listing = self._listings[epoch] = self._list(epoch)
         return EpochPlan(
@@ -333,14 +333,14 @@ class SharedData:
         )
 
     def _list_again(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch as it was drawn before the checkpoint."""
+        """Return the plan of an epoch with the order that was drawn before the checkpoint."""
         plan = self._restored[epoch]
         self._list_plan(plan, "those that were listed before the checkpoint was written")
         begin, last = self._first_batch(epoch, plan.num_batches), self.is_last_epoch(epoch)
         return replaced(plan, begin=begin, last=last, metrics=callback_metrics(self._trainer))
 
     def is_last_epoch(self, epoch: int) -> bool:
-        """True if the lead's loop ends with this epoch."""
+        """Return whether the lead's loop ends with this epoch."""
         max_epochs = self._trainer.fit_loop.max_epochs
         return max_epochs not in (None, -1) and epoch + 1 >= max_epochs
 
@@ -357,7 +357,7 @@ class SharedData:
         self._forget_old_epochs()
 
     def _list_plan(self, plan: EpochPlan, others: str = "those of the lead") -> None:
-        """List what was drawn elsewhere, and refuse it if the listing here is another one."""
+        """List an epoch with the plan's random numbers, and refuse the plan if the batches differ."""
         own = own_generators(self._origin)
         listing = None
         if len(own) == len(plan.random.own):
@@ -387,17 +387,17 @@ class SharedData:
         return EpochListing(batches, num_batches, ends=ends, subset=_subset_digest(self._origin.dataset))
 
     def _forget_old_epochs(self) -> None:
-        """Forget epochs of which no batch is left."""
+        """Forget epochs without remaining batches."""
         position = self.position
         first = self._trainer.current_epoch if position is None else min(position[0], self._trainer.current_epoch)
         for epoch in [epoch for epoch in self._plans if epoch < first]:
             del self._plans[epoch], self._listings[epoch]
 
-    # ------------------------------------------------------------------ the place in the data
+    # ------------------------------------------------------------------ the position in the data
 
     @property
     def position(self) -> BatchNumber | None:
-        """The first batch that the weights of this version have not been trained on."""
+        """Return the first batch that the current weights were not trained on."""
         assert self._session is not None
         return self._session.run.position or self._start
 
@@ -419,7 +419,7 @@ class SharedData:
 
 
 def callback_metrics(trainer: Trainer) -> dict[str, float]:
-    """The numbers among what the Trainer's callbacks may read, but for those that training logs: each has its own."""
+    """Return the scalar metrics for callbacks, except metrics of training, which each trainer logs itself."""
     entries = [entry.meta for entry in trainer.fit_loop.epoch_loop._results.values()]
     own = {name for meta in entries for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
     found = {
@@ -435,28 +435,28 @@ def callback_metrics(trainer: Trainer) -> dict[str, float]:
 
 
 def set_callback_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Have callbacks, and all who ask the Trainer, read these."""
+    """Add metrics to the Trainer's `callback_metrics`."""
     values = {name: torch.tensor(value, dtype=torch.get_default_dtype()) for name, value in metrics.items()}
     trainer._logger_connector._callback_metrics.update(values)
 
 
 @contextmanager
 def without_resume_warning() -> Iterator[None]:
-    """Silence Lightning's warning that a loader cannot go on in the middle of an epoch: here its data can."""
+    """Silence Lightning's warning that a loader cannot resume in the middle of an epoch, because here it can."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         yield
 
 
 def at_position(checkpoint: Mapping[str, Any], position: BatchNumber | None) -> None:
-    """Have a checkpoint's run go on with another batch than the one that was next when it was saved."""
+    """Set the batch with which a checkpoint's run continues, which may differ from the saved position."""
     found = checkpoint["loops"]["fit_loop"]["state_dict"].get(STATE)
     if found is not None and position is not None:
         found["position"] = list(position)
 
 
 def can_share(loader: object, trainer: Trainer) -> TypeIs[DataLoader[Any]]:
-    """True if batches can be numbered: those of a map-style dataset, whose sampler has a length."""
+    """Return whether a loader's batches can be numbered: it has a map-style dataset and a sampler with a length."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     return (

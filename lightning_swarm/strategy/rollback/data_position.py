@@ -1,4 +1,4 @@
-"""Records where a loop is in its data, and brings a loop there again."""
+"""Records a training loop's position in its data, and returns a loop to such a position."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _READS_ITSELF: Final = "_DataLoaderIterDataFetcher"  # `training_step(self, data
 class BatchPosition:
     """A position in an epoch, after one of its batches."""
 
-    made: RandomState  # where the epoch's iterator was made
-    first: RandomState  # before its first batch was asked for
-    now: RandomState  # before the next batch is asked for
-    num_batches: int | None  # that the iterator gave; None: the loaders know their position themselves
+    made: RandomState  # when the epoch's iterator was made
+    first: RandomState  # before its first batch was read
+    now: RandomState  # before the next batch is read
+    num_batches: int | None  # batches read from the iterator; None if the loaders keep their position themselves
 
 
 class DataPosition:
-    """Watches where the training loop is in its data, until `close`."""
+    """Follows the training loop's position in its data until `close`, and first returns it to a given position."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class DataPosition:
         made: Callable[[], RandomState | None],
     ) -> None:
         self._loop = trainer.fit_loop.epoch_loop
-        self._resume_at = resume_at  # where the first epoch goes on; None: where Lightning says
+        self._resume_at = resume_at  # position to resume at in the first epoch; None for Lightning's own
         self._on_batch = on_batch  # called between two batches, the next one not read yet, and before the first batch
-        self._on_arrival = on_arrival  # called before the first batch that is not passed over
-        self._first_made = made  # returns the random numbers where the first epoch's iterator was made before the loop
-        self._is_first = True  # of this object's epochs
-        self._generators: Sequence[torch.Generator] = ()  # that the loop's loaders were given
+        self._on_arrival = on_arrival  # called before the first batch that is not skipped
+        self._first_made = made  # returns the random state of the first epoch's iterator, if made before the loop
+        self._is_first = True  # the current epoch is the first that this object sees
+        self._generators: Sequence[torch.Generator] = ()  # generators of the loop's loaders
         self._made = self._first = random_state()
-        self._num_before = 0  # batches of the epoch that this iterator did not give
+        self._num_before = 0  # batches of the epoch from before this iterator
         self._overrides = (
             Override(self._loop, "on_run_start", self._epoch_begins),
             Override(self._loop, "on_advance_end", self._batch_ended),
@@ -66,13 +66,13 @@ class DataPosition:
         self._begin, self._end_batch, self._reset = (override.replaced for override in self._overrides)
 
     def close(self) -> None:
-        """Leave the loop as it was."""
+        """Restore Lightning's loop."""
         for override in self._overrides:
             override.remove()
 
     @property
     def here(self) -> BatchPosition:
-        """The position between two batches."""
+        """Return the position between two batches."""
         knows = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
         num_batches = None if knows else self._loop.batch_progress.current.ready - self._num_before
         now = random_state(() if knows else self._generators)
@@ -83,7 +83,7 @@ class DataPosition:
             self._reset()
 
     def _epoch_begins(self, data_fetcher: Any) -> None:
-        """An epoch begins, or goes on."""
+        """Record the random states when an epoch begins, or return to the position to resume at."""
         position, self._resume_at = self._resume_at, None
         combined = self._loop.trainer.fit_loop._combined_loader
         assert combined is not None
@@ -109,7 +109,7 @@ class DataPosition:
         if position.num_batches is None or type(data_fetcher).__name__ == _READS_ITSELF:
             self._begin(data_fetcher)
         else:
-            # What a loader gives follows from the random numbers that it begins with: read again, and pass over.
+            # A loader's batches follow from the random state that it begins with, so read them again and skip them.
             set_random_state(position.made, self._generators)
             iter(data_fetcher)
             set_random_state(position.first, self._generators)
@@ -117,10 +117,10 @@ class DataPosition:
                 next(data_fetcher)
             fetched, done = data_fetcher.fetched, data_fetcher.done
             self._begin(data_fetcher)
-            # Lightning adds what it takes to be passed over, of a loader that began anew.
+            # Lightning assumes that the loader began anew, and adds the skipped batches to `fetched`.
             data_fetcher.fetched = fetched + self._num_before
             data_fetcher.done = done or data_fetcher.fetched == data_fetcher.length
-        # The loop is where it was, and need not look where a file may have been written.
+        # The loop is at its exact position, so Lightning must not adjust it as after loading a file.
         self._loop.restarting = False
         self._loop.trainer.fit_loop._restarting = False
         self._on_arrival()
@@ -132,7 +132,7 @@ class DataPosition:
 
 
 def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
-    """Have a checkpoint's loop go on before its epoch's last batches: they are in no update of its weights."""
+    """Move a checkpoint's loop back by `number` batches, which its weights do not include yet."""
     loop = checkpoint["loops"]["fit_loop"]
     if "combined_loader" in loop["state_dict"]:
         _log.warning(
@@ -149,25 +149,25 @@ def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
 
 
 def generators_of(loaders: Iterable[object]) -> list[torch.Generator]:
-    """The generators that loaders and their samplers were given, instead of the process's."""
+    """Return the generators of loaders and their samplers that replace the process's own."""
     return [
         generator for loader in loaders if isinstance(loader, _WITH_SAMPLERS) for generator in own_generators(loader)
     ]
 
 
 def random_state(generators: Iterable[torch.Generator] = ()) -> RandomState:
-    """The state of all generators that user code draws from unless told otherwise, and of some others."""
+    """Return the state of all default generators, and of the given `generators`."""
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - what users draw from
+        "numpy": np.random.get_state(),  # noqa: NPY002 - user code draws from it
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "own": [generator.get_state() for generator in generators],
     }
 
 
 def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) -> None:
-    """Set all generators to a state. Raises ConfigError if it has another number of the loaders' own."""
+    """Set all generators to a state. Raises ConfigError if the number of the loaders' generators differs."""
     if len(state["own"]) != len(generators):
         raise ConfigError(
             f"the training loaders drew from {len(state['own'])} generators of their own where this loop goes on, and "
@@ -175,8 +175,8 @@ def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) 
         )
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002 - what users draw from
-    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # it may be another machine
+    np.random.set_state(state["numpy"])  # noqa: NPY002 - user code draws from it
+    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # another machine may have fewer
         torch.cuda.set_rng_state(cuda_state, device)
     for generator, own_state in zip(generators, state["own"], strict=True):
         generator.set_state(own_state)

@@ -1,8 +1,8 @@
-"""States of a loop between two of its batches, for the versions that have snapshots: checkpoints without weights.
+"""States of a loop between two of its batches, for versions with snapshots: checkpoints without weights.
 
-Records need not come between two batches of a trainer: while it reads data, or waits for a grant with a batch in hand,
-others fill steps. So a state belongs to all versions that cannot count the loop's next batch, and do count those
-before: from the version after the newest of its own steps to the version in whose step the next batch got its grant.
+Other trainers fill steps while this one reads data or waits for a grant, so several records may come between two of its
+batches. A state therefore fits all versions that count the loop's batches so far, but cannot count its next batch: from
+the version after its own newest step to the version in whose step the next batch got its grant.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from lightning_swarm.strategy.rollback.data_position import BatchPosition
 _log = logging.getLogger(__name__)
 
 UNSAVED: Final = "unsaved_buffers"
-"""Entry of a checkpoint: the buffers that no state dict holds, which a run that goes on needs, too."""
+"""Entry of a checkpoint: the buffers that no state dict holds, but that a resumed run needs, too."""
 
 _SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_LOGGING: Final = ("_first_loop_iter", "_current_fx")  # by which Lightning knows that an epoch's averages begin anew
+_LOGGING: Final = ("_first_loop_iter", "_current_fx")  # Lightning's flags for where an epoch's averages begin
 
 
 Counts = Callable[[int, Collection[int]], bool]
-"""Says if the record of a step counts all batches of these leases."""
+"""Function of a step and leases: whether the step's record counts all batches of these leases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
     """The state of a loop between two batches."""
 
-    checkpoint: dict[str, Any]  # as Lightning would save it, with gaps
-    gaps: Sequence[Awaited]  # in the checkpoint, each once
-    parameter_names: Sequence[str]  # in the optimizer's order
+    checkpoint: dict[str, Any]  # Lightning's checkpoint, with gaps in place of weights and optimizer state
+    gaps: Sequence[Awaited]  # the gaps in the checkpoint, each once
+    parameter_names: Sequence[str]  # names in the optimizer's order
     position: BatchPosition
-    metrics: Mapping[str, Mapping[str, Any]]  # what torchmetrics objects had gathered, by their names in the module
-    results: Mapping[str, tuple[Metric, Mapping[str, Any]]]  # what was logged in the epoch so far
-    shown: Mapping[str, dict[str, Any]]  # what callbacks, loggers and progress bars find of it
-    logging: Mapping[str, Any]  # where in the epoch Lightning takes itself to be
-    pending: Pending  # what is still to be shared of what was logged
-    attributes: Mapping[str, Mapping[str, Any]]  # modes and plain attributes of modules, by their names
+    metrics: Mapping[str, Mapping[str, Any]]  # name in the module -> contents of a torchmetrics object
+    results: Mapping[str, tuple[Metric, Mapping[str, Any]]]  # Lightning's results of the epoch so far
+    shown: Mapping[str, dict[str, Any]]  # values for callbacks, loggers and progress bars
+    logging: Mapping[str, Any]  # attributes of Lightning's logger connector
+    pending: Pending  # logged values that are not shared yet
+    attributes: Mapping[str, Mapping[str, Any]]  # name of a module -> its mode and plain attributes
 
     def complete(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """An ordinary checkpoint, with the weights and the optimizer state of all stages by name."""
+        """Return an ordinary checkpoint, filled with the weights and the optimizer state of all stages by name."""
         by_index = {i: optimizer[name] for i, name in enumerate(self.parameter_names) if name in optimizer}
         filled = {id(gap): by_index if gap.name is None else weights[gap.name] for gap in self.gaps}
         complete: dict[str, Any] = _filled(self.checkpoint, filled)
@@ -64,56 +64,56 @@ class LoopState:
 
 @dataclass
 class ResumePoint:
-    """A state from which a loop may go on, and the versions of the weights that it goes with."""
+    """A state from which a loop may resume, and the versions of the weights that it fits."""
 
     state: LoopState
-    num_counted: int  # records
-    version: int  # of the weights, at least
-    completed: Collection[int]  # leases of its own batches in that version's step; with any, it goes with later ones
-    before: RunNews  # what it had heard already and not counted
-    news: RunNews | None = None  # what it heard before its next batch had a grant; None: that has none as yet
+    num_counted: int  # records that the loop had counted
+    version: int  # lowest version of the weights that the state fits
+    completed: Collection[int]  # leases of own batches in that version's step; with any, only later versions fit
+    before: RunNews  # news that the loop had received, but not counted, before the state was taken
+    news: RunNews | None = None  # news up to the next batch's grant; None before the grant
 
     def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
-        """True if the state goes with a version of the weights. `counts` knows records that it did not hear of."""
+        """Return whether the state fits a version of the weights; `counts` knows records that the loop has not seen."""
         if version <= self.version:
             return version == self.version and not self.completed
         if self.news is not None:
-            # At the lead, what other trainers logged comes with each record, and is not kept for versions in between.
+            # The lead receives other trainers' logs with each record, and does not keep them for versions in between.
             return version == self.news.version if is_lead else version <= self.news.version
         return not is_lead and (not self.completed or counts(self.version, self.completed))
 
     def news_at(self, version: int) -> RunNews:
-        """The news that the loop had heard and not counted, where it goes on with a version."""
+        """Return the news that the loop had received, but not counted, if it resumes at a version."""
         return self.news if self.news is not None and version > self.version else self.before
 
 
 class LoopStates:
-    """Keeps the states that go with snapshots that exist or may come to."""
+    """Keeps the states that fit snapshots that exist or may follow."""
 
     def __init__(self, trainer: Trainer, names: Collection[str], *, is_lead: bool) -> None:
         self._trainer = trainer
-        self._names = names  # of all tensors that the servers hold
+        self._names = names  # names of all tensors that the servers hold
         self._is_lead = is_lead
-        self._kept: Sequence[ResumePoint] = ()  # replaced, not changed: the swarm's event loop reads it
-        self._stand_ins: dict[int, tuple[Any, Awaited]] | None = None  # while a state is taken, by their `id`
+        self._kept: Sequence[ResumePoint] = ()  # replaced, not changed, because the swarm's event loop reads it
+        self._stand_ins: dict[int, tuple[Any, Awaited]] | None = None  # `id` -> stand-in and gap, during `save`
         self._unsaved: dict[str, Any] = {}
         self._warned = False
 
     @property
     def versions(self) -> Collection[int]:
-        """The versions of the weights that the states go with, as far as the loop has heard of them."""
+        """Return the versions of the weights that the states fit, as far as the loop knows of the versions."""
         known = [(point.version, not point.completed) for point in self._kept]
         known += [(point.news.version, True) for point in self._kept if point.news is not None]
         return {version for version, goes in known if goes and self.find(version) is not None}
 
     def find(self, version: int, counts: Counts = lambda *_: False) -> ResumePoint | None:
-        """The latest state that goes with a version. May be called from any thread."""
+        """Return the latest state that fits a version. May be called from any thread."""
         kept = reversed(self._kept)
         return next((point for point in kept if point.is_at(version, counts, is_lead=self._is_lead)), None)
 
     @property
     def taking(self) -> bool:
-        """True while weights and optimizer state are asked for only to be left out."""
+        """Return whether `save` is making a checkpoint, which must leave out weights and optimizer state."""
         return self._stand_ins is not None
 
     def clear(self) -> None:
@@ -121,30 +121,30 @@ class LoopStates:
         self._kept = ()
 
     def prune(self, ordered: Collection[int]) -> None:
-        """Keep the newest state, and of the others those that go with snapshots that were ordered."""
+        """Keep only the newest state, and older states that fit snapshots that were ordered."""
         older, newest = self._kept[:-1], self._kept[-1:]
         wanted = [self.find(version, lambda *_: True) for version in ordered]
         self._kept = (*(point for point in older if any(point is other for other in wanted)), *newest)
 
     def resume(self, point: ResumePoint) -> None:
-        """The loop is where another run's loop was."""
+        """Start with the state that the loop resumed from."""
         self._kept = (point,)
 
     def granted(self, news: RunNews) -> None:
-        """The next batch has its grant, or none is left."""
+        """Add the news that came before the next batch's grant, or before the end of the data."""
         if self._kept and self._kept[-1].news is None:
             self._kept = (*self._kept[:-1], replace(self._kept[-1], news=news))
 
     def save(self, version: int, completed: Collection[int], position: BatchPosition, pending: Pending) -> None:
-        """Keep the state of the loop, which is between two batches and has counted to `version`."""
-        # Nothing of it comes from the servers: hooks that work on weights find tensors without values.
+        """Save the state of the loop between two batches, when it has counted all records up to `version`."""
+        # Nothing is gathered from the servers, so hooks that use weights find tensors without values.
         self._stand_ins, self._unsaved = {}, {}
         try:
             state = self._take(position, pending)
-            # Without a grant for a batch since then, the state before is the same, but older.
+            # Without a grant since the last state, the new state replaces it.
             before = self._kept[:-1] if self._kept and self._kept[-1].news is None else self._kept
             self._kept = (*before, ResumePoint(state, version, version, tuple(completed), RunNews(version)))
-        except Exception as error:  # noqa: BLE001 - what hooks raise; the run is in no need of it now
+        except Exception as error:  # noqa: BLE001 - hooks may raise anything, and the run can continue without
             if not self._warned:
                 self._warned = True
                 _log.warning(
@@ -195,9 +195,9 @@ class LoopStates:
         names: Mapping[str, str],
         written: Mapping[str, Tensor],
     ) -> dict[str, Any]:
-        """The module's state dict with gaps; `names` are the first name of each tensor by all of its names.
+        """Return the module's state dict with gaps; `names` maps each name of a tensor to its first name.
 
-        What user code has `written`, the servers may not have: it is kept with the loop. So are `unsaved` buffers.
+        The loop's state keeps tensors that user code has `written`, which servers may lack, and `unsaved` buffers.
         """
         self._unsaved = self._with_gaps(unsaved, names, written)
         return self._with_gaps(own, names, written)
@@ -216,7 +216,7 @@ class LoopStates:
         return state
 
     def without_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict with a gap."""
+        """Return the optimizer's state dict with a gap in place of the state."""
         assert self._stand_ins is not None
         state: dict[int, Any] = {}
         self._stand_ins[id(state)] = state, Awaited(None)
@@ -224,7 +224,7 @@ class LoopStates:
 
 
 def restore_metrics(trainer: Trainer, state: LoopState) -> None:
-    """Restore what was logged and measured in an epoch that goes on, and what user code had set on modules."""
+    """Restore the logged values and metrics of a resumed epoch, and attributes that user code had set on modules."""
     restore_attributes(trainer.lightning_module, state.attributes)
     modules = dict(trainer.lightning_module.named_modules())
     for name, gathered in state.metrics.items():
@@ -242,14 +242,14 @@ def restore_metrics(trainer: Trainer, state: LoopState) -> None:
 
 
 def _gathered(metric: Metric) -> dict[str, Any]:
-    """Copies of all that updates of a metric change."""
-    # `has_reset`: of Lightning's own metrics, which hold what was logged as a number.
+    """Copy all attributes that updates change in a metric."""
+    # Only Lightning's own metrics for logged numbers have `has_reset`.
     names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "has_reset"]
     return copy.deepcopy({name: vars(metric)[name] for name in names if name in vars(metric)})
 
 
 def _filled(tree: Any, filled: Mapping[int, Any]) -> Any:
-    """A copy of nested containers, with gaps replaced."""
+    """Copy nested containers, with gaps replaced."""
     if isinstance(tree, Awaited):
         return filled[id(tree)]
     if isinstance(tree, dict):
@@ -263,7 +263,7 @@ def _filled(tree: Any, filled: Mapping[int, Any]) -> Any:
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """All that nested containers hold, each with the keys that lead to it."""
+    """Yield all leaves of nested containers, each with the path of its keys."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves(value, f"{name}[{key!r}]")

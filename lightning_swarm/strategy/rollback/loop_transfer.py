@@ -1,4 +1,4 @@
-"""Records the states of a trainer's loop, and packs the lead's, without pickle, for peers that may take over."""
+"""Records the states of a trainer's loop, and packs the lead's states, without pickle, for standbys."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, 
 _log = logging.getLogger(__name__)
 
 _NEARLY: Final = 0.9
-"""The part of an interval in which no order of snapshots can come. The interval is measured from when an order came to
-this peer's server, which is some time after it was given."""
+"""Fraction of the snapshot interval after an order of snapshots in which no further order comes. It is less than 1
+because the order reached this peer's server some time after it was issued."""
 
 
 class LoopRecorder:
-    """Records one trainer's loop in one run, for the versions that have snapshots or may come to have one."""
+    """Records one trainer's loop in one run, for versions that have a snapshot or may get one."""
 
     def __init__(
         self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization, snapshot_interval: float | None
@@ -53,15 +53,15 @@ class LoopRecorder:
         self._peer = peer
         self._session = session
         self._loop = loop
-        self._snapshot_interval_s = snapshot_interval  # None: no snapshots are ordered
+        self._snapshot_interval_s = snapshot_interval  # None if no snapshots are ordered
         self._first_step = session.version
-        self._newest: OrderedSnapshots | None = None  # that are of use to the loop
-        self._newest_sent: int | None = None  # version of the state that standby leads have
-        self._left_out: set[str] = set()  # parts that cannot travel, of which a warning was logged
+        self._newest: OrderedSnapshots | None = None  # newest order of this run
+        self._newest_sent: int | None = None  # version of the state that standbys have
+        self._left_out: set[str] = set()  # parts that cannot travel, and that a warning has named
         loop.on_grant = self._granted
 
     def clear(self) -> None:
-        """Forget all states, and all snapshots so far: they are void."""
+        """Forget all states and snapshots, which are void."""
         self.states.clear()
         self._newest = None
 
@@ -71,7 +71,7 @@ class LoopRecorder:
         self._replicate()
 
     def between_batches(self, position: DataPosition) -> None:
-        """Keep the state of the loop, which is between two batches, if a snapshot may go with it."""
+        """Save the state of the loop between two batches, if a snapshot may fit it."""
         self._find_newest()
         self.states.prune(self._versions)
         version, completed = self._session.version, self._session.completed_leases
@@ -82,7 +82,7 @@ class LoopRecorder:
     # ------------------------------------------------------------------ snapshots
 
     def _find_newest(self) -> None:
-        """Take what this peer's server heard, which knows all records, or else what the trainer heard."""
+        """Find the newest order of snapshots, from this peer's server or from the trainer's newest record."""
         record, ordered = self._session.newest_record, self._peer.ordered
         if record is not None and record.snapshot is not None and record.step >= self._first_step:
             heard = OrderedSnapshots(record.step + 1, record.snapshot.keep, time.monotonic())
@@ -92,18 +92,18 @@ class LoopRecorder:
 
     @property
     def _versions(self) -> list[int]:
-        """The versions of snapshots that servers keep."""
+        """Return the versions of the snapshots that servers keep."""
         newest = self._newest
         return [] if newest is None else [version for version in (newest.keep, newest.version) if version is not None]
 
     def _may_have_snapshot(self, version: int, completed: Collection[int]) -> bool:
-        """True if a snapshot may go with a loop that has counted to `version`, and `completed` these leases since."""
+        """Return whether a snapshot may fit a loop that has counted to `version`, with `completed` leases since."""
         newest = self._newest
         if newest is not None and newest.version == version and not completed:
             return True
         if not self._session.is_shared or self._snapshot_interval_s is None:
             return False
-        # Others may fill the next steps before this trainer asks for a grant again.
+        # Other trainers may fill the next steps before this trainer asks for a grant again.
         return (
             newest is None
             or newest.version > version
@@ -113,14 +113,14 @@ class LoopRecorder:
     # ------------------------------------------------------------------ standby leads
 
     def _replicate(self) -> None:
-        """Send the lead's state to standby leads: the loop is between batches, or records came before its next one."""
+        """Send the lead's newest state to the standbys if it fits a snapshot, between two batches or after a grant."""
         session, version = self._session, self._session.version
         if not session.is_lead or version == self._newest_sent or version not in self._versions:
             return
         point = self.states.find(version)
         if point is None or point.news_at(version).lost:
             return
-        # Of several trainers another one can use it only if all know the position in the data by a batch's number.
+        # Another trainer can use the state only if batches have numbers, by which all know the position in the data.
         if session.is_shared and STATE not in point.state.checkpoint["loops"]["fit_loop"]["state_dict"]:
             return
         self._newest_sent = version
@@ -132,16 +132,16 @@ class LoopRecorder:
 
 
 _MODULE_KEYS: Final = ("hparams_name", "hparams_type", "hyper_parameters")
-"""Entries of a checkpoint that are left out: the next lead's module and data module have their own."""
+"""Entries of a checkpoint that are left out, because the next lead's module and data module have their own."""
 
 _LOG_OPTIONS: Final = (*LOG_OPTIONS, "enable_graph", "add_dataloader_idx", "metric_attribute")
-"""What `self.log` was called with, as Lightning keeps it."""
+"""Options of `self.log` that Lightning keeps."""
 
 
 def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
-    """Pack a state that goes on with the weights of `version`, which know nothing of the batch at `position`.
+    """Pack a state that fits the weights of `version`; `position` is the first batch that they do not include.
 
-    `left_out` holds the parts of which a warning was logged. Raises NotPlain if the loop's own state cannot travel.
+    `left_out` collects parts that a warning has named. Raises NotPlain if the loop's own state cannot travel.
     """
     state = point.state
     parts = partial(_plain_parts, left_out=left_out)
@@ -179,7 +179,7 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
 
 
 def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
-    """Unpack a state for a Trainer's loop that goes on with the weights of `version`. Raises ProtocolError."""
+    """Unpack a state for a Trainer's loop that resumes with the weights of `version`. Raises ProtocolError."""
     came = TravellingLoop.read(value)
     at_position(came.checkpoint, came.position)
     state = LoopState(
@@ -199,7 +199,7 @@ def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
 
 
 def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Files that callbacks refer to, and that are not on this machine."""
+    """Return the files that callbacks refer to, but that are not on this machine."""
     found = (
         path
         for state in checkpoint.get("callbacks", {}).values()
@@ -211,7 +211,7 @@ def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> dict[str, Any]:
-    """The parts that `plain_values` knows; what callbacks, metrics and hooks keep may be anything."""
+    """Return the parts that `plain_values` can pack, and warn of the rest: callbacks and hooks may keep anything."""
     found = {}
     for name, part in parts.items():
         try:
@@ -230,7 +230,7 @@ def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> 
     return found
 
 
-# ---------------------------------------------------------------------- what trainers share
+# ---------------------------------------------------------------------- logs and metrics that trainers share
 
 
 def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> SentMetrics:
@@ -264,7 +264,7 @@ def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
     return logs, (came.followed, {lease: list(contents(sent)) for lease, sent in came.added.items()})
 
 
-# ---------------------------------------------------------------------- what was logged
+# ---------------------------------------------------------------------- Lightning's results
 
 
 def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict[str, tuple[Metric, Mapping[str, Any]]]:
-    """Make the entries anew, as `self.log` does. Those of metrics that this module does not have are left out."""
+    """Create the entries again, as `self.log` does, except for metrics that this module does not have."""
     results = type(trainer.fit_loop.epoch_loop._results)(training=True)
     modules = dict(trainer.lightning_module.named_modules())
     made = {}

@@ -1,4 +1,4 @@
-"""Rolls a fit back: chooses a snapshot after an error, ends the run, and brings the loop of the next run there."""
+"""Rolls a fit back: chooses a snapshot after an error, ends the run, and resumes the loop in the next run there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_TRIES: Final = 3
-"""Most runs that begin at one step and come to no snapshot of their own."""
+"""Most runs that may begin at the same step without reaching a snapshot of their own."""
 
 _TRIAL: Final = (
     "The run could not roll back: `LearningRateFinder` or `BatchSizeFinder` was trying values, and leaves the Trainer "
@@ -58,40 +58,40 @@ _BEHIND: Final = (
 
 @dataclass
 class RollbackTarget:
-    """The snapshot, and the state of the loop, from which a run goes on."""
+    """The snapshot and the state of the loop from which a run resumes."""
 
-    version: int  # of the weights
-    path: Path  # of an ordinary checkpoint; at a trainer that does not lead it has no weights
-    resume_point: ResumePoint  # has what such a file does not hold
+    version: int  # version of the weights
+    path: Path  # an ordinary checkpoint; without weights at a trainer that does not lead
+    resume_point: ResumePoint  # the state that such a file does not hold
     num_tries: int = 0
 
 
 class Rollback:
-    """Decides where a trainer's fit goes on after an error, ends the run, and brings the next run's loop there."""
+    """Decides where a trainer's fit resumes after an error, ends the run, and resumes the next run's loop there."""
 
     def __init__(self, strategy: SwarmStrategy) -> None:
         self._strategy = strategy
-        self.is_rolling_back = False  # what is torn down goes on
-        # At a trainer beside the lead: takes back what was left to the lead.
+        self.is_rolling_back = False  # the fit that is torn down will resume
+        # At a trainer beside the lead: restores the decisions that were left to the lead.
         self.restore_lead_role: Callable[[], None] = lambda: None
-        self.begins_anew = False  # the loop begins beside another lead, as that of a trainer that joins the run
-        self._recorder: LoopRecorder | None = None  # of the run
-        self.states: LoopStates | None = None  # of the loop, that are kept in this run
-        self._position: DataPosition | None = None  # of the run
-        self._offered: dict[int, ResumePoint] = {}  # by version, what the lead was told that this loop can go on from
+        self.begins_anew = False  # the loop begins beside a new lead, like a trainer that joins the run
+        self._recorder: LoopRecorder | None = None  # the run's
+        self.states: LoopStates | None = None  # states of the loop in this run
+        self._position: DataPosition | None = None  # the run's
+        self._offered: dict[int, ResumePoint] = {}  # version -> point that this trainer has offered to the lead
         self._target: RollbackTarget | None = None
-        self.is_resuming = False  # the loop is on its way to the target
-        self._loaders: list[object] = []  # of the training loop, whose iterators are still to be made
+        self.is_resuming = False  # the loop has not reached the target yet
+        self._loaders: list[object] = []  # the training loop's loaders that have no iterators yet
         self._made: RandomState | None = None
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
-        self._finders: list[Any] = []  # that try values before training
-        self._found: list[Override] = []  # of those that need not try again
+        self._finders: list[Any] = []  # callbacks that try values before training
+        self._found: list[Override] = []  # disable finders that have found a value
 
     def __reduce__(self) -> tuple[type[Rollback], tuple[SwarmStrategy]]:  # a copy has no part in the run
         return Rollback, (self._strategy,)
 
     def begin_run(self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization) -> None:
-        """Keep states of the loop in a run that begins, or goes on at the target."""
+        """Begin to record the loop in a run that begins, or that resumes at the target."""
         interval_s = self._strategy.config.limits.snapshot_interval
         recorder = self._recorder = LoopRecorder(trainer, peer, session, loop, interval_s)
         states = self.states = recorder.states
@@ -107,7 +107,7 @@ class Rollback:
             session.resumes_at(lambda: states.versions)
 
         def arrive() -> None:
-            """The data are where they were at the target: bring the loop there."""
+            """Restore the loop's state when the data are at the target's position."""
             # Records that came before the loop's next batch are counted at that batch, as if it had waited for a grant.
             self.is_resuming = False
             assert self._target is not None
@@ -121,55 +121,55 @@ class Rollback:
         self._position = DataPosition(trainer, resume_at, recorder.between_batches, arrive, made=self._take_made)
 
     def discard_snapshots(self) -> None:
-        """A checkpoint was loaded in the middle of the run: the servers forgot their snapshots."""
+        """Forget all states after a checkpoint was loaded in the middle of the run, which voids the snapshots."""
         if self._recorder is not None:
             self._recorder.clear()
 
     def loader_made(self, loader: object) -> None:
-        """Note the random numbers: Lightning makes the iterators of the training loaders once it has all of them."""
+        """Record the random state, because Lightning makes the loaders' iterators as soon as it has all loaders."""
         self._loaders.append(loader)
         self._made = random_state(generators_of(self._loaders))
 
     def _take_made(self) -> RandomState | None:
-        """The random numbers of loaders that were made since the last call."""
+        """Return the random state after the last loader was made, if any was made since the last call."""
         self._loaders = []
         made, self._made = self._made, None
         return made
 
     def load(self, path: object) -> dict[str, Any] | None:
-        """The target's checkpoint, if that is asked for."""
+        """Load the target's checkpoint; None if `path` is another one."""
         if self._target is None or str(path) != str(self._target.path):
             return None
-        # Written by this process: it may hold whatever callbacks keep.
+        # This process has written the file, and callbacks may keep arbitrary objects in it.
         loaded: dict[str, Any] = torch.load(self._target.path, map_location="cpu", weights_only=False, mmap=True)
         return loaded
 
     @property
     def first_step(self) -> int | None:
-        """First step of the run that goes on at the target; the loop may have to catch up with it."""
+        """Return the first step of the run that resumes at the target; the loop may have counted fewer records."""
         return None if self._target is None else self._target.version
 
     async def _can_go_back(self, trainer: Trainer, peer: Peer) -> bool:
-        """Called on the swarm's event loop, at the lead: tell whether the run can go back to a snapshot."""
+        """Return, on the swarm's event loop of the lead, whether the run can roll back to a snapshot."""
         if any(finder not in trainer.callbacks for finder in self._finders):  # type: ignore[attr-defined]
             return False
         return await peer.lead.has_snapshot() or (self._target is not None and self._target.num_tries < _MAX_TRIES)
 
     def _can_go_on(self, version: int, counts: Counts) -> bool:
-        """Called on the swarm's event loop: what it answers must hold when this trainer hears of the rollback."""
-        states = self.states  # which the trainer's own thread may end meanwhile
+        """Return whether this loop can resume at a version, and keep that state. Runs on the swarm's event loop."""
+        states = self.states  # copied, because the trainer's own thread may reset it meanwhile
         found = states.find(version, counts) if states is not None else None
         if found is not None:
             self._offered[version] = found
         return found is not None or version == self.first_step
 
     def _discard_states(self) -> None:
-        """Go on from none of this loop's states."""
+        """Forget the target and the offered states, so that the loop resumes from none of its own states."""
         self._forget_target()
         self._offered, self.is_resuming = {}, False
 
     def _follow_lead(self, version: int, error: SwarmError) -> RollbackTarget | None:
-        """The target at a version that the lead chose. None, with a note on the error: this loop kept no such state."""
+        """Return the target at the lead's version; None, with a note on the error, if this loop kept no such state."""
         found = self._offered.get(version)
         if found is not None:
             self._set_target(version, found, {}, {})
@@ -180,7 +180,7 @@ class Rollback:
         return self._target
 
     def take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Lead the run in the place of the former lead, which is gone; returns where to go on."""
+        """Take over the run of a lead that is gone. Returns the target to resume at."""
         version, value = peer.inherit()
         try:
             point = loop_transfer.unpack(value, version, trainer)
@@ -201,15 +201,15 @@ class Rollback:
         assert peer.lead.run is not None
         strategy = self._strategy
         strategy._inherited_stages = peer.lead.run.manifest.stages
-        strategy.config = replace(strategy.config, initial_peers=())  # from here on it is the starter of runs
+        strategy.config = replace(strategy.config, initial_peers=())  # this peer now starts the runs
         return target
 
     def _find_lead_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
-        """Choose, at the lead, where to go on after an error. None: nowhere, and a note on the error may say why."""
+        """Choose, at the lead, the target after an error; None, maybe with a note on the error, if there is none."""
         if isinstance(error, Replaced) or (self.states is None and self._target is None):
             return None
         try:
-            if peer.lead.run is not None:  # else it was to go on from the target, and did not come to begin
+            if peer.lead.run is not None:  # None if the run that should resume at the target could not begin
                 is_spoilt = isinstance(error, FalseWorkCounted)
                 if not is_spoilt and not peer.lead.what_is_lost(wait=not isinstance(error, StageLost)):
                     return None
@@ -229,14 +229,14 @@ class Rollback:
             return None
         self._target.num_tries += 1
         self.is_resuming = True
-        # They found a value, which the run goes on with.
+        # The finders have found their values, which the run keeps.
         self._found += [Override(finder, "on_fit_start", lambda *_: None) for finder in self._finders]
         return self._target
 
     def _choose_target(self, peer: Peer, error: SwarmError) -> None:
-        """Choose the newest snapshot of this run from which all other trainers can go on, too, if there is one.
+        """Choose the newest snapshot of this run from which all other trainers can resume, too, if there is one.
 
-        Where false work counted, it is the newest of before that, or else the oldest.
+        If false work counted, choose the newest snapshot from before it, or else the oldest.
         """
         states = self.states
         versions = peer.lead.versions_of_all(states.versions) if states is not None and states.versions else ()
@@ -259,13 +259,13 @@ class Rollback:
         return self._target
 
     def end_run(self) -> None:
-        """The run is over; another run may go on at the target."""
+        """Stop recording when the run is over; another run may resume at the target."""
         if self._position is not None:
             self._position.close()
         self._recorder = self.states = self._position = None
 
     def end_fit(self) -> None:
-        """The fit is over."""
+        """Forget the target and all states when the fit is over."""
         self.end_run()
         self._forget_target()
         self.is_resuming, self.begins_anew = False, False
@@ -281,9 +281,9 @@ class Rollback:
     # ------------------------------------------------------------------ after an error
 
     def prepare(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Make ready to run the Trainer's function again after an error. None: the run cannot, or need not, roll back.
+        """Prepare to call the Trainer's function again after an error.
 
-        Returns the checkpoint to go on from; empty: from none, as a trainer that joins the run.
+        Returns the checkpoint to resume from; empty to join the run anew; None if the run cannot or need not roll back.
         """
         strategy = self._strategy
         if strategy.peer is None or trainer.state.fn != TrainerFn.FITTING:
@@ -293,7 +293,7 @@ class Rollback:
             return None
         version, path = found
         events = strategy.peer.events
-        report = events.note if strategy.is_global_zero else events.log_only  # once for the swarm
+        report = events.note if strategy.is_global_zero else events.log_only  # the lead counts it once for the swarm
         report("went_back", step=version, reason=str(error.__cause__ or error))
         trainer.training = True  # it may have been validating
         self.is_rolling_back = True
@@ -307,12 +307,12 @@ class Rollback:
         return path
 
     def _find_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> tuple[int, str] | None:
-        """The version of the weights, and the checkpoint as `prepare` returns it. This peer may be the lead then."""
+        """Return the version of the weights, and the checkpoint as in `prepare`. This peer may become the lead."""
         strategy = self._strategy
         if strategy.is_global_zero:
             target = self._find_lead_target(trainer, peer, error)
         elif isinstance(error, WentBack) and not peer.follower.is_rolling_back and strategy._joined is not None:
-            # The run rolled back without this trainer, whose server was not in it to be told: join it again.
+            # The run rolled back without this trainer, because its server was not in the run. Join the run again.
             view = peer.follower.find_run_again()
             if view is None:
                 return None
@@ -324,14 +324,14 @@ class Rollback:
             if version is None:
                 return None
             if not peer.inherits and peer.follower.has_new_lead:
-                self._discard_states()  # nothing of this loop's states goes with what a new lead has
+                self._discard_states()  # this loop's states do not fit a new lead's state
                 self.begins_anew = True
                 return version, ""
             target = self._become_lead(trainer, peer) if peer.inherits else self._follow_lead(version, error)
         return None if target is None else (target.version, str(target.path))
 
     def _become_lead(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Lead from here on, where this process trained beside another one."""
+        """Make this process, which trained beside the former lead, the new lead."""
         strategy = self._strategy
         target = self.take_over(trainer, peer)
         _log.warning(
@@ -346,13 +346,13 @@ class Rollback:
 
 
 def _write(checkpoint: Mapping[str, Any], name: str) -> Path:
-    """Write a file in a folder of its own; if that fails, nothing is left of it."""
+    """Write a file into a new folder; if this fails, remove the folder."""
     with contextlib.ExitStack() as undone:
         try:
             folder = Path(tempfile.mkdtemp(prefix="lightning-swarm-"))
             undone.callback(shutil.rmtree, folder, ignore_errors=True)
             torch.save(checkpoint, folder / name)
-        except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
             raise no_room(error) from error
         undone.pop_all()
     return folder / name
