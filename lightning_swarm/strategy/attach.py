@@ -162,7 +162,7 @@ class AttachStrategy(_SingleDeviceStrategy):
             raise ConfigError.like(
                 RuntimeError,
                 "a checkpoint must have all that is in no block of the served model, and nothing else: missing are "
-                f"{missing[:5]}, unexpected {found.unexpected_keys[:5]}. Load it into the module that it was saved of.",
+                f"{missing[:5]}, unexpected {found.unexpected_keys[:5]}. Load it into the module that saved it.",
             )
 
 

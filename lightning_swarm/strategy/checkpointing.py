@@ -58,7 +58,7 @@ class CheckpointFiles(Callback):
         self._overrides = [override for callback in self._watched for override in self._watch(callback)]
         self._callbacks.insert(0, self)
 
-    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer has no part in the run
+    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer must not refer to the run
         return Callback, ()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, own: Iterable[Tensor]) -> None:
@@ -195,7 +195,7 @@ class Checkpoints:
         self._peers_of_last: dict[str, Any] | None = None  # the peers that the latest run knew
         self._folder: ShardedCheckpoint | None = None  # the loaded checkpoint, if it is sharded
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
+    def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
         return {**vars(self), "files": None, "restored_step": None, "known_peers": None, "_folder": None}
 
     @property

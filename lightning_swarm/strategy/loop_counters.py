@@ -104,8 +104,8 @@ class CompletedBatches:
         step, batch, _ = self._batches.pop(lease, (0, None, 0))
         if batch is None:
             raise StepError(
-                "a batch before the one in hand was struck from the open step, for what servers had added of it was "
-                "lost and could not be computed again. Start again from a checkpoint."
+                "a batch before the current one was struck from the open step, because its gradients on the servers "
+                "were lost and could not be computed again. Start again from a checkpoint."
             )
         self.lost[lease] = batch
         if step in self._sizes:

@@ -214,7 +214,7 @@ class SharedMetrics:
 
     def replay(self) -> None:
         """Add other trainers' contents to the lead's metrics after its own batch, before Lightning logs the step."""
-        if self._before is not None:  # the batch in hand failed
+        if self._before is not None:  # the current batch failed
             self.finish_batch(counts=False)
         held, self._held = self._held, []
         self._take_in(held)

@@ -190,7 +190,7 @@ class SwarmOptimization:
             try:
                 return self._train_here(batch, lease)
             except LeaseRevoked as error:
-                _log.warning("`training_step` runs again for the batch in hand, which counts nowhere: %s", error)
+                _log.warning("`training_step` runs again for the current batch, which counts in no step: %s", error)
                 self._session.revoke_batch()
                 self.logs.revoke()
                 revoked = error
@@ -215,7 +215,7 @@ class SwarmOptimization:
         try:
             self._train_here(LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
         except LeaseRevoked as error:
-            _log.warning("A batch that was brought for another trainer counts nowhere: %s", error)
+            _log.warning("A batch that was read for another trainer counts in no step: %s", error)
             self._session.revoke_batch()
             self.logs.revoke()
 
@@ -260,7 +260,7 @@ class SwarmOptimization:
         closing = result.loss is not None and self._finish_batch(batch, lease, logs, metrics)
         self._end_step(closing=closing)
         if self._completed.lost.pop(lease, None) is not None:
-            raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
+            raise LeaseRevoked("its gradients on the servers were lost, and its step does not count it")
         if not self._session.is_shared and not self._session.delays:
             # Only a double fault would need these batches, and a step's batches take too much device memory.
             self._completed.keep_no_batches()
@@ -303,8 +303,8 @@ class SwarmOptimization:
         self._count_others()
         if self._completed.lost:
             _log.warning(
-                "Training ended before %d batches could run again, which count nowhere: what servers had added of them "
-                "was lost.",
+                "Training ended before %d batches could run again, which no step counts: their gradients on the "
+                "servers were lost.",
                 len(self._completed.lost),
             )
 

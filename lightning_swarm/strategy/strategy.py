@@ -239,7 +239,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._rollback, self._checkpoints = Rollback(self), Checkpoints(self)
 
     @override
-    def __getstate__(self) -> dict[str, Any]:  # a copy, or a pickled one, has no part in the run
+    def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
         of_run = ("peer", "_session", "_joined", "_loop", "_run_log", "_access", "_data", "_compiler")
         return {**super().__getstate__(), **dict.fromkeys(of_run), "_undo": contextlib.ExitStack(), "_trains": False}
 

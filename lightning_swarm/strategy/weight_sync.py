@@ -46,7 +46,7 @@ class ModuleWeights:
         self._gathered: list[weakref.ref[Tensor]] = []
         self._optimizer_access: OptimizerAccess | None = None
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
+    def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
         return {
             **vars(self),
             "_peer": None,
@@ -234,7 +234,7 @@ class WeightSync(Callback):
         self._weights, self._access = weights, access
         self._callbacks.insert(0, self)
 
-    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer has no part in the run
+    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer must not refer to the run
         return Callback, ()
 
     def close(self) -> None:

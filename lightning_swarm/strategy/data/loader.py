@@ -122,7 +122,7 @@ def restore_random_numbers(numbers: RandomNumbers, own: Sequence[torch.Generator
         for generator, buffer in zip(own, numbers.own, strict=True):
             generator.set_state(_as_tensor(buffer))
     except (RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise ProtocolError(f"the lead's random numbers cannot be gone on with here: {error}") from error
+        raise ProtocolError(f"the lead's random numbers cannot be restored here: {error}") from error
 
 
 @contextmanager

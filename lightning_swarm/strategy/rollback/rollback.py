@@ -87,7 +87,7 @@ class Rollback:
         self._finders: list[Any] = []  # callbacks that try values before training
         self._found: list[Override] = []  # disable finders that have found a value
 
-    def __reduce__(self) -> tuple[type[Rollback], tuple[SwarmStrategy]]:  # a copy has no part in the run
+    def __reduce__(self) -> tuple[type[Rollback], tuple[SwarmStrategy]]:  # a copy must not refer to the run
         return Rollback, (self._strategy,)
 
     def begin_run(self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization) -> None:
@@ -186,7 +186,7 @@ class Rollback:
             point = loop_transfer.unpack(value, version, trainer)
             whole = peer.lead.gather_snapshots([version])
             if whole is None:
-                raise StageLost(f"nobody has a snapshot of all stages at version {version} any more. {_NO_SNAPSHOT}")
+                raise StageLost(f"the servers have no snapshot of all stages at version {version}. {_NO_SNAPSHOT}")
             target = self._set_target(version, point, whole.weights, whole.optimizer)
         except Exception as error:
             peer.lead.give_up()
