@@ -1,4 +1,4 @@
-"""Sends adapters to servers: each once to each server, whichever calls and texts of this client name it."""
+"""Uploads adapters to servers: each adapter once to each server, however many calls and texts name it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_swarm.client.adapters import PackedAdapter
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.methods import TUNE_ADAPTER
 
-_MAX_UPLOADS: Final = 256  # that are remembered: what is forgotten is sent once more needlessly
+_MAX_UPLOADS: Final = 256  # uploads that are remembered; a forgotten one may be sent again needlessly
 
 
 class AdapterUploads:
@@ -21,12 +21,12 @@ class AdapterUploads:
         self._uploads: OrderedDict[tuple[PeerId, bytes], asyncio.Task[None]] = OrderedDict()  # the newest at the end
 
     async def send(self, peer: PeerId, adapter: PackedAdapter, *, timeout: float, again: bool = False) -> None:
-        """Send a server an adapter, unless that was done before; `again`: it has dropped it."""
+        """Send an adapter to a server unless it was sent before. Set `again` if the server has dropped it."""
         key = (peer, adapter.name)
         upload = self._uploads.get(key)
         if upload is None or (upload.done() and (again or upload.cancelled() or upload.exception() is not None)):
             upload = asyncio.ensure_future(self._send(peer, adapter, timeout))
-            upload.add_done_callback(lambda one: one.cancelled() or one.exception())  # perhaps nobody waits any more
+            upload.add_done_callback(lambda one: one.cancelled() or one.exception())  # perhaps without a waiter by then
         self._uploads[key] = upload
         self._uploads.move_to_end(key)
         if len(self._uploads) > _MAX_UPLOADS:
@@ -34,7 +34,7 @@ class AdapterUploads:
         await asyncio.shield(upload)
 
     def _forget_one(self) -> None:
-        """Forget the oldest upload that is through."""
+        """Forget the oldest finished upload."""
         oldest = next((key for key, task in self._uploads.items() if task.done()), None)
         if oldest is not None:
             del self._uploads[oldest]
@@ -43,6 +43,6 @@ class AdapterUploads:
         await self._transport.stream(peer, TUNE_ADAPTER, adapter.upload, timeout=timeout, max_bytes=0)
 
     def cancel(self) -> None:
-        """End what is under way."""
+        """Cancel the uploads under way."""
         for upload in self._uploads.values():
             upload.cancel()

@@ -1,4 +1,4 @@
-"""Finds what a client trains inside the blocks of a served model: low-rank adapters that peft has put around layers."""
+"""Finds the low-rank adapters that peft has put around layers in the blocks of a served model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PEFT_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
 
 
 def check_kind(config: Any) -> None:
-    """Refuse a config of peft whose adapter a served model cannot have."""
+    """Refuse a peft config whose kind of adapter served models do not support."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in _PEFT_KINDS:
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_kind(config: Any) -> None:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether a module or a parameter of this name is a part of a low-rank adapter."""
+    """Return whether a module or parameter of this name belongs to a low-rank adapter."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 
@@ -46,12 +46,12 @@ class StageAdapter:
     """The active adapters in a stage's blocks."""
 
     loras: list[Lora] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)  # the client's own A and B of each, in turn
+    tensors: list[Tensor] = field(default_factory=list)  # the client's A and B of each, alternating
     drops: bool = False  # dropout of adapters is on
 
     @property
     def is_trained(self) -> bool:
-        """Return whether a gradient is wanted."""
+        """Return whether any tensor needs a gradient."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
 
@@ -64,22 +64,22 @@ class FoundAdapters:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there are none."""
+        """Return whether no stage has an adapter."""
         return not any(stage.loras for stage in self.stages)
 
     @property
     def is_trained(self) -> bool:
-        """Return whether a gradient of any of them is wanted."""
+        """Return whether any adapter needs a gradient."""
         return any(stage.is_trained for stage in self.stages)
 
     @property
     def wants_grad(self) -> bool:
-        """Return whether a forward that is computed now leads to a gradient of an adapter."""
+        """Return whether a forward computed now leads to a gradient of an adapter."""
         return torch.is_grad_enabled() and self.is_trained
 
 
 def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> FoundAdapters:
-    """Return the adapters of each stage. Refuses whatever else would train in blocks, by name and remedy."""
+    """Return the adapters of each stage. Raise `ConfigError` if anything else in the blocks would train."""
     found, modes = [], set[bool]()
     for blocks_of_stage in ranges:
         stage, drops = StageAdapter(), set[bool]()
@@ -104,7 +104,7 @@ def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> Found
 def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], modes: set[bool]) -> None:
     sent: set[int] = set()
     for name, layer in block.named_modules():
-        if name and (hooks := user_hooks(layer)):  # peft has such for `adapter_names`
+        if name and (hooks := user_hooks(layer)):  # peft adds such hooks for `adapter_names`
             _refuse(f"{name!r} of block {number}", f"a forward hook, which is not called here: {hooks[0]}")
         if not hasattr(layer, _WRAPPED):
             if not is_of_adapter(name):
@@ -143,7 +143,7 @@ def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], 
 
 @dataclass(frozen=True, eq=False)
 class PackedAdapter:
-    """An adapter's part of a stage, as it travels."""
+    """A stage's part of an adapter, in wire form."""
 
     name: bytes  # its digest
     upload: Message
@@ -155,22 +155,22 @@ def names_of(adapters: Sequence[PackedAdapter | None]) -> list[bytes | None]:
 
 
 class AdapterPacker:
-    """Packs adapters. What was packed is kept for as long as its values stay."""
+    """Packs adapters, and keeps the result as long as their values stay the same."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        # By stage, with copies of the tensors where these are: each token of a text asks.
+        # stage -> (layers, copies of the tensors on their devices, packed adapter). Each token of a text looks here.
         self._known: dict[int, tuple[list[Lora], Sequence[Tensor], PackedAdapter]] = {}
 
     def packed(self, stage: int, adapter: StageAdapter) -> PackedAdapter | None:
-        """Return a stage's adapter as it travels; None if there is none."""
+        """Return a stage's adapter in wire form; None if it has none."""
         if not adapter.loras:
             return None
         loras, copies, known = self._known.get(stage, (None, (), None))
-        # By the values themselves: fused optimizers, and writes to `data`, raise no tensor's version.
+        # Compares values, because fused optimizers and writes to `data` raise no tensor's version.
         if known is not None and loras == adapter.loras and all(map(_is_same, adapter.tensors, copies)):
             return known
-        # Copied, for a call that is made again wants those of its forward.
+        # Copied, because a repeated call needs the values of its forward.
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in adapter.tensors]
         sent = tuple(copy.cpu() for copy in copies)
         name = adapter_digest(stage, adapter.loras, sent)
@@ -185,7 +185,7 @@ def _is_same(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def _kind_of(layer: Any, active: str) -> str:
-    """Return what an adapter is beyond a plain low-rank one; empty: nothing."""
+    """Return the unsupported variant of an adapter; empty for a plain low-rank one."""
     if active in getattr(layer, "lora_variant", {}) or getattr(layer, "use_dora", {}).get(active, False):
         return "DoRA or another variant of LoRA"
     if getattr(layer, "lora_bias", {}).get(active, False):

@@ -1,8 +1,8 @@
-"""A client's inference sessions: the log of their steps, their routes, and other servers in the place of dead ones.
+"""Inference sessions of a client: logs their steps, chooses their routes, and replaces servers that fail.
 
-The client sends each step to the first stage's server; the last one's output comes back. It keeps what it has sent. If
-a server dies, another one of its stage gets the steps so far from the server before it, or, where that has dropped its
-outputs, from as far back as need be: in the end from the client.
+The client sends each step to the first stage's server, and receives the output from the last one. It keeps all steps
+that it has sent. If a server dies, the server before it sends the steps so far to the replacement. If that server has
+dropped its outputs, the replay begins at an earlier stage, in the end at the client.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ from lightning_swarm.protocol.methods import (
     SESSION_STEP,
 )
 
-_LOOK_S: Final = 0.5  # without an output, after which the route's servers are asked whether they live
+_LOOK_S: Final = 0.5  # seconds without output before a liveness check of the route's servers
 _MAX_CLOSING_S: Final = 5.0
-_FIRST_AGAIN: Final = 4  # looks after which the newest step is sent again; then after twice as many, and so on
-_MAX_TIMEOUTS: Final = 10  # a step may take so many times the longest call, if servers take the place of others
+_FIRST_AGAIN: Final = 4  # liveness checks before the first resend of the newest step; doubles each time
+_MAX_TIMEOUTS: Final = 10  # a step may take this many call timeouts if servers must be replaced
 _MAX_FAILURES: Final = 64
-_MAX_DROPPED: Final = 3  # times that a server may drop an adapter in one step
+_MAX_DROPPED: Final = 3  # a server that lacks its adapter more often in one step is replaced
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionInput:
-    """What a step begins with at the first stage."""
+    """Inputs of a step for the first stage."""
 
-    hidden: serialization.Tree  # of the new tokens, ``[rows, tokens, ...]``, as it travels
-    extras: dict[str, Any]  # of all blocks
-    operations: Sequence[CacheOperation]  # on the caches, before the step
-    modes: Sequence[ComputeMode]  # of each stage
-    drops: Sequence[bool] = ()  # whether dropout of an adapter is on at each stage; empty: at none
+    hidden: serialization.Tree  # new tokens, ``[rows, tokens, ...]``, in wire form
+    extras: dict[str, Any]  # extra arguments of all blocks
+    operations: Sequence[CacheOperation]  # applied to the caches before the step
+    modes: Sequence[ComputeMode]  # one for each stage
+    drops: Sequence[bool] = ()  # stages whose adapter's dropout is on; empty: none
 
     @property
     def draws(self) -> bool:
-        """Whether anything is in train mode, so that the blocks may draw random numbers."""
+        """Whether any part is in train mode, so that the blocks may draw random numbers."""
         return any(self.drops) or any(mode.training for mode in self.modes)
 
 
@@ -85,30 +85,30 @@ class SessionInput:
 class SessionWeights:
     """The weights that a session computes with."""
 
-    generation: int  # of the run
+    generation: int  # generation of the run
     version: int
-    number: int  # of evaluation weights; 0: those of the version
+    number: int  # evaluation weights; 0: the weights of the version
 
 
 @dataclass(frozen=True)
 class SessionResult:
-    """What a step came to."""
+    """Result of a step."""
 
-    output: serialization.Tree  # of the last stage, as it travels
-    length: int | None  # of the last server's cache, in tokens; None: there is no cache
+    output: serialization.Tree  # output of the last stage, in wire form
+    length: int | None  # tokens in the last server's cache; None: no cache
 
 
 class InferenceSession:
-    """A text that grows, with its caches at one server of each stage; on the swarm's loop."""
+    """A growing text, with its caches at one server of each stage. Runs on the swarm's event loop."""
 
     def __init__(
         self,
         routes: SessionRoutes,
         recipe: CacheRecipe | None,
         weights: SessionWeights,
-        adapters: Sequence[PackedAdapter | None] = (),  # of each stage; empty: there is none
+        adapters: Sequence[PackedAdapter | None] = (),  # one for each stage; empty: none
         *,
-        seed: int = 0,  # of all random draws in train mode
+        seed: int = 0,  # key of all random draws in train mode
     ) -> None:
         self.id = secrets.token_hex(16)
         self._seed = seed
@@ -118,15 +118,15 @@ class InferenceSession:
         self._route: list[PeerId] = []
         self._attempt = 0
         self._attempt_step = 1  # the newest step when the attempt began
-        self._output: asyncio.Future[SessionResult] | None = None  # of the step that is under way
+        self._output: asyncio.Future[SessionResult] | None = None  # result of the current step
         self._failures: deque[SessionFailed] = deque(maxlen=_MAX_FAILURES)
-        self._news = asyncio.Event()  # an output, a failure, or who lives
-        self._looking: asyncio.Task[set[PeerId]] | None = None  # who lives of the route's servers
-        self._num_looks = 0  # in this step
-        self._unfit: set[int] = set()  # stages whose server is to be replaced
-        self._lacking: Counter[int] = Counter()  # by stage, how often its server had not got the adapter in this step
-        self._lacking_now: set[int] = set()  # those whose server is to get it
-        self._refused: dict[int, set[PeerId]] = {}  # by stage, who answered with an error
+        self._news = asyncio.Event()  # set by an output, a failure or the end of a liveness check
+        self._looking: asyncio.Task[set[PeerId]] | None = None  # liveness check of the route's servers
+        self._num_looks = 0  # liveness checks in this step
+        self._unfit: set[int] = set()  # stages whose server must be replaced
+        self._lacking: Counter[int] = Counter()  # stage -> times that its server lacked the adapter in this step
+        self._lacking_now: set[int] = set()  # stages whose server must get the adapter
+        self._refused: dict[int, set[PeerId]] = {}  # stage -> servers that answered with an error
         self._telling: set[asyncio.Task[None]] = set()
 
     @property
@@ -135,7 +135,7 @@ class InferenceSession:
         return len(self._log)
 
     async def step(self, given: SessionInput) -> SessionResult:
-        """Have all stages compute the next tokens. Once that has failed, the session is of no use any more."""
+        """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
         self._log.append(given)
         output = self._output = asyncio.get_running_loop().create_future()
         self._num_looks = 0
@@ -147,7 +147,7 @@ class InferenceSession:
             while not output.done():
                 if broken:
                     broken = await self._rebuild(broken)
-                    if not broken:  # replays took their time, and may have to be waited for
+                    if not broken:  # replays take time, so extend the deadline
                         deadline_s = min(last_s, now_s() + timeout)
                 else:
                     broken = await self._wait(output)
@@ -170,7 +170,7 @@ class InferenceSession:
         return result
 
     async def close(self) -> None:
-        """Tell the servers that the session is over. It is closed once."""
+        """Close the session, once, and notify its servers."""
         if self._route:
             self._routes.end(self._route)
         body = encode(SessionClose(session=self.id))
@@ -182,13 +182,13 @@ class InferenceSession:
         task.add_done_callback(self._telling.discard)
 
     async def _tell(self, peer: PeerId, body: bytes) -> None:
-        with contextlib.suppress(SwarmError):  # it forgets the session by itself
+        with contextlib.suppress(SwarmError):  # best effort: servers also drop sessions by themselves
             await self._routes.transport.call(peer, SESSION_CLOSE, body, timeout=_MAX_CLOSING_S)
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ incoming messages
 
     def take_output(self, caller: PeerId, message: Message, said: SessionOutput) -> None:
-        """Take in a step's output, from the last stage's server alone; that of an older step comes twice."""
+        """Accept a step's output from the last stage's server; ignore repeated outputs of older steps."""
         if not self._route or caller != self._route[-1]:
             raise ProtocolError(f"a session's output comes from its last server, not from {caller}")
         if said.number == self.num_steps and self._output is not None and not self._output.done():
@@ -201,19 +201,19 @@ class InferenceSession:
         return peer in self._route
 
     def take_failure(self, caller: PeerId, failed: SessionFailed) -> None:
-        """Take in that a step did not get through."""
+        """Accept a server's report that a step failed."""
         if caller not in self._route:
             raise ProtocolError(f"{caller} is no server of the session")
         if failed.stage_index >= len(self._route):
             raise ProtocolError(f"a session of {len(self._route)} stages failed at stage {failed.stage_index}")
-        # What failed in an earlier step, and went through since without another attempt, is of no concern any more.
+        # Ignore failures of an earlier step that has succeeded since without another attempt.
         is_old = failed.number < self.num_steps and self._attempt_step < self.num_steps
         if failed.attempt == self._attempt and self._output is not None and not is_old:
             self._failures.append(failed)
             self._news.set()
 
     async def _wait(self, output: asyncio.Future[SessionResult]) -> set[int]:
-        """Wait for the output, or for bad news; returns the stages that need another server, or another replay."""
+        """Wait for the output or a failure; return the stages that need another server or another replay."""
         while not output.done():
             if self._failures:
                 return self._judge(self._failures.popleft())
@@ -222,14 +222,14 @@ class InferenceSession:
                 if silent := self._ban_all_but(alive, Unreachable("it does not answer")):
                     return silent
                 self._num_looks += 1
-                # All live, so a message may have been lost. Servers hand on again what they have done.
+                # All servers are alive, so a message may be lost. On a resend, servers pass on their results again.
                 if self._num_looks >= _FIRST_AGAIN and self._num_looks.bit_count() == 1:
                     return await self._send(self.num_steps, resume=self.num_steps)
             await self._until_news()
         return set()
 
     async def _until_news(self) -> None:
-        """Wait until something has come; after a while without, look who lives, and wait for that, too."""
+        """Wait for news; after `_LOOK_S` without any, begin a liveness check, whose end is news, too."""
         self._news.clear()
         try:
             async with asyncio.timeout(_LOOK_S if self._looking is None else None):
@@ -240,7 +240,7 @@ class InferenceSession:
             self._looking.add_done_callback(lambda _: self._news.set())
 
     def _judge(self, failed: SessionFailed) -> set[int]:
-        """Blame the server that is to blame for a failure; returns its stage."""
+        """Handle a failure at the server that caused it, and return its stage."""
         stage = failed.stage_index
         if failed.kind == "refused":
             self._refuse(stage, StageError(f"stage {stage}: {failed.reason}"))
@@ -257,7 +257,7 @@ class InferenceSession:
         self._lacking_now.add(stage)
 
     async def _give_adapter(self, stage: int, *, again: bool) -> None:
-        """Send a stage's server its adapter; one that does not take it, or drops it again and again, is replaced."""
+        """Send a stage's server its adapter; replace a server that refuses it or drops it repeatedly."""
         adapter, peer = (self.adapters[stage] if self.adapters else None), self._route[stage]
         try:
             if adapter is None:
@@ -279,7 +279,7 @@ class InferenceSession:
         self._routes.ban(stage, self._route[stage], version=self.weights.version, error=error)
 
     def _refuse(self, stage: int, error: SwarmError) -> None:
-        """Note that a stage's server answered with an error; raise it if all of them did, for then none is to blame."""
+        """Ban a stage's server that answered with an error; raise the error if all servers of the stage did."""
         refused = self._refused.setdefault(stage, set())
         refused.add(self._route[stage])
         if refused >= set(self._routes.servers(stage)):
@@ -287,14 +287,14 @@ class InferenceSession:
         self._ban(stage, Refusal(self._route[stage], error))
 
     async def _begin(self) -> set[int]:
-        """Choose a server for each stage, and send the first step; returns the stages that need another one."""
+        """Choose a server for each stage and send the first step; return the stages that need another server."""
         self._route = self._routes.begin(self._num_rows)
         with_one = [stage for stage, adapter in enumerate(self.adapters) if adapter is not None]
         await gather(self._give_adapter(stage, again=False) for stage in with_one)
         return set(self._unfit) or await self._send_all(resume=1)
 
     async def _rebuild(self, broken: set[int]) -> set[int]:
-        """Choose servers for stages that need one, and bring them up to the newest step; returns what is broken now."""
+        """Replace unfit servers and replay the steps to broken stages; return the stages that are still broken."""
         self._attempt += 1
         self._attempt_step = self.num_steps
         self._failures.clear()
@@ -304,13 +304,14 @@ class InferenceSession:
             before = self._route[stage]
             after = self._route[stage] = self._routes.replace(stage, self._route, self._num_rows)
             self._lacking[stage] = 0
-            if after == before or self._routes.is_banned(stage, after):  # there is no other one
+            if after == before or self._routes.is_banned(stage, after):  # the stage has no other server
                 await asyncio.sleep(_LOOK_S)
             if before not in self._route:
                 self._tell_soon(before)
         self._unfit.clear()
         first = min(broken)
-        # One stage gets the steps so far and hands on the newest; of several each hands on all.
+        # A single broken stage passes on only the newest output. Of several, each must pass on the outputs of all
+        # steps.
         resume = self.num_steps if len(broken) == 1 else 1
         while first > 0:
             request = SessionReplay(
@@ -326,20 +327,20 @@ class InferenceSession:
                 await self._routes.transport.call(before, SESSION_REPLAY, encode(request), timeout=timeout)
             except SessionLost:
                 await self._tell(before, encode(SessionClose(session=self.id)))
-                first, resume = first - 1, 1  # it has dropped what is needed, and computes it again
-            except AdapterMissing:  # of the server behind it, which is new to the session
+                first, resume = first - 1, 1  # its outputs are gone, so it must compute them again
+            except AdapterMissing:  # raised by the server behind it, which is new to the session
                 self._note_lacking(first)
                 return {first}
             except PeerError as error:
                 alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
-                return self._ban_all_but(alive, error) or {first}  # which of the two is gone
+                return self._ban_all_but(alive, error) or {first}  # either of the two servers may be gone
             else:
-                # The step itself may not have come to the server before; it hands on what it computes.
+                # The server before may lack the newest step. It passes on what it computes.
                 return await self._send(self.num_steps, resume=resume)
         return await self._send_all(resume=resume)
 
     def _ban_all_but(self, alive: set[PeerId], error: PeerError) -> set[int]:
-        """Ban the route's other servers for this error; returns their stages."""
+        """Ban the route's servers outside of `alive` for this error; return their stages."""
         silent = {stage for stage, peer in enumerate(self._route) if peer not in alive}
         for stage in silent:
             self._ban(stage, error)
@@ -350,9 +351,9 @@ class InferenceSession:
         return max((leaf.shape[0] for leaf in serialization.leaves(self._log[0].hidden)), default=1)
 
     async def _send_all(self, *, resume: int) -> set[int]:
-        """Send all steps so far to the first stage's server; returns that stage if it does not take them."""
+        """Send all steps so far to the first stage's server; return that stage if the server does not accept them."""
         first = 1
-        while first <= self.num_steps:  # the first one alone: with it the session begins there
+        while first <= self.num_steps:  # the first step alone, because it begins the session there
             numbers = range(first, 2 if first == 1 else min(first + WINDOW, self.num_steps + 1))
             for broken in await gather(self._send(number, resume=resume) for number in numbers):
                 if broken:
@@ -361,9 +362,9 @@ class InferenceSession:
         return set()
 
     async def _send(self, number: int, *, resume: int) -> set[int]:
-        """Send a step to the first stage's server; returns that stage if it does not take it.
+        """Send a step to the first stage's server; return that stage if the server does not accept it.
 
-        Servers hand on what comes of the steps from `resume` on.
+        Servers pass on their outputs of the steps from `resume` on.
         """
         given = self._log[number - 1]
         structure, tensors = serialization.flatten((given.hidden, given.extras))
@@ -407,7 +408,7 @@ class InferenceSession:
 
 @dataclass(eq=False)
 class InferenceSessions:
-    """The sessions of one client, by id; takes in what servers say of them."""
+    """Holds one client's sessions by id, and receives the messages of their servers."""
 
     routes: SessionRoutes
     _open: dict[str, InferenceSession] = field(default_factory=dict)
@@ -422,7 +423,7 @@ class InferenceSessions:
     def open(
         self, recipe: CacheRecipe | None, weights: SessionWeights, adapters: Sequence[PackedAdapter | None] = ()
     ) -> InferenceSession:
-        """Begin a session; None has no cache. Its servers are chosen with its first step."""
+        """Open a session; `recipe` is None if the blocks take no cache. The first step chooses its servers."""
         # Texts in train mode depend on `seed_everything`, and on the number of texts before them in this process.
         seed = key_seed(torch.initial_seed(), self._num_opened)
         self._num_opened += 1
@@ -435,7 +436,7 @@ class InferenceSessions:
         return session.id in self._open
 
     def close_soon(self, session: InferenceSession) -> None:
-        """On the loop: end a session, and tell its servers."""
+        """On the loop: close a session and notify its servers."""
         if self._open.pop(session.id, None) is not None:
             task = asyncio.ensure_future(session.close())
             self._closing.add(task)

@@ -1,4 +1,4 @@
-"""A client of a served model: finds its servers, downloads what is in no block, and sends the blocks' calls."""
+"""Client of a served model: finds its servers, downloads weights outside the blocks, and sends the blocks' calls."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 REFRESH_S: Final = 5.0
-"""Seconds between two looks at who serves a model."""
+"""Seconds between two refreshes of a model's servers."""
 
 _CARD_TIMEOUT_S: Final = 30.0
 _CONNECT_TIMEOUT_S: Final = 5.0
@@ -74,7 +74,7 @@ _ONLY_HIDDEN: Final = (
     "gradients of a served model's blocks flow through the hidden state alone, got another argument of blocks that "
     "requires one. Detach what it is made of, or tune by LoRA."
 )
-_WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # they do not change
+_WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # served weights never change
 
 
 def _check_not_empty(hidden: Tensor) -> None:
@@ -85,7 +85,7 @@ def _check_not_empty(hidden: Tensor) -> None:
 
 
 def offers_key(model: str) -> str:
-    """Return the directory's key of the servers of a model of this id."""
+    """Return the directory key under which the servers of this model announce their offers."""
     return f"{model}.offers"
 
 
@@ -96,14 +96,14 @@ async def read_card(transport: Transport, peer: PeerId) -> ModelCard:
 
 @dataclass(eq=False)
 class ModelDirectory:
-    """The servers of one model that were announced, and can be reached from here."""
+    """The servers of one model that announced themselves and can be reached."""
 
     transport: Transport
     directory: Directory
     card: ModelCard
     offers: dict[PeerId, ServerOffer] = field(default_factory=dict)
-    uploads: AdapterUploads = field(init=False)  # of this client's adapters
-    _not_before_s: dict[PeerId, float] = field(default_factory=dict)  # when peers that were not reached are tried again
+    uploads: AdapterUploads = field(init=False)  # adapters that this client sends
+    _not_before_s: dict[PeerId, float] = field(default_factory=dict)  # peer -> time of the next attempt to connect
 
     def __post_init__(self) -> None:
         self.uploads = AdapterUploads(self.transport)
@@ -123,13 +123,13 @@ class ModelDirectory:
         self.offers = {peer: offer for (peer, offer), is_met in zip(found.items(), met, strict=True) if is_met}
 
     async def keep_fresh(self) -> None:
-        """Refresh again and again."""
+        """Refresh periodically."""
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
                 await self.refresh()
             except PeerError as error:
-                _log.info("Nobody says who serves the model: %s", shorten(str(error)))
+                _log.info("The directory did not list the model's servers: %s", shorten(str(error)))
 
     def _check(self, peer: PeerId, offer: ServerOffer) -> None:
         if offer.first_stage + offer.num_stages > len(self.card.stages):
@@ -162,7 +162,7 @@ class ModelDirectory:
     async def download(
         self, names: Sequence[str], like: Mapping[str, Tensor], wanted: WeightsDigest, sources: Collection[PeerId]
     ) -> dict[str, Tensor]:
-        """Download tensors from one of some servers, and check them all against a digest of the card."""
+        """Download tensors from the first source whose tensors match the digest in the model's card."""
         problems: list[str] = []
         for peer in sources:
             try:
@@ -174,8 +174,8 @@ class ModelDirectory:
             else:
                 return found
         raise StageLost(
-            f"no server gives the weights {list(names)[:3]} of model {self.card.id[:12]}, asked were "
-            f"{problems or 'none, for none has them'}. Start one that has the model's files: `serve --weights FOLDER`."
+            f"no server gives the weights {list(names)[:3]} of model {self.card.id[:12]}: "
+            f"{problems or 'none has them'}. Start one that has the model's files: `serve --weights FOLDER`."
         )
 
     async def _tensor(self, peer: PeerId, name: str, like: Tensor) -> Tensor:
@@ -194,10 +194,10 @@ class ModelDirectory:
         return (answer.tensors[0],)
 
     async def download_files(self) -> dict[str, bytes]:
-        """Download the model's small files, checked against the card; all of them, for tokens depend on each."""
+        """Download the model's small files and check each against the card. Tokens depend on all of them."""
         found = {}
         for file in self.card.files:
-            if file.name not in FILES:  # it will be a path
+            if file.name not in FILES:  # the name becomes a path
                 raise ProtocolError(f"a model's files are among {FILES}, got {file.name!r} in its card")
             request = PartRequest(model=self.card.id, kind="file", name=file.name)
             for peer in [peer for peer, offer in self.offers.items() if offer.has_files]:
@@ -223,8 +223,8 @@ class ServedRoutes:
     def __init__(self, model: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._model, self._rng = model, rng
         self.transport, self.timeout = model.transport, timeout
-        self._banned: dict[PeerId, tuple[float, float]] = {}  # until when, and for how long
-        self._unreachable: set[PeerId] = set()  # of them: they did not answer
+        self._banned: dict[PeerId, tuple[float, float]] = {}  # peer -> (end of the ban, its length in seconds)
+        self._unreachable: set[PeerId] = set()  # banned peers that did not answer
         self._own: Counter[PeerId] = Counter()  # sessions of this client, which servers may not have announced yet
 
     def begin(self, rows: int) -> list[PeerId]:
@@ -278,7 +278,7 @@ class ServedRoutes:
         }
 
     def _between(self, one: PeerId | None, other: PeerId | None) -> float:
-        """Return the seconds of a message between two peers, of which None is this client."""
+        """Return the seconds that a message takes between two peers; None is this client."""
         if one == other:
             return 0.0
         if one is None or other is None:
@@ -289,7 +289,7 @@ class ServedRoutes:
         for here, there in ((one, other), (other, one)):
             if here in offers and there in offers[here].round_trips:
                 return offers[here].round_trips[there] / 2
-        return self._between(None, one) + self._between(None, other)  # nobody measured it: the way by the client
+        return self._between(None, one) + self._between(None, other)  # unmeasured: estimate through the client
 
     def end(self, route: Sequence[PeerId]) -> None:
         """See `SessionRoutes`."""
@@ -311,7 +311,7 @@ class ServedRoutes:
         _log.info("Server %s gets no session for %g s: %s", peer, for_s, shorten(str(error)))
 
     async def keep_looking(self) -> None:
-        """Give sessions again to servers that did not answer, as soon as they do."""
+        """Lift the bans of unreachable servers as soon as they answer."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self._unreachable &= self._model.offers.keys()
@@ -320,10 +320,10 @@ class ServedRoutes:
     async def _look(self, peer: PeerId) -> None:
         with contextlib.suppress(PeerError):
             await self.transport.ping(peer)
-            if peer in self._unreachable:  # and it failed in no other way meanwhile
+            if peer in self._unreachable:  # no other failure came meanwhile
                 self._unreachable.discard(peer)
                 _, for_s = self._banned[peer]
-                self._banned[peer] = now_s(), for_s  # the next ban is longer all the same
+                self._banned[peer] = now_s(), for_s  # keep the length, so that the next ban is longer
                 _log.info("Server %s answers again.", peer)
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
@@ -348,7 +348,7 @@ def _leads_to_gradients(found: FoundAdapters, hidden: Any) -> bool:
 
 
 class ServedBlocks:
-    """Takes the place of a model's blocks: their calls become steps of sessions."""
+    """Stands in for a model's blocks: their calls become steps of sessions."""
 
     def __init__(
         self,
@@ -358,18 +358,18 @@ class ServedBlocks:
         blocks: Sequence[nn.Module],
         *,
         device: torch.device,
-        adapted: AdaptedBlocks | None = None,  # if blocks may have adapters
+        adapted: AdaptedBlocks | None = None,  # set if blocks may have adapters
     ) -> None:
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._blocks = blocks
-        self._num_writing = 0  # calls of `generate` that are under way
+        self._num_writing = 0  # calls of `generate` under way
         self._forwards = SessionForwards(
             runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
         )
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, a model's caches are used, so an adapter that trains has them on servers, too."""
+        """Inside, treat forwards with a cache as text generation, even with an adapter that trains."""
         self._num_writing += 1
         try:
             yield
@@ -384,7 +384,7 @@ class ServedBlocks:
             modes = self._modes(training=self._trains)
             return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=modes)
         handle = CacheHandle.of(cache)
-        # A model makes a cache whether somebody will use it or not: of an evaluation, say, nobody will.
+        # A model makes a cache even if it will not be used, as in an evaluation.
         is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
         if is_text and not _leads_to_gradients(found, hidden):
             packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
@@ -419,7 +419,7 @@ class ServedBlocks:
         return any(block.training for block in self._blocks)
 
     def _adapters(self, hidden: Any, extras: dict[str, Any]) -> FoundAdapters | None:
-        """Return the adapters; None for a call that is one of the served model alone, and of nothing that trains."""
+        """Return the adapters; None if there are none and the call neither draws random numbers nor needs gradients."""
         if self._adapted is None:
             return None
         found = self._adapted.adapters()

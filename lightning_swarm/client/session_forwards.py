@@ -1,4 +1,4 @@
-"""Forwards as steps of inference sessions: a cache of the forward's own has its contents on servers."""
+"""Runs forwards with a cache as steps of inference sessions; the servers hold the cache's contents."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 
 
 class SessionForwards:
-    """Takes the steps of texts. A text's rows stay together: nothing is cut."""
+    """Runs the steps of texts. The rows of a text stay together, and are not cut into microbatches."""
 
     def __init__(
         self, runtime: Runtime, routes: SessionRoutes, *, codec: Codec | None, device: torch.device, num_blocks: int
     ) -> None:
         self._runtime, self._routes = runtime, routes
-        self._codec, self._device = codec, device  # by which tensors travel; where outputs are wanted
+        self._codec, self._device = codec, device  # codec of tensors in transit; device of outputs
         self._num_blocks = num_blocks
-        self._sessions: InferenceSessions | None = None  # from the first one on
+        self._sessions: InferenceSessions | None = None  # created with the first session
 
     def step(
         self,
@@ -45,13 +45,13 @@ class SessionForwards:
         *,
         weights: SessionWeights,
         modes: Sequence[ComputeMode],
-        adapters: Sequence[PackedAdapter | None] = (),  # of each stage; empty: there is none
-        drops: Sequence[bool] = (),  # whether their dropout is on; empty: nowhere
+        adapters: Sequence[PackedAdapter | None] = (),  # one for each stage; empty: none
+        drops: Sequence[bool] = (),  # stages whose adapter's dropout is on; empty: none
     ) -> Any:
         """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
         handle = CacheHandle.of(cache)
         session = self._session_of(cache, handle, weights, adapters)
-        handle.in_step = True  # until all of it is done, whatever interrupts it
+        handle.in_step = True  # stays set if the step fails or is interrupted
         given, (rows, length) = self._given(hidden, extras, handle, modes, drops)
         found = self._runtime.run(session.step(given))
         output = self._received(found.output, cache)
@@ -97,7 +97,7 @@ class SessionForwards:
                 "a Hugging Face model's config."
             )
         with _any_thread():
-            # Copied: a step may have to be sent again, and the forward may overwrite what it gave.
+            # Copied, because a step may be sent again, and the forward may overwrite its arguments.
             given = SessionInput(
                 hidden=on_cpu(encoded(hidden, self._codec), copy=True),
                 extras=on_cpu(extras, copy=True),
@@ -114,7 +114,7 @@ class SessionForwards:
     def _session_of(
         self, cache: Any, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
     ) -> InferenceSession:
-        """Return the session of a cache, which begins with its first step."""
+        """Return the session of a cache; its first step opens one."""
         session: InferenceSession | None = handle.session
         if session is None:
             session = handle.session = self._runtime.run(self._open(handle, weights, adapters))
@@ -146,7 +146,7 @@ class SessionForwards:
         return self._sessions
 
     def _end(self, session: InferenceSession) -> None:
-        """Called when the forward's cache is gone, on whatever thread finds that."""
+        """Close the session of a cache that was garbage-collected, on any thread."""
         sessions = self._sessions
         if sessions is not None:
             self._runtime.post(lambda: sessions.close_soon(session))
@@ -154,6 +154,6 @@ class SessionForwards:
 
 @contextlib.contextmanager
 def _any_thread() -> Iterator[None]:
-    """Make tensors inside that other threads can use, without gradients."""
+    """Inside, make tensors without gradients that other threads can use."""
     with torch.inference_mode(False), torch.no_grad():
         yield

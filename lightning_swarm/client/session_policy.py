@@ -1,4 +1,4 @@
-"""Chooses the servers of a session: the route on which a token takes least time. Pure."""
+"""Chooses the servers of a session: the route with the least time for a token. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Final
 from lightning_swarm.network import PeerId
 
 TOLERANCE: Final = 0.1
-"""Routes that take up to so much longer than the best one share the sessions, else all clients would take the same."""
+"""Routes that are slower than the best by up to this share are drawn, too, so that clients do not all choose one."""
 
-_UNMEASURED_S: Final = 1e-3  # of a token at a stage
+_UNMEASURED_S: Final = 1e-3  # seconds for a token at a stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerView:
-    """A server as a client sees it when it chooses."""
+    """A client's view of a server, for the choice of a route."""
 
-    stages: range  # that it serves
-    step_s: float  # of a token at one of them; 0: not measured
-    num_sessions: int  # that go on there
-    has_room: bool  # it takes a new session
+    stages: range  # stages that it serves
+    step_s: float  # seconds for a token at one stage; 0: not measured
+    num_sessions: int  # sessions that are open there
+    has_room: bool  # accepts a new session
 
 
 Between = Callable[[PeerId | None, PeerId | None], float]
@@ -36,11 +36,11 @@ def best_route(
 ) -> list[PeerId] | None:
     """Return a server for each stage; None if a stage has none with room.
 
-    The route is one of those that take at most `TOLERANCE` longer than the best, by the links between its servers and
-    the client, and by what computes at its servers. It is drawn by `rng`.
+    The route takes at most `TOLERANCE` longer than the best one, and `rng` decides between such routes. A route's time
+    is that of the links between its servers and the client, and of the computation at its servers.
     """
-    # By dynamic programming over (stage, server), with costs that are drawn up to `TOLERANCE` too high: a route that is
-    # best by such costs is at most so much worse than the best one.
+    # Dynamic programming over (stage, server). Each cost is raised at random by up to `TOLERANCE`, so the best route by
+    # these costs is at most that much slower than the true best.
     reached: dict[PeerId | None, tuple[float, list[PeerId]]] = {None: (0.0, [])}
     for stage in range(num_stages):
         here = [peer for peer, view in servers.items() if view.has_room and stage in view.stages]
@@ -68,14 +68,14 @@ def best_route(
 
 
 def route_s(route: Sequence[PeerId], servers: Mapping[PeerId, ServerView], between: Between) -> float:
-    """Return the seconds that a token is expected to take on a route."""
+    """Return the expected seconds of a token on a route."""
     hops = sum(between(one, other) for one, other in itertools.pairwise(route) if one != other)
     ends = between(None, route[0]) + between(route[-1], None)
     return ends + hops + sum(_computing_s(servers[peer]) for peer in route)
 
 
 def _computing_s(view: ServerView) -> float:
-    """Return the seconds of a token at a stage there, where each session that goes on takes its turn."""
+    """Return the seconds of a token at a stage there, where each open session takes its turn."""
     return (view.step_s or _UNMEASURED_S) * (1 + view.num_sessions)
 
 

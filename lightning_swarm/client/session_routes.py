@@ -1,4 +1,4 @@
-"""Servers that the steps of inference sessions go through: those of a run here, of a served model in its own module."""
+"""Choice of servers for inference sessions: the interface, and its implementation for the servers of a run."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from lightning_swarm.protocol.messages.wire import WireMessage
 
 
 class SessionRoutes(Protocol):
-    """Chooses servers for sessions, and sends to them."""
+    """Chooses servers for sessions, and sends their steps."""
 
     @property
     def transport(self) -> Transport:
-        """The client's."""
+        """The client's transport."""
         ...
 
     @property
     def timeout(self) -> float:
-        """Most seconds for a step."""
+        """Maximum seconds for a step."""
         ...
 
     def begin(self, rows: int) -> list[PeerId]:
-        """Choose a server for each stage, for a session of so many rows."""
+        """Choose a server for each stage of a session with this many rows."""
         ...
 
     def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
-        """Choose another server for a stage of a route; the same one if there is no other."""
+        """Choose another server for a stage of a route; return the same one if there is no other."""
         ...
 
     def end(self, route: Sequence[PeerId]) -> None:
-        """Note that a session on this route is over."""
+        """Release a route whose session is over."""
         ...
 
     def servers(self, stage: int) -> Collection[PeerId]:
@@ -46,25 +46,25 @@ class SessionRoutes(Protocol):
         ...
 
     def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
-        """Send nothing to a server for a while, for it failed in a step with weights of some version."""
+        """Avoid a server for a while, because it failed in a step with weights of this version."""
         ...
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
-        """Return whether a server failed a moment ago."""
+        """Return whether a server is avoided because of a recent failure."""
         ...
 
     async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
-        """Send a server an adapter, unless that was done before; `again`: though it was."""
+        """Send a server an adapter unless it was sent before; with `again`, in any case."""
         ...
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
-        """Send a step; a `Refusal` if the server answers with an error that no server should answer with."""
+        """Send a step; raise `Refusal` if the server answers with an error that no server should answer with."""
         ...
 
 
 @dataclass(frozen=True)
 class RunRoutes:
-    """The servers of a run, chosen as for microbatches."""
+    """Routes through the servers of a run, chosen as for microbatches."""
 
     context: PipelineContext
 
@@ -108,7 +108,7 @@ class RunRoutes:
         return self.context.is_banned(stage, peer)
 
     async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
-        """See `SessionRoutes`: no text of a run has an adapter."""
+        """Not supported: sessions of a run have no adapters."""
         raise NotImplementedError
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:

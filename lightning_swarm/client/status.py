@@ -1,4 +1,4 @@
-"""Status of the swarm as one trainer sees it, for people."""
+"""Status of the swarm, as one trainer sees it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PeerStatus:
     peer_id: PeerId
     num_microbatches: int  # routed to it by this trainer
     samples_per_s: float  # moving average; 0 before the first measurement
-    queued: int  # jobs that waited there at its last answer
-    num_failures: int  # since it last finished something
+    queued: int  # jobs in its queue at its last answer
+    num_failures: int  # consecutive failures
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class SwarmStatus:
     peer_id: PeerId  # this trainer's own
     coordinator: PeerId
     trainers: tuple[PeerId, ...]
-    num_samples: int  # of the newest decided step, from all trainers; 0 before the first
+    num_samples: int  # samples of the newest decided step, from all trainers; 0 before the first
     events: tuple[Event, ...]  # oldest first, a few hundred at most
-    is_whole: bool = False  # nothing is cut: the only stage is the model, and nothing is routed
+    is_whole: bool = False  # the model is not cut: the only stage is the whole model, and nothing is routed
     num_servers: int = 0  # peers that hold a stage
-    total_samples: int = 0  # of all decided steps since this trainer entered the run, from all trainers
-    waited_s: float = 0.0  # that this trainer has waited for its batches' places and for the ends of steps, until now
-    sent_bytes: int = 0  # by this trainer's peer since its start, framing included
-    received_bytes: int = 0  # likewise
+    total_samples: int = 0  # samples of all decided steps since this trainer joined, from all trainers
+    waited_s: float = 0.0  # seconds that this trainer has waited for places and for the ends of steps
+    sent_bytes: int = 0  # sent by this trainer's peer since its start, framing included
+    received_bytes: int = 0  # received by this trainer's peer, framing included
 
 
 def status_of(session: Session) -> SwarmStatus:
-    """Return the trainer's view at this moment; any thread may ask."""
+    """Return the trainer's view at this moment. Any thread may call it."""
     run, context, newest = session.run, session.pipeline.context, session.newest_record
     sent_bytes, received_bytes = context.transport.traffic.totals()
     return SwarmStatus(
@@ -74,7 +74,7 @@ def status_of(session: Session) -> SwarmStatus:
 
 
 def _whole_stages(run: RunState) -> tuple[StageStatus, ...]:
-    """The peers that hold a model that is not cut: nothing is routed to them."""
+    """Return the peers that hold a model that is not cut; nothing is routed to them."""
     return tuple(
         StageStatus(index, tuple(PeerStatus(member.peer_id, 0, 0.0, 0, 0) for member in roster))
         for index, roster in enumerate(run.rosters)
@@ -82,7 +82,7 @@ def _whole_stages(run: RunState) -> tuple[StageStatus, ...]:
 
 
 def _routed_stages(routers: Sequence[StageRouter]) -> tuple[StageStatus, ...]:
-    """The peers of the stages that microbatches are routed to."""
+    """Return the peers of each stage, as the stage's router sees them."""
     return tuple(
         StageStatus(
             index=index,

@@ -1,7 +1,7 @@
 """Forwards and backwards of a served model's blocks with this client's own adapter, as one call of autograd.
 
-Servers are pure functions: the same stage, adapter, inputs and seed give the same values on each of them. So whatever
-dies, a call is made again elsewhere, and each gradient comes back once, as a return value.
+Servers are pure functions: the same stage, adapter, inputs and seed give the same values on each of them. So a failed
+call is repeated on another server, and each gradient comes back once, as a return value.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ _AGAIN_S: Final = 0.5
 _AVOIDED_S: Final = 10.0
 _LEAST_PER_STAGE: Final = 2  # microbatches
 _MOST_PER_STAGE: Final = 4
-_LEAST_POSITIONS: Final = 128  # of a microbatch, where there are enough
+_LEAST_POSITIONS: Final = 128  # tokens in a microbatch, if the batch has enough
 
-# Arguments of Hugging Face's blocks that have a row for each of the batch, with their number of dimensions.
+# Arguments of Hugging Face's blocks with one row for each row of the batch -> their number of dimensions.
 _BY_ROW: Final = {"attention_mask": 4, "position_ids": 2, "position_embeddings": 3}
 
 
 class AdaptedBlocks:
-    """Computes calls of a served model's blocks with the adapters that they have here."""
+    """Computes calls of a served model's blocks with this client's adapters."""
 
     def __init__(
         self,
@@ -95,15 +95,15 @@ class AdaptedBlocks:
         self._packer = AdapterPacker(models.card.id)
 
     def adapters(self) -> FoundAdapters:
-        """Return the adapters of all stages, as they are now."""
+        """Return the current adapters of all stages."""
         return find_adapters(self._blocks, self._models.card.ranges)
 
     def packed(self, found: FoundAdapters) -> list[PackedAdapter | None]:
-        """Return each stage's adapter as it travels, if there is one."""
+        """Return each stage's adapter in wire form, or None."""
         return [self._packer.packed(index, stage) for index, stage in enumerate(found.stages)]
 
     def __call__(self, hidden: Any, extras: dict[str, Any], adapters: FoundAdapters) -> Any:
-        """Compute a forward, through which gradients flow to the hidden state and to the adapters."""
+        """Compute a forward through which gradients flow to the hidden state and to the adapters."""
         arguments = CallArguments.of((hidden,), {})
         wants = [tensor.requires_grad and torch.is_grad_enabled() for tensor in arguments.tensors]
         parts = self._cut(hidden, extras)
@@ -136,7 +136,7 @@ class AdaptedBlocks:
         return plans
 
     def _cut(self, hidden: Any, extras: dict[str, Any]) -> list[MicrobatchInput]:
-        """Cut a batch's rows into microbatches, where it is clear what belongs to which row."""
+        """Cut a batch's rows into microbatches, if it is clear which values belong to which row."""
         with torch.no_grad():
             values = {name: value for name, value in extras.items() if name != CALLS}
             arguments = CallArguments.of((serialization.transform(hidden, _detached),), values)
@@ -152,15 +152,15 @@ class AdaptedBlocks:
 
 
 def microbatch_rows(tensors: Sequence[Tensor], rows: int, num_stages: int) -> int:
-    """Choose the rows of a microbatch: stages wait less for many small ones, and compute large ones faster. Pure."""
+    """Choose the rows of a microbatch: many small ones keep stages busy, and large ones compute faster. Pure."""
     positions = next((tensor.shape[1] for tensor in tensors if tensor.ndim > 1), 1)
     least, most = (-(-rows // (number * num_stages)) for number in (_MOST_PER_STAGE, _LEAST_PER_STAGE))
     return min(most, max(least, -(-_LEAST_POSITIONS // max(1, positions))))
 
 
 def _is_clear(arguments: CallArguments, rows: int) -> bool:
-    """Return whether each tensor is known to have a row for each of the batch, or to be for all."""
-    # A length that is that of the batch by chance would be cut, too: heads of a bias, or positions.
+    """Return whether each tensor is known to have one row for each row of the batch, or to be shared by all rows."""
+    # Another dimension may have the batch's length by chance, such as the heads of a bias, or positions.
     for name, (_, tensors) in arguments.keywords.items():
         for tensor in tensors:
             if tensor.ndim and len(tensor) > 1 and _BY_ROW.get(argument_of(name)) != tensor.ndim:
@@ -177,7 +177,7 @@ def _detached(leaf: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """How a stage computes a call."""
+    """Settings with which a stage computes a call."""
 
     index: int
     model: str
@@ -188,7 +188,7 @@ class StagePlan:
 
 
 class StageServers:
-    """Asks servers of a stage until one has answered."""
+    """Calls servers of a stage until one answers."""
 
     def __init__(self, models: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._models, self._timeout, self._rng = models, timeout, rng
@@ -200,7 +200,7 @@ class StageServers:
         stage: int,
         send: Callable[[PeerId], Coroutine[Any, Any, _T]],
     ) -> tuple[PeerId, _T]:
-        """Return an answer, and whose it is; raises an error of the model's that all servers answer with."""
+        """Return the answering server and its answer; raise an error of the model that all servers answer with."""
         deadline_s = now_s() + self._timeout
         problem = "none is known"
         refused: set[PeerId] = set()
@@ -241,7 +241,7 @@ class StageServers:
         return await self._models.transport.stream(peer, method, message, timeout=self._timeout)
 
     async def send_with(self, peer: PeerId, method: str, message: Message, adapter: PackedAdapter | None) -> Message:
-        """Send a call, and before it the adapter to a server that does not have it."""
+        """Send a call to a server, and before it the adapter if the server lacks it."""
         if adapter is None:
             return await self.stream(peer, method, message)
         uploads = self._models.uploads
@@ -255,16 +255,16 @@ class StageServers:
 
 @dataclass(eq=False)
 class _StageCall:
-    """A stage's part in a microbatch."""
+    """One stage's call for a microbatch."""
 
     peer: PeerId
     forward: Message
     num_inputs: int
-    requires_grad: Sequence[bool]  # of the outputs
+    requires_grad: Sequence[bool]  # one for each output tensor
 
 
 def seed_of(microbatch: Sequence[int], stage: int) -> int:
-    """Return the seed of all that a stage draws for a microbatch: of as many bits as travel."""
+    """Return the seed of a stage's random draws for a microbatch, cut to `SEED_BITS`."""
     return key_seed(*microbatch, stage) >> (64 - SEED_BITS)
 
 
@@ -274,12 +274,12 @@ class Chain:
 
     servers: StageServers
     plans: Sequence[StagePlan]
-    key: tuple[int, ...]  # of this microbatch: all random draws go by it
+    key: tuple[int, ...]  # seeds all random draws of this microbatch
     calls: list[_StageCall] = field(default_factory=list)
     id: str = field(default_factory=lambda: secrets.token_hex(16))
 
     async def forward(self, hidden: serialization.Tree, extras: Mapping[str, Any], wants: Sequence[bool]) -> Any:
-        """Compute all stages; returns the output's tree."""
+        """Compute all stages; return the output's tree."""
         for plan in self.plans:
             tree = ((hidden,), extras_for(extras, plan.block_names))
             structure, tensors = serialization.flatten(tree)
@@ -329,14 +329,14 @@ class Chain:
         return list(gradients), own
 
     async def _backward(self, plan: StagePlan, call: _StageCall, message: Message) -> Message:
-        """Ask the forward's server for its backward; where that is gone, another one, which computes both."""
+        """Request the backward from the forward's server; if that fails, have another server compute both."""
         try:
             return await self.servers.stream(call.peer, TUNE_BACKWARD, message)
         except SwarmError:
             pass
 
         async def both(peer: PeerId) -> Message:
-            for _ in range(3):  # another client's graphs may take the place of this one in between
+            for _ in range(3):  # other clients' graphs may displace this one in between
                 await self._sending(plan, call.forward)(peer)
                 try:
                     return await self.servers.stream(peer, TUNE_BACKWARD, message)
@@ -364,9 +364,9 @@ class _Call:
     runtime: Runtime
     chains: Sequence[Chain]
     parts: Sequence[MicrobatchInput]
-    structure: serialization.Structure  # of the inputs
+    structure: serialization.Structure  # structure of the inputs
     wants: Sequence[bool]
-    own_counts: Sequence[int]  # of tensors of each stage's adapter
+    own_counts: Sequence[int]  # tensors in each stage's adapter
     output_structure: serialization.Structure = None
     sizes: Sequence[int] = ()
 
@@ -420,7 +420,7 @@ def _summed(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class _Tuned(torch.autograd.Function):
-    """The blocks, as autograd sees them."""
+    """The blocks as one operation of autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
