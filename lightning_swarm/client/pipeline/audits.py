@@ -31,19 +31,19 @@ from lightning_swarm.protocol.run_state import RunState
 
 
 class _AuditorSilent(DeadlineExceeded):
-    """An auditor answers pings, and not an audit."""
+    """An auditor answers pings, but not an audit."""
 
 
 class AuditSender:
-    """Has servers compute again what others did, whatever the main thread does."""
+    """Sends the work of servers to auditors, which compute it again; needs no main thread."""
 
-    # An auditor gets from the trainer all that the trainer knows: the audited server could change the rest, but that
-    # its neighbours have, too.
+    # An auditor gets all that the trainer knows from the trainer. The rest comes from the audited server, which could
+    # change it, but whose neighbours have it, too.
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context
         self._run = run
         self._max_in_flight = max_in_flight
-        self._num_audits: Counter[PeerId] = Counter()  # by auditor, of all orders that are under way
+        self._num_audits: Counter[PeerId] = Counter()  # auditor -> audits under way, of all orders
         context.transport.handle_call(ORDER_AUDITS, self._handle_order)
         context.transport.handle_call(RESULTS, self._handle_results)
         context.transport.handle_call(AVOID, self._handle_avoid)
@@ -70,7 +70,7 @@ class AuditSender:
             try:
                 if work.auditor in silent:
                     raise _AuditorSilent(f"{work.auditor} was silent about another microbatch of this order")
-                convicts = work.auditor == caller  # the coordinator
+                convicts = work.auditor == caller  # the auditor is the coordinator
                 await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor], convicts=convicts)
             except SwarmError as error:
                 undone[place] = shorten(str(error))[:500]
@@ -89,7 +89,7 @@ class AuditSender:
         self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int, convicts: bool
     ) -> None:
         context = self._context
-        # Twice as long where the audited server computes its part again, too, or where its silence may convict it.
+        # Twice the time if the audited server computes its part again, too, or if its silence may convict it.
         patience_s = (1 + (order.compare or convicts)) * context.audit_patience_s(
             work.stage_index, copy.microbatch.num_rows, num_ahead, convicts=convicts
         )
@@ -112,7 +112,7 @@ class AuditSender:
             await context.transport.stream(work.auditor, AUDIT, message, timeout=patience_s, max_bytes=0)
         except DeadlineExceeded as error:
             if now_s() < begin_s + patience_s:
-                raise  # the auditor says that of the audited server
+                raise  # the auditor reports a late audited server
             raise _AuditorSilent(str(error)) from error
 
     async def _handle_results(self, caller: PeerId, body: bytes) -> bytes:
@@ -146,7 +146,7 @@ class AuditSender:
 
 
 def _brought(copy: ReplayCopy, stage: int) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:
-    """What a trainer brings of a microbatch for one stage: it knows the ends of the pipeline."""
+    """Return a trainer's tensors of a microbatch for a stage: the first stage's inputs, the last stage's gradients."""
     microbatch = copy.microbatch
     last = len(microbatch.extras) - 1
     inputs = microbatch.inputs if stage == 0 else None

@@ -1,4 +1,4 @@
-"""The purpose of a backward through a call of the pipelined module, and the limits of autograd with one."""
+"""Determines the purpose of a backward through the pipelined module, and refuses unsupported uses of autograd."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
-        """Return a scalar that depends on the weights as far as autograd knows."""
+        """Return a scalar that depends on the weights as far as autograd can see."""
         ctx.set_materialize_grads(False)
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
-        """Give the weights no gradient here."""
+        """Return no gradients, because the servers sum them."""
         return (None,) * len(ctx.needs_input_grad)
 
 
 def trained(weights: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those weights that want a gradient by now."""
-    with unwatched():  # asking watched ones costs more
+    """Return the weights that currently require a gradient."""
+    with unwatched():  # checking watched weights costs more
         return [weight for weight in weights if weight.requires_grad]
 
 
 def weights_node(wanted: Sequence[nn.Parameter]) -> Tensor:
-    """Connect a call with the weights that train; refuse hooks on their gradients, which never get here."""
+    """Connect a call with the weights that train; refuse hooks on their gradients, which stay on the servers."""
     with unwatched():
         hooked = any(weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in wanted)
     if hooked:
@@ -53,9 +53,9 @@ def weights_node(wanted: Sequence[nn.Parameter]) -> Tensor:
 
 
 def adds_nothing(wanted: Sequence[nn.Parameter], at_begin: Sequence[nn.Parameter] | None) -> bool:
-    """True if all weights are frozen for a call alone, as for an attack. Refuses a call with some of them frozen.
+    """Return whether all weights are frozen for this call alone, as for an attack. Refuse a call with only some frozen.
 
-    `at_begin` are those that train with the batch; None: the call is of no batch.
+    `at_begin` holds the weights that trained when the batch began; None: the call belongs to no batch.
     """
     if at_begin is None or not wanted:
         return not wanted and at_begin != []
@@ -69,9 +69,9 @@ def adds_nothing(wanted: Sequence[nn.Parameter], at_begin: Sequence[nn.Parameter
 
 
 def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
-    """True within a ``.backward()``, false if the input's gradient alone is asked for. Refuses what cannot be given.
+    """Return True in a ``.backward()``, False if only the input's gradient is requested. Refuse unsupported requests.
 
-    `ctx` belongs to a function whose first inputs are a leaf that only it knows, and the node of the weights.
+    `ctx` belongs to a function whose first two inputs are a leaf that only it knows, and the node of the weights.
     """
     if torch.is_grad_enabled():  # set by create_graph
         raise ConfigError(
@@ -93,7 +93,7 @@ def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
 
 
 def check_transforms(tensors: Iterable[Tensor], own: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    """Refuse a call within a transform that has to see into the stages, and one with `found` weights for its `own`."""
+    """Refuse calls in a transform that must see into the stages, and calls whose `found` weights are not `own`."""
     if len(own) != len(found) or any(weight is not other for weight, other in zip(own, found, strict=True)):
         raise ConfigError(
             "the pipelined module computes with the weights that the run trains, got a call with other ones, as "
@@ -116,7 +116,7 @@ def refuse_transform(name: str) -> NoReturn:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Let `parametrize.cached()` do nothing inside, for a graph that microbatches share has one backward only."""
+    """Disable `parametrize.cached()` inside, because a graph that microbatches share has only one backward."""
     before, parametrize._cache_enabled = parametrize._cache_enabled, 0
     try:
         yield
@@ -130,11 +130,11 @@ _OF_MODULE: Final = frozenset(
         *(Tensor.bfloat16, Tensor.requires_grad_, Tensor.requires_grad.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
     }
 )
-"""What a module does with the gradients at its weights when it is copied or converted."""
+"""Operations that a module applies to its weights' gradients when it is copied or converted."""
 
 
 class GradientElsewhere(Tensor):
-    """Stands for the gradient of a weight of the pipeline: there is one, and it is not here."""
+    """Stands for the gradient of a pipeline's weight, which exists on the servers only."""
 
     @classmethod
     @override
@@ -153,12 +153,12 @@ class GradientElsewhere(Tensor):
 
 
 class GradientMarks:
-    """Marks at the pipeline's weights, where plain Lightning leaves gradients: to use one is an error that says so."""
+    """Marks on the pipeline's weights, where plain Lightning leaves gradients. Using one raises an error."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights
-        self._marks: dict[int, Tensor] = {}  # by the weight's place
-        self._of_window: list[nn.Parameter] = []  # that have a mark since the accumulation window began
+        self._marks: dict[int, Tensor] = {}  # index of the weight -> mark
+        self._of_window: list[nn.Parameter] = []  # weights marked since the accumulation window began
 
     def set(self) -> None:
         """Mark the weights that train."""
@@ -178,11 +178,11 @@ class GradientMarks:
             self._of_window = [weight for weight in self._weights if type(weight.grad) is GradientElsewhere]
 
     def begin_window(self) -> None:
-        """Lightning clears gradients: from now on, those of earlier steps do not matter."""
+        """Forget the gradients of earlier steps, because Lightning clears gradients."""
         self._of_window = []
 
     def check(self) -> None:
-        """Refuse to go on if user code cleared or replaced a gradient that the servers have summed."""
+        """Raise if user code cleared or replaced a gradient that the servers have summed."""
         with unwatched():
             is_kept = all(type(weight.grad) is GradientElsewhere for weight in self._of_window)
         if not is_kept:
@@ -193,7 +193,7 @@ class GradientMarks:
             )
 
     def clear(self) -> None:
-        """Leave nothing at the weights."""
+        """Remove all marks."""
         self.begin_window()
         with unwatched():
             for weight in self._weights:

@@ -1,4 +1,4 @@
-"""Forwards that generate text through the pipeline: their caches of keys and values are on servers, in sessions."""
+"""Generates text through the pipeline; sessions on servers hold the caches of keys and values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TextGeneration:
-    """Takes the steps of texts that grow through a pipeline, with the run's weights."""
+    """Runs the steps of growing texts through a pipeline, with the run's weights."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline

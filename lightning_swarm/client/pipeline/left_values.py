@@ -1,4 +1,4 @@
-"""Stand-ins for what a forward leaves on modules: not there yet, or not to be had."""
+"""Stand-ins for values that forwards leave on modules: pending until they are computed, or unavailable."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_swarm.core.errors import ConfigError
 
 
 class StandIn(Tensor):
-    """Takes the place of a value; whoever uses it gets an error, or what `_use` gives."""
+    """Stands in for a value. A use raises an error, or goes to `_use`."""
 
     @classmethod
     def make(cls) -> Self:
-        """Make one without a value."""
+        """Make a stand-in without a value."""
         return Tensor._make_subclass(cls, torch.empty(0))
 
     @classmethod
@@ -41,13 +41,13 @@ class StandIn(Tensor):
 
 
 class Unavailable(StandIn):
-    """A value that the swarm does not have. Every use is refused."""
+    """A value that the swarm does not have. Every use is refused with its reason."""
 
     reason: str
 
     @classmethod
     def because(cls, reason: str) -> Unavailable:
-        """Make one whose uses raise an error with this text."""
+        """Make a stand-in whose uses raise an error with this text."""
         made = cls.make()
         vars(made)["reason"] = reason
         return made
@@ -58,13 +58,13 @@ class Unavailable(StandIn):
 
 
 class UnavailableObject:
-    """A value that is no tensor, and that the swarm does not have. Every use is refused."""
+    """An unavailable value that is no tensor. Every use is refused."""
 
     def __init__(self, reason: str) -> None:
         vars(self)["_reason"] = reason
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # for copies and the like
+        if name.startswith("__"):  # copying and pickling probe such names
             raise AttributeError(name)
         raise ConfigError(self._reason)
 
@@ -77,11 +77,11 @@ class UnavailableObject:
 
 
 class Pending(StandIn):
-    """A value that is there after the last block's call, or what is computed from it."""
+    """A value that is known after the last block's call, or a result that depends on one."""
 
     @classmethod
     def of(cls, compute: Callable[[], Any] | None, what: str) -> Pending:
-        """Make one that `compute` gives once it may, or that `settle` gives a value."""
+        """Make a stand-in whose value comes from `compute`, or later from `PendingValues.settle`."""
         made = cls.make()
         vars(made).update(compute=compute, what=what)
         return made
@@ -107,7 +107,7 @@ def _value_of(stand_in: StandIn) -> Any:
 
 
 class _Deferred:
-    """A call of torch with pending values among its arguments."""
+    """A call of torch that waits for pending values among its arguments."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, needs: list[Pending]) -> None:
         self._call = func, args, kwargs
@@ -119,7 +119,7 @@ class _Deferred:
             return _computed(*self._call)
 
 
-# Methods that must give something that is no tensor, or change one in place, cannot wait.
+# Methods that change a tensor in place, or return something other than a tensor, cannot wait.
 _CANNOT_WAIT = frozenset(
     [
         "__bool__",
@@ -165,7 +165,7 @@ def _use(func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
 
 
 def _gives_result_a_name(frame: FrameType) -> bool:
-    """Return whether a frame is at an operation such as ``x += y``, after which ``x`` is what the operation returns."""
+    """Return whether a frame is at an operation such as ``x += y``, which assigns its result to ``x``."""
     at = next((item for item in dis.get_instructions(frame.f_code) if item.offset == frame.f_lasti), None)
     return at is not None and (at.opname.startswith("INPLACE_") or (at.opname == "BINARY_OP" and at.argrepr[-1] == "="))
 
@@ -176,10 +176,10 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class PendingValues:
-    """Has attributes hold pending values until the forwards that set them were run."""
+    """Replaces attributes by pending values until the forwards that set them have run."""
 
     def __init__(self, modules: Mapping[str, nn.Module], sites: Collection[tuple[str, str]]) -> None:
-        """Begin, with the attributes at `sites` and those that the forwards of `modules` set by their code."""
+        """Replace the attributes at `sites`, and the attributes that the code of the modules' forwards assigns."""
         by_code = {(name, key) for name, module in modules.items() for key in _set_by(module)}
         self._pending: list[tuple[nn.Module, str, Pending, Any]] = []
         for name, key in sorted(by_code | {*sites}):
@@ -189,7 +189,7 @@ class PendingValues:
             own[key] = pending
 
     def put_back(self) -> None:
-        """Have the attributes hold again what they held before."""
+        """Restore the attributes' earlier values."""
         for module, key, pending, before in self._pending:
             if before is not pending:
                 vars(module)[key] = before
@@ -197,7 +197,7 @@ class PendingValues:
                 del vars(module)[key]
 
     def lose(self) -> None:
-        """Refuse what was read meanwhile, and what is read until `put_back`: the values stay on servers."""
+        """Make the pending values unavailable, because they stay on the servers."""
         for module, key, pending, _ in self._pending:
             vars(pending)["value"] = Unavailable.because(
                 f"`{key}` of a {type(module).__name__} is set by its forward on a server, and does not come back while "
@@ -205,7 +205,7 @@ class PendingValues:
             )
 
     def settle(self) -> None:
-        """Give what was read meanwhile the values that the attributes have now."""
+        """Settle the pending values with the attributes' current values."""
         for module, key, pending, _ in self._pending:
             missing = f"`{key}` of a {type(module).__name__} was read, and its forward did not set it"
             value = vars(module).get(key, pending)
@@ -213,7 +213,7 @@ class PendingValues:
 
 
 def _set_by(module: nn.Module) -> list[str]:
-    """Return attributes that a module's forward sets, unless they hold something that cannot be pending."""
+    """Return the attributes that a module's forward sets, except attributes that cannot be pending."""
     own = vars(module)
     hashable: Any = type(module)
     return [
@@ -228,7 +228,7 @@ def _set_by(module: nn.Module) -> list[str]:
 
 @functools.cache
 def set_in_forward(kind: Any) -> frozenset[str]:
-    """Return the names of attributes that the forward of a class, or a method that it calls, sets by its code."""
+    """Return the names of attributes that the code of a class's forward, or of methods that it calls, assigns."""
     todo, seen, found = ["forward"], set[str](), set[str]()
     while todo:
         function = inspect.getattr_static(kind, todo.pop(), None)

@@ -1,4 +1,4 @@
-"""Puts what forwards left on peers, microbatch by microbatch, on the trainer's own modules."""
+"""Combines the values that forwards left on peers, one per microbatch, and sets them on the trainer's modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_swarm.model.partition.written_inputs import WRITTEN, text_of
 from lightning_swarm.protocol import serialization
 
 Rule: TypeAlias = Literal["rows", "mean", "sum", "same"]
-"""How the tensors of microbatches become the one of the batch."""
+"""How the tensors of microbatches combine into the batch's tensor."""
 
 Site: TypeAlias = tuple[str, str]
 """The names of a module and of an attribute."""
@@ -27,7 +27,7 @@ Place: TypeAlias = tuple[str, str, int]
 """A site, and the index of a tensor in the value there."""
 
 Trial: TypeAlias = Callable[[bool], tuple[Sequence[Left], Sequence[int]]]
-"""What two microbatches leave apart, and then together, in train mode or not; and their sizes."""
+"""Computes two microbatches, in train mode or not. Returns the values of each and of both as one, and their sizes."""
 
 _REMEDY: Final = (
     "Keep one value for each sample there and reduce it in training_step, return it from the block, or set "
@@ -37,14 +37,14 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True)
 class Collected:
-    """The values that the forwards of one call left on modules, put together."""
+    """The combined values that the forwards of one call left on modules."""
 
     tensors: dict[Place, Tensor]
     structures: dict[Site, serialization.Structure]
-    refused: dict[Site, str]  # why there is no value
-    objects: set[Site]  # of those refused, the ones that are no tensors
+    refused: dict[Site, str]  # site -> reason why it has no value
+    objects: set[Site]  # refused sites whose values are no tensors
     rules: dict[Place, Rule]
-    places: list[list[Place]]  # of the differentiable tensors of each microbatch, in the order of its servers
+    places: list[list[Place]]  # differentiable tensors of each microbatch, in the order of its servers
     sizes: Sequence[int]
 
     def flags(self) -> list[bool]:
@@ -53,7 +53,7 @@ class Collected:
         return [place in differentiable for place in self.tensors]
 
     def gradients(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-        """Cut the tensors' gradients into those of each microbatch."""
+        """Cut the tensors' gradients into the gradients of each microbatch."""
         whole = dict(zip(self.tensors, gradients, strict=True))
         return [[self._part(whole.get(place), place, i) for place in own] for i, own in enumerate(self.places)]
 
@@ -69,15 +69,15 @@ class Collected:
 
 @dataclass
 class Leftovers:
-    """Puts values together by rules that it learns from two microbatches, together and apart."""
+    """Combines values of microbatches by rules that it learns from two microbatches, computed apart and as one."""
 
-    modules: Mapping[str, nn.Module]  # of blocks, by their names
-    sites: set[Site] = field(default_factory=set)  # of all values so far
-    _rules: dict[Place, Rule | None] = field(default_factory=dict)  # None: none is right
+    modules: Mapping[str, nn.Module]  # name -> module, in all blocks
+    sites: set[Site] = field(default_factory=set)  # sites of all values so far
+    _rules: dict[Place, Rule | None] = field(default_factory=dict)  # None: no rule fits
     _num_collected: int = 0
 
     def collect(self, parts: Sequence[Left], sizes: Sequence[int], trial: Trial) -> Collected | None:
-        """Put together what microbatches of these sizes left."""
+        """Combine the values that microbatches of these sizes left."""
         if not any(parts):
             return None
         refused = {site: _unknown(str(kind)) for left in parts for site, kind in _sites(left.refused)}
@@ -107,9 +107,9 @@ class Leftovers:
         )
 
     def place(self, collected: Collected, tensors: Sequence[Tensor]) -> list[tuple[str, serialization.Tree]]:
-        """Set the attributes of the trainer's modules, with `tensors` in the place of those collected.
+        """Set the attributes of the trainer's modules, with `tensors` in place of the collected tensors.
 
-        Returns what was written into the call's arguments, each time with the argument's name.
+        Return (argument name, value) pairs for the values that blocks wrote into the call's arguments.
         """
         written, observed = [], []
         by_site: dict[Site, list[Tensor]] = {}
@@ -125,7 +125,7 @@ class Leftovers:
                 self._set(site, value)
         for site, reason in collected.refused.items():
             if site[1] == OBSERVED:
-                raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not to be had: {reason}")
+                raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not available: {reason}")
             if site[1].startswith(WRITTEN):
                 argument = text_of(site[1].removeprefix(WRITTEN))
                 raise ConfigError(f"what blocks from {site[0]!r} on write into {argument} is not to be had: {reason}")
@@ -154,7 +154,7 @@ class Leftovers:
         sizes: Sequence[int],
         trial: Trial,
     ) -> dict[Place, Rule]:
-        """Return the rules of all tensors, without those of sites that have none, which become refused."""
+        """Return the tensors' rules; move sites without a rule to `refused`."""
         if len(sizes) < 2:
             return dict.fromkeys(columns, "same")
         self._learn(columns, structures, sizes, trial)
@@ -163,7 +163,7 @@ class Leftovers:
             if rule is None or not _fits(rule, column, sizes):
                 refused[place[:2]] = (
                     "what the microbatches of a batch leave there is neither one value for each sample nor a mean or a "
-                    "sum over the samples, so that of the batch cannot be made of it. " + _REMEDY
+                    "sum over the samples, so the batch's value cannot be computed from it. " + _REMEDY
                 )
         for site in structures:
             if self._rules.get((*site, -1), "same") is None:
@@ -177,13 +177,13 @@ class Leftovers:
         sizes: Sequence[int],
         trial: Trial,
     ) -> None:
-        """Find the rules that are not known yet, and check those known ever more rarely."""
+        """Find the unknown rules, and check the known ones again at ever longer intervals."""
         self._num_collected += 1
-        places = {*columns, *((*site, -1) for site in structures)}  # -1: of the constants
+        places = {*columns, *((*site, -1) for site in structures)}  # -1: constants
         new = {place for place in places if place not in self._rules}
         is_due = self._num_collected & (self._num_collected - 1) == 0
         todo = new | {place for place in places if is_due and self._rules.get(place) not in (None, "rows")}
-        for training in (False, True):  # in eval mode less is random; some blocks leave something in train mode alone
+        for training in (False, True):  # eval mode draws fewer random numbers; some blocks leave values in train mode
             if not todo:
                 break
             lefts, trial_sizes = trial(training)
@@ -192,7 +192,7 @@ class Leftovers:
             )
             for place in todo & first.keys() & second.keys() & together.keys():
                 agreeing = _agreeing([first[place], second[place]], together[place], trial_sizes)
-                if place[1].startswith(WRITTEN):  # what stood there before would be in a sum once for each microbatch
+                if place[1].startswith(WRITTEN):  # a sum would count the argument's former contents several times
                     agreeing = [rule for rule in agreeing if rule in ("rows", "same")]
                 known = self._rules.get(place)
                 self._rules[place] = known if known in agreeing else None if known or not agreeing else agreeing[0]
@@ -211,7 +211,7 @@ def _sites(values: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[Site, o
 
 
 def _places(values: Values) -> Iterator[tuple[Place, Tensor | serialization.Structure]]:
-    """Give all tensors, and at index -1 the structures."""
+    """Yield all tensors, and the structures at index -1."""
     for site, value in _sites(values):
         structure, tensors = serialization.flatten(value)
         yield (*site, -1), structure
@@ -219,7 +219,7 @@ def _places(values: Values) -> Iterator[tuple[Place, Tensor | serialization.Stru
 
 
 def _agreeing(apart: Sequence[object], together: object, sizes: Sequence[int]) -> list[Rule]:
-    """Return the rules by which the values of two microbatches become that of both together."""
+    """Return the rules that combine the values of two microbatches into the value of both computed as one."""
     if not isinstance(together, Tensor):
         return ["same"] if all(one == together for one in apart) else []
     tensors = [one for one in apart if isinstance(one, Tensor)]
@@ -233,7 +233,7 @@ def _agreeing(apart: Sequence[object], together: object, sizes: Sequence[int]) -
 
 
 def _matches(joined: Tensor, together: Tensor, *, by_shape: bool) -> bool:
-    # One row for each sample can mean nothing else. Its numbers may differ, where random numbers were drawn.
+    # One row for each sample has only one meaning. Values need not agree, because random draws may differ.
     return joined.shape == together.shape if by_shape else is_close(joined, together)
 
 

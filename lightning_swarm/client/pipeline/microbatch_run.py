@@ -43,7 +43,7 @@ _MOMENT_S = 1.0
 
 
 class MicrobatchRun:
-    """Takes one microbatch through the stages and back."""
+    """Runs one microbatch forward and backward through the stages."""
 
     def __init__(self, context: PipelineContext, microbatch: Microbatch) -> None:
         self.context = context
@@ -53,7 +53,7 @@ class MicrobatchRun:
         self._given: dict[Direction, GivenResult] = {}
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
-        """Return the output of the last stage, as it travels, and which of its tensors require grad."""
+        """Return the last stage's output, in wire form, and which of its tensors require grad."""
         calls, context = self._calls, self.context
         await context.wait_for_room()
         needs_backward = False
@@ -79,7 +79,7 @@ class MicrobatchRun:
                     context.note_answer(charge.peer, step=calls.step)
                 if not recovery.num_failures:
                     context.durations.note(now_s() - began_s)
-                # After a failure it is not certain which peers these reports are of.
+                # After a failure it is uncertain which peers these reports come from.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
                 await self._note_given("forward", calls.last_stage, result[0], result[1])
                 return result
@@ -87,10 +87,10 @@ class MicrobatchRun:
                 await recovery.mend(failure)
 
     def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
-        """Tell the routers the forwards' times, for the next microbatches: their backwards may come long after."""
+        """Report the forwards' times to the routers for the next microbatches, since backwards may come long after."""
         route = self._calls.route
         known = len(reports) == len(route)
-        # Of other stages than the last they are hearsay: none may be longer than all took together.
+        # The last stage's server reports for the other stages, too. None can have taken longer than the whole forward.
         times = [min(report.busy_s, took_s) for report in reversed(reports)] if known else [None] * len(route)
         for router, charge, busy_s in zip(self.context.routers, route, times, strict=True):
             router.note_forward(charge, busy_s=busy_s)
@@ -98,7 +98,7 @@ class MicrobatchRun:
     async def backward(
         self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        """Return the input's gradients if the mode asks for them; with `adds`, have every stage add its own."""
+        """Return the input's gradients if the mode requires them; with `adds`, every stage adds its own to its sum."""
         self._num_backwards += 1
         calls, context = self._calls if adds else self._calls.input_only(self._num_backwards), self.context
         calls.gradients = gradients
@@ -137,32 +137,32 @@ class MicrobatchRun:
     async def _note_given(
         self, direction: Direction, stage: int, result: serialization.Tree, flags: Sequence[bool] = ()
     ) -> None:
-        """Note which server gave what. Nobody else claims to have got that, so the trainer is asked."""
+        """In audited runs: record a result's server and digest, which only the trainer can report."""
         if self.context.judge is not None and self.microbatch.key.adds:
             server = self._calls.peer(stage)
             digest = await asyncio.to_thread(tree_digest, result, flags)
             self._given[direction] = GivenResult(server, digest)
 
     async def forward_anew(self, error: PeerError) -> tuple[serialization.Tree, list[bool]]:
-        """Compute the output once more, by another route: one of its servers gave something wrong."""
+        """Compute the output again on another route, because one of the servers sent a wrong result."""
         self._calls.release()
         for stage, charge in enumerate(self._calls.route):
             self.context.ban(stage, charge.peer, self.microbatch.key.step, error)
         return await self.forward()
 
     def want_no_gradient(self) -> None:
-        """Compute once more for what the forward changes, whether it had a graph or not."""
+        """Prepare a backward without gradients, for the forward's changes of statistics alone."""
         own = self.microbatch
         modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
         self.microbatch = self._calls.microbatch = replace(own, modes=modes)
-        self._num_backwards += 1  # all is sent along, for there may be no graph
+        self._num_backwards += 1  # peers may have no graph, so send the inputs again
 
     def release(self) -> None:
-        """Take the microbatch off its peers' accounts: no backward comes any more."""
+        """Take the microbatch off its peers' accounts, because no backward will come."""
         self._calls.release()
 
     async def _account_forward(self, stage: int) -> None:
-        """Account for a stage without a backward. It did its part, so a failure now does not fail the microbatch."""
+        """Settle a stage without a backward. Its work is done, so a failure now does not fail the microbatch."""
         try:
             report = await self._calls.wait(stage, "forward")
         except StageCallFailed as failure:
@@ -172,7 +172,7 @@ class MicrobatchRun:
 
 
 def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
-    """Tell whether there is a gradient or None for each input, with its shape and dtype if both travel as they are."""
+    """Return whether there is a gradient or None for each input, of its shape and dtype if neither is compressed."""
     leaves = serialization.leaves(inputs)
     if not isinstance(gradients, list) or len(gradients) != len(leaves):
         return False
@@ -182,8 +182,8 @@ def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
 
 
 async def judged(runs: Sequence[MicrobatchRun], judge: PeerId) -> list[tuple[serialization.Tree, list[bool]]]:
-    """Return what the coordinator computes of microbatches that leave no trace; raises its error."""
-    # Stage by stage, for it keeps one at a time of those that it does not hold.
+    """Return the coordinator's outputs of microbatches that leave no trace; raise its error."""
+    # Stage by stage, because the coordinator loads one at a time of the stages that it does not hold.
     calls = [run._calls for run in runs]
     for one in calls:
         one.route = [PeerCharge(judge, 0, 0.0) for _ in one.context.routers]
@@ -199,7 +199,7 @@ async def judged(runs: Sequence[MicrobatchRun], judge: PeerId) -> list[tuple[ser
 async def replay(
     context: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
 ) -> None:
-    """Compute a microbatch again, so that the holders (peers by stage) add its gradients, without those to avoid."""
+    """Replay a microbatch so that the holders (stage -> peer) add its gradients, without the peers in `avoid`."""
     microbatch = copy.microbatch
     calls = StageCalls(context, microbatch, holders)
     calls.gradients = copy.gradients
@@ -208,7 +208,7 @@ async def replay(
             charge = router.charge(holders[stage], microbatch.num_rows)
         elif before in avoid or before not in router.peers or context.is_banned(stage, before):
             charge = router.choose(microbatch.num_rows, now_s=now_s(), avoid=avoid)
-        else:  # the peer that computed it may hold its output still
+        else:  # the peer that computed it may still hold its output
             charge = router.charge(before, microbatch.num_rows)
         calls.route.append(charge)
     backward = _BackwardRun(calls, wants_input_gradient=False, avoid=avoid)
@@ -220,14 +220,14 @@ async def replay(
 
 
 async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
-    """Send the calls of all stages; where a peer is busy, replace it, and tell the next stage's peer."""
+    """Send the calls of all stages; replace busy peers, and resend to the peers of the stages behind them."""
     pause_s = FIRST_PAUSE_S
     context = calls.context
     deadline = now_s() + context.timeout
     avoid: list[set[PeerId]] = [set() for _ in context.routers]
     stages = list(range(calls.last_stage + 1))
     while True:
-        if in_order:  # so that a peer which begins again finds that the one before it has
+        if in_order:  # a peer can begin again only after the peer before it
             accepted = [await calls.send_forward(stage) for stage in stages]
         else:
             accepted = await gather(calls.send_forward(stage) for stage in stages)
@@ -238,7 +238,7 @@ async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
         for stage in busy:
             avoid[stage].add(calls.peer(stage))
         if any(len(avoid[stage]) >= len(context.routers[stage].peers) for stage in busy):
-            pause_s = await _pause(calls, pause_s, deadline)  # all are busy: wait for one
+            pause_s = await _pause(calls, pause_s, deadline)  # all peers are busy
         for stage in busy:
             context.routers[stage].refund(calls.route[stage])
             calls.reroute(stage, frozenset(avoid[stage]))
@@ -246,7 +246,7 @@ async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
 
 
 async def _send_forward(calls: StageCalls, stage: int) -> None:
-    """Send one call to the peer that is on the route, again until it is not busy."""
+    """Send a forward to the route's peer, again until it is not busy."""
     pause_s = FIRST_PAUSE_S
     deadline = now_s() + calls.context.timeout
     while not await calls.send_forward(stage):
@@ -255,7 +255,7 @@ async def _send_forward(calls: StageCalls, stage: int) -> None:
 
 
 async def _pause(calls: StageCalls, pause_s: float, deadline: float) -> float:
-    """Wait for a busy peer, and return how long to wait the next time."""
+    """Wait for a busy peer, and return the next pause in seconds."""
     if now_s() >= deadline:
         raise DeadlineExceeded(
             f"all peers of a stage were busy for {calls.context.timeout:g} s; {calls.microbatch.key} waits"
@@ -265,14 +265,14 @@ async def _pause(calls: StageCalls, pause_s: float, deadline: float) -> float:
 
 
 class _BackwardRun:
-    """Runs the backward of a microbatch until the receipts of all stages are there."""
+    """Runs the backward of a microbatch until the receipts of all stages have come."""
 
     def __init__(
         self,
         calls: StageCalls,
         *,
         wants_input_gradient: bool,
-        again: bool = False,  # an earlier backward has used up what the peers kept
+        again: bool = False,  # an earlier backward used up the tensors that peers kept
         avoid: frozenset[PeerId] = frozenset(),
     ) -> None:
         self._calls = calls
@@ -283,11 +283,11 @@ class _BackwardRun:
 
     @property
     def num_failures(self) -> int:
-        """Failures so far."""
+        """Number of failures so far."""
         return self._recovery.num_failures
 
     async def run(self, *, sent: Callable[[], Awaitable[None]] = nothing) -> serialization.Tree:
-        """Return the input's gradients, as they travel, or None; call `sent` once all stages accepted their calls."""
+        """Return the input's gradients in wire form, or None; call `sent` once all stages have accepted their calls."""
         calls, recovery = self._calls, self._recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
         recovery.backwards.update(stages)
@@ -322,9 +322,9 @@ class _BackwardRun:
         self._recovery.backwards.discard(stage)
 
     async def _send_again(self) -> None:
-        """Send calls again one after the other: a peer that begins again finds that those it depends on have begun."""
+        """Resend calls one by one, because a peer can begin again only after the peers that it depends on."""
         recovery = self._recovery
-        # A peer that begins anew needs the output of the stage before it, which may never have been asked for.
+        # A peer that begins again needs the output of the stage before it, which may never have been requested.
         recovery.forwards.update(self._calls.unsent(max(recovery.backwards, default=0)))
         for stage in sorted(recovery.forwards):
             await _send_forward(self._calls, stage)
@@ -334,7 +334,7 @@ class _BackwardRun:
             recovery.backwards.discard(stage)
 
     async def _receive_all(self) -> None:
-        """Wait, for the time of one stage, for the stage that ends last: its receipt comes with those of the others."""
+        """Wait, for the time of one stage, for the stage that ends last; its receipt brings the other receipts."""
         calls = self._calls
         stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:
@@ -345,7 +345,7 @@ class _BackwardRun:
         except StageCallFailed as failure:
             if isinstance(failure.error, DeadlineExceeded):  # the last stage has had its time
                 await self._receive(calls.last_stage, timeout=_MOMENT_S)
-            return  # then each stage is asked for its own receipt, to find the late one
+            return  # each stage is asked for its own receipt, to find the late one
         reports = [report, *report.others]
         if [report.receipt for report in reports] != [calls.accumulates(stage) for stage in stages]:
             return
@@ -354,7 +354,7 @@ class _BackwardRun:
             self._recovery.done.add(stage)
 
     async def _receive(self, stage: int, *, timeout: float | None = None) -> None:
-        """Wait for a stage's receipt, `timeout` seconds at most, or as long as its peer may take."""
+        """Wait for a stage's receipt, at most `timeout` seconds, or as long as its peer may take."""
         calls = self._calls
         report = await calls.wait(stage, "backward", timeout=timeout)
         if report.receipt != calls.accumulates(stage):
@@ -362,7 +362,7 @@ class _BackwardRun:
             if not self._replays:
                 error = ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
                 raise StageCallFailed(stage, peer, Refusal(peer, error))
-            if not report.receipt:  # the result is of another replay, in which this peer was to add nothing
+            if not report.receipt:  # the result of another replay, in which this peer added nothing
                 await calls.cancel(stage, "backward")
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
         calls.settle(stage, report)
@@ -370,7 +370,7 @@ class _BackwardRun:
 
 
 class Replayer:
-    """Computes microbatches again from this trainer's copies when a server asks, whatever the main thread does."""
+    """Replays microbatches from this trainer's copies when a server asks; needs no main thread."""
 
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context
@@ -389,9 +389,9 @@ class Replayer:
                 raise ProtocolError(
                     f"a replay must name holders in some of the {len(self._context.routers)} stages, got {work.holders}"
                 )
-        # The lock is held for whole replays: a request that is repeated then finds all done, where two replays of one
-        # microbatch at once would give up each other's calls. Each has its deadline, and nothing that it waits for asks
-        # for a replay.
+        # The lock is held for whole replays, so that a repeated request finds all done. Two replays of one microbatch
+        # at once would cancel each other's calls. Each replay has its deadline, and waits for nothing that asks for a
+        # replay.
         async with self._lock:
             lost, unreached = set[Receipt](), set[PeerId]()
             works = [self._replay(request, work, lost, unreached) for work in request.work]
@@ -399,7 +399,7 @@ class Replayer:
         return encode(ReplayReply(lost=sorted(lost), unreached=sorted(unreached)))
 
     async def _replay(self, request: ReplayRequest, work: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
-        """Replay one microbatch, and note if that cannot be done."""
+        """Replay one microbatch; if that fails, add it to `lost`, or its holder to `unreached`."""
         copy = await self._context.replay_buffer.find(CallKey.of(request.generation, request.step, work.receipt))
         if copy is None:
             lost.add(work.receipt)
@@ -411,6 +411,7 @@ class Replayer:
         except SwarmError as error:
             self._context.events.note("retry", step=request.step, reason=str(error))
             # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which asks again for
-            # what it misses. Otherwise no way leads through the other stages, and it will not count in this step.
+            # missing microbatches. Otherwise no route leads through the other stages, and the microbatch will not count
+            # in this step.
             if not isinstance(error, LeaseRevoked):
                 lost.add(work.receipt)

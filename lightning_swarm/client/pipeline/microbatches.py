@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches along dimension 0, and puts their outputs and gradients together again. Pure."""
+"""Cuts a batch into microbatches along dimension 0, and joins their outputs and gradients again. Pure."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _REDUCED = (
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A call's arguments, taken apart once: what is split and sent are their tensors."""
+    """A call's arguments, flattened once: their structure, and the tensors that are cut and sent."""
 
-    structure: serialization.Structure  # of the tuple of positional arguments
-    tensors: Sequence[Tensor]  # of the positional arguments
-    keywords: Mapping[str, tuple[serialization.Structure, Sequence[Tensor]]]  # each as a dict of its name and value
+    structure: serialization.Structure  # tuple of positional arguments
+    tensors: Sequence[Tensor]  # tensors of the positional arguments
+    keywords: Mapping[str, tuple[serialization.Structure, Sequence[Tensor]]]  # name -> {name: value}, flattened
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
-        """Take arguments apart; raises `ConfigError` if they hold what cannot travel."""
+        """Flatten arguments; raise `ConfigError` if some of them cannot be sent."""
         structure, tensors = serialization.flatten(args)
         return cls(structure, tensors, {name: serialization.flatten({name: value}) for name, value in kwargs.items()})
 
     @property
     def kind(self) -> object:
-        """A key that calls of one line of code share: the arguments, with their dimensions and dtypes."""
+        """A key that calls from one line of code share: the arguments, with their numbers of dimensions and dtypes."""
         keywords = [(name, tensors) for name, (_, tensors) in self.keywords.items()]
         return tuple(
             (name, *((tensor.ndim, tensor.dtype) for tensor in tensors))
@@ -57,12 +57,12 @@ class MicrobatchInput:
     """The arguments of one microbatch."""
 
     num_rows: int
-    tensors: Sequence[Tensor]  # of the positional arguments, for `CallArguments.structure`
-    kwargs: dict[str, Any]  # for the stages that name them
+    tensors: Sequence[Tensor]  # positional arguments, in `CallArguments.structure`
+    kwargs: dict[str, Any]  # keyword arguments of all stages
 
 
 def num_rows(arguments: CallArguments, shared: Collection[str]) -> int:
-    """Return a batch's rows: the common length of dimension 0 of everything that is split. Refuse what has none."""
+    """Return a batch's rows, the common length of dimension 0 of all tensors that are cut; refuse other lengths."""
     for index, tensor in enumerate(arguments.tensors):
         if tensor.ndim == 0:
             raise ConfigError(
@@ -98,7 +98,7 @@ def _lengths_differ(arguments: CallArguments, rows: int, length: int, where: str
 
 
 def take_rows(arguments: CallArguments, indices: Tensor, shared: Collection[str]) -> CallArguments:
-    """Return a call's arguments with only some of the batch's rows, in this order."""
+    """Return a call's arguments with only these rows of the batch, in this order."""
 
     def taken(tensor: Tensor) -> Tensor:
         return tensor.index_select(0, indices.to(tensor.device))
@@ -115,8 +115,8 @@ def take_rows(arguments: CallArguments, indices: Tensor, shared: Collection[str]
 
 def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[str]) -> list[MicrobatchInput]:
     """Cut the arguments of a call into microbatches of `size` rows, or fewer in the last; their tensors are views."""
-    # Keyword arguments that would be broadcast (they have a single row for all samples, or no dimensions) and those
-    # whose names are `shared` go whole to each microbatch, like everything that is no tensor.
+    # Each microbatch gets whole: keyword arguments that would be broadcast (no dimensions, or a single row for all
+    # samples), arguments whose names are `shared`, and everything that is no tensor.
     if size < 1:
         raise ConfigError(f"`microbatch_size` must be at least 1, got {size}. Raise it.")
     starts = range(0, rows, size)
@@ -144,7 +144,7 @@ def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[
 
 
 def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple[serialization.Structure, list[Tensor]]:
-    """Put the outputs of microbatches together, flat; refuse other lengths than `sizes`, and structures that differ."""
+    """Join the outputs of microbatches, flat; refuse structures that differ, and lengths other than `sizes`."""
     flat = [serialization.flatten(output) for output in outputs]
     structure = flat[0][0]
     for number, (other, _) in enumerate(flat):
@@ -159,7 +159,7 @@ def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple
 
 
 def split_gradients(gradients: Sequence[Tensor | None], sizes: Sequence[int]) -> list[tuple[Tensor | None, ...]]:
-    """Cut the gradients ``[rows, ...]`` of a concatenated output into those of its microbatches, as views."""
+    """Cut the gradients ``[rows, ...]`` of a joined output into the gradients of its microbatches, as views."""
     if len(sizes) == 1:
         return [tuple(gradients)]
     columns = [[None] * len(sizes) if g is None else torch.split(g, list(sizes)) for g in gradients]
@@ -167,12 +167,12 @@ def split_gradients(gradients: Sequence[Tensor | None], sizes: Sequence[int]) ->
 
 
 def concat_gradients(gradients: Sequence[Sequence[Tensor | None]], sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
-    """Put the input gradients of microbatches together: one that has none counts as zero, unless all have none."""
+    """Join the input gradients of microbatches; a missing one counts as zero, unless all are missing."""
     return tuple(_concat_column(column, sizes) for column in zip(*gradients, strict=True))
 
 
 def _is_for_all(tensor: Tensor) -> bool:
-    """True if a keyword's tensor belongs to no sample. In a batch of one, every microbatch is the batch."""
+    """Return whether a keyword's tensor is for all samples. In a batch of one row, the microbatch is the batch."""
     return tensor.ndim == 0 or tensor.shape[0] == 1
 
 

@@ -1,4 +1,4 @@
-"""Which calls change the running statistics of batch norms, and warnings of what differs from plain Lightning."""
+"""Finds calls that change running statistics of batch norms, and warns where these differ from plain Lightning's."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class NormWatch:
     """Watches calls of a pipeline that may have batch norms in its blocks."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Find the batch norms among the modules of blocks, by name."""
+        """Find the batch norms among the modules of blocks, given with their names."""
         self._names = {module: name for name, module in modules if isinstance(module, _BatchNorm)}
         self._norms = list(self._names)
         self._has_warned = self._has_warned_of_parts = False
 
     @property
     def has_norms(self) -> bool:
-        """True if there is a batch norm in the blocks."""
+        """True if the blocks contain a batch norm."""
         return bool(self._norms)
 
     def changes(self, *, in_batch: bool) -> bool:
-        """True if a call changes running statistics in the step of a batch."""
+        """Return whether a call changes running statistics; refuse a change outside of a batch."""
         changing = next((norm for norm in self._norms if norm.training and norm.running_mean is not None), None)
         if changing is not None and not in_batch:
             raise ConfigError(
@@ -42,8 +42,8 @@ class NormWatch:
         return changing is not None
 
     def cut(self, size: int) -> None:
-        """Note that a batch is cut into microbatches of `size`."""
-        # Those in eval mode use their running statistics, on which nothing depends but what they hold.
+        """Warn once that batch norms in train mode normalise microbatches of `size`."""
+        # Norms in eval mode normalise by their running statistics, in microbatches as in a batch.
         names = [name for norm, name in self._names.items() if norm.training or norm.running_mean is None]
         if names and not self._has_warned_of_parts:
             self._has_warned_of_parts = True
@@ -60,7 +60,7 @@ class NormWatch:
             )
 
     def batch_without_loss(self) -> None:
-        """Note that a batch whose `training_step` returned no loss counts nowhere."""
+        """Warn once that running statistics do not count a batch whose `training_step` returned no loss."""
         if self._norms and not self._has_warned:
             self._has_warned = True
             _log.warning(

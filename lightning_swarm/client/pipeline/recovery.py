@@ -1,4 +1,4 @@
-"""Recovers a microbatch from a peer's failure: decides which peer is to blame, what replaces it, what is sent again."""
+"""Recovers a microbatch from a peer's failure: finds the peer at fault, replaces it, and lists the calls to resend."""
 
 from __future__ import annotations
 
@@ -33,43 +33,45 @@ _MAX_OF_A_HOLDER: Final = 2
 
 
 class GradientHolderGone(PeerError):
-    """Says that a peer which was to hold a gradient did not add it; no other may take its place."""
+    """Raised if the named holder of a gradient did not add it. No other peer may take its place."""
 
     def __init__(self, peer: PeerId, error: PeerError) -> None:
         super().__init__(f"{peer} shall hold a gradient, and did not add it: {error}")
         self.peer = peer
 
 
-# A peer that is gone, silent, refuses or sends nonsense is banned and replaced. One that is late but alive is told to
-# stop first: it may have added the gradient, and then that counts. One whose input never came is not to blame: its
-# sender is asked again, and if that does not help, another pair of peers is tried. The ledgers keep all of this
-# harmless: a peer that is asked twice adds once, and the closing names one holder for each gradient.
+# A peer that is gone, silent, refuses or sends malformed answers is banned and replaced. A late but living peer is
+# first asked to cancel: if it has already added the gradient, that counts. A peer whose input never came is not at
+# fault. Its sender is asked again, and then another pair of peers is tried. The ledgers make all of this harmless: a
+# peer that is asked twice adds once, and the closing names one holder for each gradient.
 @dataclass
 class Recovery:
-    """Counts failures and replaces peers, in a forward as in a backward."""
+    """Counts failures and replaces peers, in forwards and backwards."""
 
     calls: StageCalls
     avoid: frozenset[PeerId] = frozenset()  # peers that are gone
     num_failures: int = 0
     _failing_since_s: float | None = None
     _pause_s: float = FIRST_PAUSE_S
-    _repeats: Counter[int] = field(default_factory=Counter)  # by stage
-    _missing_inputs: Counter[tuple[PeerId, ...]] = field(default_factory=Counter)  # by the receiver and the senders
+    _repeats: Counter[int] = field(default_factory=Counter)  # stage -> requests that were repeated
+    _missing_inputs: Counter[tuple[PeerId, ...]] = field(
+        default_factory=Counter
+    )  # (receiver, *senders) -> missing inputs
 
     def __post_init__(self) -> None:
         self.context, self.microbatch = self.calls.context, self.calls.microbatch
-        self.holders = self.calls.holders or {}  # by stage, peers whose place no other takes
+        self.holders = self.calls.holders or {}  # stage -> peer that no other may replace
 
     async def _note(self, failure: StageCallFailed) -> None:
-        """Count a failure, or raise `StepError`; pause before something is asked for once more, longer each time."""
-        if self.context.transport.closed:  # it is this peer that has gone
+        """Count a failure, or raise `StepError`. Before repeated requests, pause, longer each time."""
+        if self.context.transport.closed:  # this peer itself is closed
             raise failure.error
         self.num_failures += 1
         key = self.microbatch.key
         if self._failing_since_s is None:
             self._failing_since_s = now_s()
         if isinstance(failure.error, DeadlineExceeded):
-            self.context.durations.note_late()  # unless others are as quick as usual, all have become slower
+            self.context.durations.note_late()  # doubles deadlines, because all peers may have become slower
         repeated = isinstance(failure.error, (TicketGone, InputMissing))
         self.context.fault_counts["repeated" if repeated else "replaced"] += 1
         self.context.events.note(
@@ -100,11 +102,11 @@ class Recovery:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def _replace(self, failure: StageCallFailed) -> None:
-        """Ban the peer that failed, and choose another one; a holder that lives is asked again first."""
+        """Ban and replace the peer that failed; a living holder is asked again first."""
         if failure.stage in self.holders and not isinstance(failure.error, (Unreachable, NotMember)):
             self._repeats[failure.stage] += 1
             if self._repeats[failure.stage] <= _MAX_OF_A_HOLDER:
-                return  # it lives: perhaps a message was lost
+                return  # perhaps a message was lost
         self.context.ban(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
         self.calls.replaced.add((failure.stage, failure.peer))
         if self.calls.peer(failure.stage) == failure.peer:
@@ -114,7 +116,7 @@ class Recovery:
         if self.context.is_empty(failure.stage):
             await self.context.wait_for_stage(failure.stage, step=self.microbatch.key.step)
             self._failing_since_s = None  # no peer was tried meanwhile
-        if self.context.is_banned(failure.stage, self.calls.peer(failure.stage)):  # then all of them are
+        if self.context.is_banned(failure.stage, self.calls.peer(failure.stage)):  # all of the stage's peers are banned
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
@@ -127,7 +129,7 @@ class Recovery:
         self.calls.reroute(stage, avoid)
 
     def _separate(self, failure: StageCallFailed, senders: list[int]) -> int | None:
-        """Have another peer wait for an input that did not come twice, or send it; return the stage that it took."""
+        """Replace the receiver or a sender of an input that failed to come twice; return the replaced peer's stage."""
         pair = (failure.peer, *(self.calls.peer(stage) for stage in senders))
         self._missing_inputs[pair] += 1
         if self._missing_inputs[pair] == 1:  # the senders are asked once more
@@ -140,18 +142,18 @@ class Recovery:
 
 
 class ForwardRecovery(Recovery):
-    """Repairs a route so that all of it can be sent again; peers do not repeat what is done or under way."""
+    """Repairs a route so that all of it can be sent again. Peers do not repeat calls that are done or under way."""
 
     async def mend(self, failure: StageCallFailed) -> None:
-        """Find the peer that failed, and choose another one. Then all calls are to be sent again, in order."""
+        """Find and replace the peer that failed. The caller then sends all calls again, in order."""
         if isinstance(failure.error, (InputMissing, DeadlineExceeded)):
-            failure = await self._first_failure() or failure  # later stages only pass on what they got
+            failure = await self._first_failure() or failure  # later stages only pass on earlier failures
         await self._note(failure)
         if isinstance(failure.error, InputMissing):
             self._separate(failure, [failure.stage - 1] if failure.stage else [])
         elif not isinstance(failure.error, TicketGone):
             if isinstance(failure.error, DeadlineExceeded):
-                with contextlib.suppress(StageCallFailed):  # then it is gone, and adds nothing in a forward anyway
+                with contextlib.suppress(StageCallFailed):  # a forward adds nothing, so a failed cancel is harmless
                     await self.calls.cancel(failure.stage, "forward")
             await self._replace(failure)
         for stage in range(self.calls.last_stage + 1):  # other microbatches may have found more failures
@@ -159,7 +161,7 @@ class ForwardRecovery(Recovery):
                 self._choose(stage, failure.error)
 
     async def _first_failure(self) -> StageCallFailed | None:
-        """Wait for one stage after the other, and return the first failure. A stage's time begins with its input."""
+        """Wait for each stage in turn, and return the first failure. A stage's time begins with its input."""
         for stage in range(self.calls.last_stage + 1):
             try:
                 await self.calls.wait(stage, "forward")
@@ -170,20 +172,20 @@ class ForwardRecovery(Recovery):
 
 @dataclass
 class BackwardRecovery(Recovery):
-    """Says what is to be sent again so that every stage's gradient is in one sum."""
+    """Lists the calls to resend so that every stage's gradient is in one sum."""
 
-    forwards: set[int] = field(default_factory=set)  # stages to send the forward to again, in order, first of all
-    backwards: set[int] = field(default_factory=set)  # stages to send the backward to again, last first, to begin anew
-    done: set[int] = field(default_factory=set)  # stages whose receipt is there
+    forwards: set[int] = field(default_factory=set)  # stages whose forward must be resent, in order, before backwards
+    backwards: set[int] = field(default_factory=set)  # stages whose backward must be resent, last first
+    done: set[int] = field(default_factory=set)  # stages whose receipt has come
     _late: set[tuple[int, PeerId]] = field(default_factory=set)
 
     async def mend(self, failure: StageCallFailed) -> None:
-        """Find out what to send again, and to which peers. Raises `GradientHolderGone` if no other may do it."""
+        """Find the calls to resend, and their peers. Raise `GradientHolderGone` if no other peer may do it."""
         await self._note(failure)
         stage, last = failure.stage, self.calls.last_stage
         if isinstance(failure.error, (GradientGone, GradientMissing)):
             # Each gradient can be fetched once, so all of them are computed again, from the last stage on. Their peers
-            # have what that takes, or say what is missing.
+            # still hold the inputs, or report which are missing.
             self.backwards.update(range(stage, last + 1))
             self.done.difference_update(range(stage, last + 1))
             if isinstance(failure.error, GradientMissing):
@@ -194,13 +196,13 @@ class BackwardRecovery(Recovery):
             if isinstance(failure.error, InputMissing):
                 self._note_moved(self._separate(failure, [stage - 1] if stage else []))
         elif isinstance(failure.error, DeadlineExceeded) and await self._added_late(failure):
-            self.backwards.add(stage)  # its receipt counts; the gradient for the stage before went with the cancel
+            self.backwards.add(stage)  # its receipt counts, but the cancel dropped the gradient for the stage before
         else:
             await self._replace(failure)
             self._note_moved(stage)
 
     def _note_moved(self, stage: int | None) -> None:
-        """Note that a stage has another peer, which kept nothing. Earlier stages wait for the former one's gradient."""
+        """Handle a stage's new peer, which kept nothing; earlier stages wait for the former peer's gradient."""
         if stage is None:
             return
         self.done.discard(stage)
@@ -209,7 +211,7 @@ class BackwardRecovery(Recovery):
             self.forwards.update(range(stage + 1))
 
     async def _added_late(self, failure: StageCallFailed) -> bool:
-        """Stop a late peer; True if the gradient is in its sum. A peer that is late twice counts as gone."""
+        """Cancel a late call; True if its gradient is already in the sum. A peer that is late twice counts as gone."""
         late = (failure.stage, failure.peer)
         if late in self._late or self.calls.peer(failure.stage) != failure.peer:
             return False

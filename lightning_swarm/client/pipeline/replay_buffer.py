@@ -1,4 +1,4 @@
-"""Copies of the open step's microbatches: a server that dies takes with it the gradients that it added."""
+"""Copies of the open step's microbatches, from which gradients are computed again that a dead server had added."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Microbatch:
 
     key: CallKey
     num_rows: int
-    inputs: tuple[Any, ...]  # positional inputs of the first stage, as they travel
-    extras: Sequence[dict[str, Any]]  # for each stage, the keyword arguments that it takes
-    modes: Sequence[ComputeMode]  # for each stage, with the modes of its modules; in all else they are alike
-    weight: float  # of its batch
-    first_trained: int = 0  # stages before this one train nothing, and get no gradient unless the input wants one
+    inputs: tuple[Any, ...]  # positional inputs of the first stage, in wire form
+    extras: Sequence[dict[str, Any]]  # keyword arguments of each stage
+    modes: Sequence[ComputeMode]  # one for each stage; they differ only in the modes of the stage's modules
+    weight: float  # weight of its batch
+    first_trained: int = 0  # earlier stages train nothing, and get a gradient only if the input wants one
 
     @property
     def input_grad(self) -> bool:
@@ -37,7 +37,7 @@ class Microbatch:
 
 
 class GivenResult(NamedTuple):
-    """What a server gave the trainer: who it was, and the digest of what came."""
+    """A server, and the digest of a result that the trainer received from it."""
 
     server: PeerId
     digest: bytes
@@ -45,14 +45,14 @@ class GivenResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayCopy:
-    """A microbatch that went forward and backward."""
+    """A microbatch whose backward is complete, kept for replays."""
 
     microbatch: Microbatch
-    gradients: serialization.Tree  # for each tensor of the last stage's output its gradient or None, as they travel
-    route: Sequence[PeerId]  # the peers that computed it, stage by stage: they may hold its activations still
-    # In audited runs, what came out of the pipeline, and out of its backward if the trainer asked for that.
+    gradients: serialization.Tree  # one or None for each tensor of the last stage's output, in wire form
+    route: Sequence[PeerId]  # peers that computed each stage; they may still hold its activations
+    # In audited runs: the pipeline's output, and the gradient of its input if the trainer requested it.
     given: Mapping[Direction, GivenResult] = field(default_factory=dict)
-    replaced: Collection[tuple[int, PeerId]] = ()  # peers that failed before others took their places, with the stages
+    replaced: Collection[tuple[int, PeerId]] = ()  # (stage, peer) that failed and was replaced
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class _SpilledCopy:
 
 
 class ReplayBuffer:
-    """Keeps copies by their keys: up to `max_bytes` of tensors in memory, the rest in a file that nobody else opens."""
+    """Keeps copies by key: up to `max_bytes` of tensors in memory, the rest in a private temporary file."""
 
-    # Until the step is decided, the swarm's loop can send a microbatch again from its copy: no code of the user runs
-    # for that. This outlives run generations, because a thread may be writing to its file; `clear` waits for that.
+    # Until a step is decided, the event loop can replay its microbatches without running user code. The buffer outlives
+    # run generations, because a thread may be writing to its file; `clear` waits for that.
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._in_memory: dict[CallKey, tuple[ReplayCopy, int]] = {}  # with the bytes of their tensors
+        self._in_memory: dict[CallKey, tuple[ReplayCopy, int]] = {}  # key -> (copy, bytes of its tensors)
         self._spilled: dict[CallKey, _SpilledCopy] = {}
-        # For audits, whatever becomes of the copy: what servers gave, and which of them failed.
+        # For audits: results and replaced servers of each microbatch, kept even if its copy is lost.
         self._given: dict[CallKey, tuple[Mapping[Direction, GivenResult], Collection[tuple[int, PeerId]]]] = {}
         self._file = TensorFile()
         self._using_file = asyncio.Lock()
@@ -88,7 +88,7 @@ class ReplayBuffer:
         return key in self._in_memory or key in self._spilled
 
     async def keep(self, copy: ReplayCopy) -> None:
-        """Keep a copy until its step is decided, in place of an older one of its key."""
+        """Keep a copy until its step is decided. It replaces an older copy of the same key."""
         key = copy.microbatch.key
         if key.step <= self._decided:
             return  # decided without this trainer: its batch was struck, or servers completed it
@@ -113,7 +113,7 @@ class ReplayBuffer:
                 self._spilled[key] = _SpilledCopy(without_tensors, structure, places)
 
     async def find(self, key: CallKey) -> ReplayCopy | None:
-        """Return a copy, if it is kept here."""
+        """Return a copy, or None if it is not kept here."""
         if key in self._in_memory:
             return self._in_memory[key][0]
         async with self._using_file:
@@ -121,7 +121,7 @@ class ReplayBuffer:
             return None if spilled is None else await asyncio.to_thread(self._read, spilled)
 
     def given(self, generation: int, step: int) -> dict[tuple[PeerId, Direction], dict[Receipt, bytes]]:
-        """Return the digests of what servers gave in a step, whether the copies are there or lost."""
+        """Return the digests of a step's results, by server and direction, even if the copies are lost."""
         found: defaultdict[tuple[PeerId, Direction], dict[Receipt, bytes]] = defaultdict(dict)
         for key, (given, _) in self._given.items():
             if (key.generation, key.step) == (generation, step):
@@ -130,7 +130,7 @@ class ReplayBuffer:
         return found
 
     def replaced(self, generation: int, step: int) -> dict[tuple[int, PeerId], set[Receipt]]:
-        """Return which microbatches of a step peers failed in, and others took their places, by stage and peer."""
+        """Return the microbatches of a step in which peers failed and were replaced, by stage and peer."""
         found: defaultdict[tuple[int, PeerId], set[Receipt]] = defaultdict(set)
         for key, (_, replaced) in self._given.items():
             if (key.generation, key.step) == (generation, step):
@@ -139,21 +139,21 @@ class ReplayBuffer:
         return found
 
     async def release(self, step: int) -> None:
-        """Forget the copies of `step` and of all steps before it, which are decided."""
+        """Drop the copies of `step` and of all earlier steps, which are decided."""
         self._decided = max(self._decided, step)
         for key in [key for key in (*self._in_memory, *self._spilled, *self._given) if key.step <= step]:
             self._forget(key)
         await self._shrink()
 
     async def clear(self) -> None:
-        """Forget all copies, and begin again with any step: the run rolled back, or is void."""
+        """Drop all copies, because the run rolled back or is void; accept copies of any step again."""
         self._decided = -1
         for key in (*self._in_memory, *self._spilled, *self._given):
             self._forget(key)
         await self._shrink()
 
     def close(self) -> None:
-        """Close the file."""
+        """Drop all copies and close the file."""
         self._in_memory.clear()
         self._spilled.clear()
         self._given.clear()
@@ -167,13 +167,13 @@ class ReplayBuffer:
         self._given.pop(key, None)
 
     async def _shrink(self) -> None:
-        """Empty the file when no copy is in it, which happens often: steps are released whole."""
+        """Empty the file if it holds no copy. That happens often, because steps are released whole."""
         async with self._using_file:
             if not self._spilled:
                 self._file.clear()
 
     def _abandon_file(self, error: OSError) -> None:
-        """Go on without the copies in a file that cannot be written to: batches that need one run again."""
+        """Go on without copies in a file that cannot be written; batches that need one run again."""
         _log.warning(
             "No room for copies of microbatches in %s: %s. If a server dies, their batches run again. Make room there, "
             "or raise `Limits.cache_bytes`.",

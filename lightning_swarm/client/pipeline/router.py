@@ -1,4 +1,4 @@
-"""Chooses which peer of a stage gets the next microbatch: the one that would finish it first. Pure."""
+"""Chooses the peer of a stage that gets the next microbatch: the one that would finish it first. Pure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ SMOOTHING: Final = 0.2  # weight of a new measurement in moving averages
 
 @dataclass
 class PeerLoad:
-    """The account of one peer of one stage. Only the router changes it."""
+    """A peer's account in one stage. Only the router changes it."""
 
-    left_s: float = 0.0  # of what this trainer has under way there
+    left_s: float = 0.0  # expected seconds of this trainer's work that is under way there
     num_under_way: int = 0
-    num_forwards: int = 0  # under way
-    num_done: int = 0  # forwards
+    num_forwards: int = 0  # forwards under way
+    num_done: int = 0  # finished forwards
     num_microbatches: int = 0
     queued: int = 0
-    num_failures: int = 0  # since it last finished something
+    num_failures: int = 0  # consecutive failures
     banned_until_s: float | None = None
-    rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # in samples/s, as measured
+    rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # measured samples/s
     waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # microbatches of other trainers
     shapes: set[int] = field(default_factory=set)  # hashes of the shapes that it has computed
-    place: float = 0.0  # in its heap
-    again_s: float = 0.0  # when it is tried again if it gets nothing: see `StageRouter`
+    place: float = 0.0  # its place in its heap
+    again_s: float = 0.0  # router's clock at which an idle peer is tried again; see `StageRouter`
 
     @property
     def samples_per_s(self) -> float | None:
@@ -49,15 +49,15 @@ class PeerCharge:
 
     peer: PeerId
     num_samples: int
-    expected_s: float  # for its forward and backward there
-    roster: int = 0  # the number of the roster on whose accounts it is
-    left_s: float | None = None  # the part of `expected_s` that is still on the account; None: it was taken off
-    forward_s: float | None = None  # what its forward took, once that is known
+    expected_s: float  # seconds of its forward and backward there
+    roster: int = 0  # number of the roster in which it was charged
+    left_s: float | None = None  # part of `expected_s` that is still on the account; None: taken off
+    forward_s: float | None = None  # measured seconds of its forward, once known
     is_forward: bool = False  # its forward is under way
 
 
 class PeerHeap:
-    """Peers by their places, the smallest first. Several may have the same place."""
+    """Peers in the order of their places, the smallest first. Several may share a place."""
 
     def __init__(self) -> None:
         self._places: list[tuple[float, PeerId]] = []
@@ -75,15 +75,15 @@ class PeerHeap:
         self._places = sorted(places)
 
     def put(self, place: float, peer: PeerId) -> None:
-        """Add a peer that has no place."""
+        """Add a peer without a place."""
         insort(self._places, (place, peer))
 
     def remove(self, place: float, peer: PeerId) -> None:
-        """Remove a peer, which has that place."""
+        """Remove a peer from its place."""
         del self._places[bisect_left(self._places, (place, peer))]
 
     def draw(self, rng: random.Random, avoid: frozenset[PeerId]) -> PeerId | None:
-        """Draw one of the peers with the smallest place among those not to avoid; None if all are to be avoided."""
+        """Draw one of the peers outside of `avoid` with the smallest place; None if there is none."""
         smallest = next((place for place, peer in self._places if peer not in avoid), None)
         if smallest is None:
             return None
@@ -97,58 +97,60 @@ class PeerHeap:
 FIRST_BAN_S = 5.0
 LONGEST_BAN_S = 300.0
 
-FIRST_FORWARDS: Final = 2  # for each peer at a time while none was measured: one to compute, and one that waits
-# Microbatches that each peer gets in any case, at least one in a step: the first one may have taken long for a reason
-# that is gone (something was compiled, or read from disk).
+FIRST_FORWARDS: Final = 2  # per peer while none is measured: one to compute, and one that waits
+# Microbatches that each peer gets in any case, at least one in a step. The first one may have been slow for a reason
+# that is gone, such as compilation or reading from disk.
 FIRST_MEASURED: Final = 2
-# An idle peer may have become faster. It is tried again after so many times what a microbatch takes there, for 3 %.
+# An idle peer may have become faster. It is tried again after this many times its time for a microbatch, at a cost of 3
+# %.
 TRIED_AGAIN: Final = 32.0
-_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer that has done no forward when another one has done so many is slow
-_MOST_WAITING: Final = 1024  # a longer queue is not believed: another peer may have reported it
-_MAX_SHAPES: Final = 256  # of one peer; where each batch has other shapes, each may be new to it
+_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer without a forward is slow when another peer has done this many
+_MOST_WAITING: Final = 1024  # limits a queue's length, which another peer may have reported falsely
+_MAX_SHAPES: Final = 256  # hashes kept per peer; any further shape always counts as new to the peer
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
-# Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward.
+# A forward's share of a microbatch's time, until measured: a backward has two matrix products for each one of a
+# forward.
 _FORWARD_SHARE: Final = 1 / 3
 _LEAST_SHARE: Final = 0.05
 
 
-# When a microbatch would be through follows from what this trainer itself has under way at a peer (the sum of the times
-# that its microbatches are still expected to take), from how many microbatches of other trainers usually wait there,
-# and from the new one's own time. So a slow peer gets what it can compute before the step ends. When a forward is done,
-# the expectation follows its time, and its part leaves the account; the rest leaves with the backward.
+# The estimated time at which a peer would finish a microbatch has three parts: the remaining time of this trainer's
+# microbatches there, the usual queue of other trainers' microbatches, and the time of the microbatch itself. So a slow
+# peer gets as much as it can compute before the step ends. When a forward is done, its measured time corrects the
+# estimate and leaves the account; the rest leaves with the backward.
 #
-# Nothing is known of newcomers: each gets a microbatch before all others, and no more until its forward shows its
-# speed. A peer that failed is banned for a while, longer each time until it finishes something; bans are ignored where
-# all are banned. Peers are kept in order, so that nothing walks over all of them for a microbatch: there may be
-# thousands.
+# Newcomers have no rate. Each gets one microbatch before all other peers, and no more until its forward shows its
+# speed. A peer that failed is banned for a while, longer each time until it finishes a microbatch. If all peers are
+# banned, bans are ignored. Heaps keep the peers in order, because there may be thousands, too many to compare for each
+# microbatch.
 #
-# SWARM (arXiv:2301.11913, appendix C) takes the peer with the least assigned time of all the run, which is fair over
-# many steps; but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other ways.
+# SWARM (arXiv:2301.11913, appendix C) takes the peer with the least time assigned over the whole run. That is fair over
+# many steps, but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other policies.
 class StageRouter:
-    """Routes microbatches to the peers of one stage, and keeps their accounts; `rng` breaks ties."""
+    """Routes microbatches to the peers of one stage, and keeps the peers' accounts; `rng` breaks ties."""
 
     def __init__(self, rng: random.Random) -> None:
         self.peers: dict[PeerId, PeerLoad] = {}
         self._rng = rng
         self._roster = 0
         # Each peer is in one of three heaps.
-        self._measured = PeerHeap()  # by when a microbatch would be through
-        self._unmeasured = PeerHeap()  # by their forwards under way
-        self._banned = PeerHeap()  # by what they have to do
-        self._retries = PeerHeap()  # measured peers, by when they are tried again
-        self._given_s = 0.0  # to each peer on average: a clock that stands still while nothing is trained
-        self._ban_ends: list[tuple[float, PeerId]] = []  # a heap; a ban that was lifted is still in it, and ignored
-        self._num_samples = 0  # of the microbatches that `_measured` is sorted for
-        self._newest_num_samples = 0  # of the microbatch that was routed last
-        self._is_known = False  # which peers are slow
-        # Of all measured peers. Exact: a sum of floats would keep what rounding has left of a large rate.
+        self._measured = PeerHeap()  # place: seconds until it would finish a microbatch
+        self._unmeasured = PeerHeap()  # place: forwards under way
+        self._banned = PeerHeap()  # place: seconds of its remaining work
+        self._retries = PeerHeap()  # measured peers; place: when they are tried again
+        self._given_s = 0.0  # seconds assigned per peer: a clock that stops while nothing is trained
+        self._ban_ends: list[tuple[float, PeerId]] = []  # heap of (end, peer); a lifted ban stays in it and is ignored
+        self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
+        self._newest_num_samples = 0  # size of the newest routed microbatch
+        self._is_known = False  # it has shown which peers are slow
+        # Sum over all measured peers. Exact, because a sum of floats would keep the rounding error of a large rate.
         self._sum_of_rates = Fraction()
         self._num_measured = 0
-        self._forward_share = MovingAverage(SMOOTHING)  # of a microbatch's time
+        self._forward_share = MovingAverage(SMOOTHING)  # forward's share of a microbatch's time
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
-        """Set the stage's roster as a step begins, with nothing under way. It walks over all peers."""
+        """Set the stage's roster at the beginning of a step, with no work under way. Its time grows with the roster."""
         before = self.peers
         self.peers = {peer: before.get(peer) or PeerLoad() for peer in peers}
         for peer in before.keys() - self.peers.keys():
@@ -163,7 +165,7 @@ class StageRouter:
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
         """Charge a microbatch to the peer that would finish it first; to one of `avoid` only if there is no other."""
         self._readmit(now_s)
-        # For a batch's last microbatch, which may be smaller, the order is as good.
+        # A batch's last microbatch may be smaller. It needs no new order.
         if num_samples != self._num_samples and self._newest_num_samples in (0, num_samples):
             self._num_samples = num_samples
             self._sort()
@@ -176,12 +178,12 @@ class StageRouter:
 
     @property
     def is_full(self) -> bool:
-        """True if all have enough until it shows which peers are slow. Then some forward is under way."""
+        """True if all peers have enough until it shows which of them are slow. Then some forward is under way."""
         first = self._unmeasured.first
         return not self._is_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
 
     def charge(self, peer: PeerId, num_samples: int) -> PeerCharge:
-        """Charge a microbatch to a given peer; one that left has no account."""
+        """Charge a microbatch to a given peer; a peer that left has no account."""
         if peer not in self.peers:
             return PeerCharge(peer, num_samples, 0.0)
         with self._changing(peer) as load:
@@ -203,28 +205,28 @@ class StageRouter:
             return unmeasured
         return self._measured.draw(self._rng, avoid) or unmeasured or self._banned.draw(self._rng, avoid)
 
-    # ------------------------------------------------------------------ what becomes of a charge
+    # ------------------------------------------------------------------ changes of a charge
 
     def refund(self, charge: PeerCharge) -> None:
-        """Take back a choice: the peer was busy."""
+        """Undo a choice, because the peer was busy."""
         load = self.peers.get(charge.peer)
         if load is not None and charge.left_s is not None:
             load.num_microbatches -= 1
         self.release(charge)
 
     def release(self, charge: PeerCharge) -> None:
-        """Take a microbatch off its peer's account, whatever became of it. A second call does nothing."""
+        """Take a microbatch off its peer's account, finished or not. A second call does nothing."""
         load = self.peers.get(charge.peer)
         if load is not None and charge.left_s is not None and charge.roster == self._roster:
             with self._changing(charge.peer):
                 load.num_under_way -= 1
                 load.num_forwards -= charge.is_forward
-                # What rounding leaves would break ties always alike.
+                # Rounding errors would break ties always in the same way.
                 load.left_s = load.left_s - charge.left_s if load.num_under_way else 0.0
         charge.left_s, charge.is_forward = None, False
 
     def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
-        """Note that a forward is done, and took `busy_s` if that is known: the backward will take in proportion."""
+        """Record a finished forward. If `busy_s` is known, the backward is expected to take a proportional time."""
         load = self.peers.get(charge.peer)
         if load is None:
             return
@@ -246,7 +248,7 @@ class StageRouter:
                 load.left_s += charge.left_s - before_s
 
     def note_shapes(self, peer: PeerId, shapes: int) -> None:
-        """Note that a peer has computed tensors of some shapes, given by a hash."""
+        """Record that a peer has computed tensors of these shapes, given by a hash."""
         load = self.peers.get(peer)
         if load is not None and len(load.shapes) < _MAX_SHAPES:
             load.shapes.add(shapes)
@@ -255,7 +257,7 @@ class StageRouter:
         """Take a finished microbatch off its account, and update the peer's rate."""
         load = self.peers.get(charge.peer)
         self.release(charge)
-        # The peer itself reports the time: nonsense must not reach the rates.
+        # The peer reports its own time, so impossible values are ignored.
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
             return
         with self._changing(charge.peer):
@@ -301,7 +303,7 @@ class StageRouter:
         return len(self._measured) + len(self._unmeasured) > is_free
 
     def _readmit(self, now_s: float) -> None:
-        """Lift the bans that are over: such a peer is tried next, and not flooded."""
+        """Lift bans that are over. Such a peer is tried next, with a single microbatch."""
         while self._ban_ends and self._ban_ends[0][0] <= now_s:
             until_s, peer = heappop(self._ban_ends)
             load = self.peers.get(peer)
@@ -309,11 +311,11 @@ class StageRouter:
                 with self._changing(peer):
                     load.banned_until_s, load.again_s = None, self._given_s
 
-    # ------------------------------------------------------------------ orders
+    # ------------------------------------------------------------------ heaps
 
     @contextmanager
     def _changing(self, peer: PeerId) -> Iterator[PeerLoad]:
-        """Take a peer out of its heap while its account changes, and put it where it belongs then."""
+        """Take a peer out of its heap while its account changes, and put it back at its new place."""
         load = self.peers[peer]
         order = self._order(load)
         order.remove(load.place, peer)
@@ -352,21 +354,21 @@ class StageRouter:
             self._num_measured += sign
 
     def median_rate(self) -> float | None:
-        """Return the median of the measured rates in samples/s, which few false reports cannot move far."""
+        """Return the median of the measured rates in samples/s. A few false reports cannot move it far."""
         rates = [load.samples_per_s for load in self.peers.values() if load.samples_per_s is not None]
         return statistics.median(rates) if rates else None
 
     def median_queued(self) -> float:
-        """Return the median of the lengths of the peers' queues, as they report them."""
+        """Return the median of the queue lengths that the peers report."""
         return statistics.median(load.queued for load in self.peers.values()) if self.peers else 0.0
 
     def _mean_rate(self) -> float:
-        """Return the mean rate in samples/s: an unmeasured peer is taken for an average one."""
+        """Return the mean measured rate in samples/s, which is also assumed for unmeasured peers."""
         return float(self._sum_of_rates / self._num_measured) if self._num_measured else 1.0
 
 
 def _retry_s(load: PeerLoad) -> float:
-    """Return when a measured peer is tried even if others would finish first, on the router's clock."""
+    """Return the router's clock at which a measured peer is tried, even if other peers would finish first."""
     if load.num_done >= FIRST_MEASURED:
         return load.again_s
     return math.inf if load.num_under_way else -math.inf

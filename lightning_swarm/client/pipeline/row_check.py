@@ -1,4 +1,4 @@
-"""Checks that blocks compute each row by itself, as cutting a batch into microbatches supposes."""
+"""Checks that blocks compute each row independently, so that a batch can be cut into microbatches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lightning_swarm.protocol.serialization import Structure
 
 _log = logging.getLogger(__name__)
 
-# Rounding depends on the number of rows. Mixing changes outputs by per cents.
+# Rounding depends on the number of rows. Mixing rows changes outputs by per cents.
 _TOLERANCES: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-NUM_PROBES: Final = 5  # microbatches that are computed for it, if no random numbers are drawn
-_FEW: Final = 4  # rows that are compared at least, of a batch that has twice as many
-_SMALL: Final = 0.1  # an output below this size is measured as if it had it: its differences may be rounding alone
+NUM_PROBES: Final = 5  # microbatches that a check computes, if no random numbers are drawn
+_FEW: Final = 4  # rows that are compared at least, of a batch with twice as many
+_SMALL: Final = 0.1  # smaller outputs are compared relative to this size: their differences may be rounding alone
 
-# Computes rows as microbatches that leave no trace: those with equal numbers draw equal random numbers.
+# Computes rows as microbatches that leave no trace. Equal numbers give equal random draws.
 Evaluate = Callable[[Sequence[tuple[CallArguments, int]], ComputeMode], list[tuple[Structure, list[Tensor]]]]
 
 
 class RowCheck:
-    """Compares what rows become together and apart, in the first call of each kind that is cut."""
+    """Compares the outputs of rows computed together and apart, in the first call of each kind that is cut."""
 
     def __init__(
         self,
@@ -43,20 +43,20 @@ class RowCheck:
         confirmation: RowCheck | None = None,
     ) -> None:
         self._evaluate = evaluate
-        self._confirmation = confirmation  # computes elsewhere, and decides where this one refuses something
+        self._confirmation = confirmation  # another check on other servers, which decides if this one refuses something
         self._shared = shared
         self._least_tolerance = 0.0 if codec is None else 2 ** (1 - codec.bits / 2)
         self._has_batch_norm = has_batch_norm
         self._checked: set[object] = set()  # kinds of calls
 
     def check(self, arguments: CallArguments, mode: ComputeMode, *, rows: int, size: int) -> None:
-        """Refuse blocks that mix rows of a batch of `rows` that is to be cut into microbatches of `size`."""
+        """Refuse blocks that mix rows, for a batch of `rows` that will be cut into microbatches of `size`."""
         kind = (arguments.kind, mode.training)
         if kind in self._checked:
             return
         probes = _probes(arguments, rows, size, self._shared)
         if all(map(torch.equal, probes[0].tensors, probes[1].tensors)):
-            return  # equal rows tell nothing
+            return  # equal rows show nothing
         mode = replace(mode, grad=False, input_grad=False)
         try:
             self._look(arguments, probes, mode)
@@ -69,8 +69,8 @@ class RowCheck:
         self._checked.add(kind)
 
     def _look(self, arguments: CallArguments, probes: Sequence[CallArguments], mode: ComputeMode) -> None:
-        """Refuse blocks that mix rows in a mode, or, where random numbers hide that, in eval mode."""
-        # In train mode BatchNorm mixes the rows of a microbatch, of which a warning tells.
+        """Refuse blocks that mix rows in a mode; if random numbers hide that, check in eval mode."""
+        # In train mode BatchNorm mixes the rows of a microbatch, of which `NormWatch` warns.
         if not mode.training or self._has_batch_norm or not self._is_clear(arguments, probes, mode):
             self._is_clear(arguments, probes, replace(mode, training=False))
 
@@ -84,12 +84,12 @@ class RowCheck:
         size: int,
         refusal: ConfigError,
     ) -> None:
-        """Refuse what the confirmation refuses, too: a server may have lied."""
+        """Refuse only if the confirmation refuses, too, because a server may have sent false results."""
         try:
             confirmation.check(arguments, mode, rows=rows, size=size)
         except PeerError as error:
             _log.warning(
-                "Blocks may mix samples, or a server lied, which the coordinator could not find out (%s): %s",
+                "Blocks may mix samples, or a server sent false results; the coordinator could not decide it (%s): %s",
                 error,
                 refusal,
             )
@@ -116,7 +116,7 @@ class RowCheck:
             )
         together, with_first, with_second, first, second = found
         head, tail = [tensor[:size] for tensor in together], [tensor[size:] for tensor in together]
-        # In calls of one shape equal rows draw equal numbers, whatever the other rows are.
+        # In calls of one shape, equal rows draw equal numbers, independent of the other rows.
         beside_others = max(
             _deviation(head, [tensor[:size] for tensor in with_first]),
             _deviation(tail, [tensor[size:] for tensor in with_second]),
@@ -132,13 +132,13 @@ class RowCheck:
         probe: CallArguments,
         mode: ComputeMode,
         together: Sequence[Tensor],
-        deviations: tuple[float, float],  # where only the rows beside were others, and the largest
+        deviations: tuple[float, float],  # (largest with only the rows beside changed, largest)
         size: int,
     ) -> None:
-        """Refuse blocks whose outputs changed, unless random numbers may be why."""
+        """Refuse blocks whose outputs changed, unless random numbers may be the cause."""
         beside_others, deviation = deviations
         tolerance = self._tolerance(together, mode)
-        # Both draw the same numbers, and others than before.
+        # Both draw the same numbers, which differ from the numbers before.
         (_, drawn_anew), (_, again) = self._evaluate([(probe, 1), (probe, 1)], mode)
         if (change := _deviation(drawn_anew, again)) > tolerance:
             raise ConfigError(
@@ -162,7 +162,7 @@ class RowCheck:
             )
 
     def _refuse_if_whole_works(self, arguments: CallArguments, mode: ComputeMode, failure: str) -> None:
-        """Refuse blocks that fail on a part of a batch. If they fail on all of it, too, its call shows that."""
+        """Refuse blocks that fail only on a part of a batch. A failure on the whole batch shows in the call itself."""
         try:
             ((_, whole),) = self._evaluate([(arguments, 0)], mode)
         except StageError:
@@ -188,9 +188,9 @@ def _remedy(mode: ComputeMode) -> str:
 
 
 def _probes(arguments: CallArguments, rows: int, size: int, shared: Collection[str]) -> list[CallArguments]:
-    """Take some rows and others: together, the ones beside copies of themselves, likewise the others, and each."""
-    # Whole microbatches, for within one a block may know about groups of rows; several small ones, for of few rows a
-    # permutation may be none.
+    """Make probes of two groups of rows: both together, each beside copies of itself, and each alone."""
+    # Whole microbatches, because a block may know about groups of rows within one. Several small ones, because a
+    # permutation of few rows may change nothing.
     size *= max(1, min(-(-_FEW // size), rows // (2 * size)))
     first, second = torch.arange(size), torch.arange(size, min(2 * size, rows))
     taken = (
@@ -208,7 +208,7 @@ def _has_rows(tensors: Sequence[Tensor], probe: CallArguments) -> bool:
 
 
 def _deviation(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest difference between rows, in relation to the size of the output; infinity: of other kinds."""
+    """Return the largest difference between rows, relative to the output's size; infinity if their kinds differ."""
     if len(ones) != len(others):
         return math.inf
     return max(map(_deviation_of, ones, others), default=0.0)
@@ -218,7 +218,7 @@ def _deviation_of(one: Tensor, other: Tensor) -> float:
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
     if not (one.is_floating_point() or one.is_complex()) or not one.numel():
-        return 0.0  # rounding may decide a choice
+        return 0.0  # rounding may change integers, as of an argmax
     if not torch.equal(one.isfinite(), other.isfinite()):
         return math.inf
     wide = torch.complex128 if one.is_complex() else torch.float64

@@ -32,11 +32,11 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD
 
-_MAX_REFUSALS: Final = 8  # for each server of the run, before what they all say is believed
+_MAX_REFUSALS: Final = 8  # refusals per server of the run, after which an error that all servers report is raised
 
 
 class StageCallFailed(Exception):
-    """Says that a peer of the route did not do its part, or could not be called."""
+    """Raised if a peer of the route failed a call, or could not be called."""
 
     def __init__(self, stage: int, peer: PeerId, error: PeerError) -> None:
         super().__init__(f"stage {stage} on {peer}: {error}")
@@ -47,36 +47,36 @@ class StageCallFailed(Exception):
 
 @dataclass(frozen=True)
 class _InputSource:
-    """The peers that a call gets its input, or its gradient, from."""
+    """The peer that is called, and the peers from which the call gets its inputs."""
 
     peer: PeerId
     source: PeerId | None
-    recompute: PeerId | None = None  # where to get the forward's input from
+    recompute: PeerId | None = None  # peer with the forward's input
 
     def agrees(self, now: _InputSource) -> bool:
-        """Return True if a call that was sent with this source will do what `now` asks for."""
+        """Return whether a call that was sent with this source also does what `now` requires."""
         return self.source == now.source and self.recompute in (None, now.recompute)
 
 
 @dataclass
 class StageCalls:
-    """Sends the calls of one microbatch. A peer that gets the same call twice does it once."""
+    """Sends one microbatch's calls. A peer that receives a call twice runs it once."""
 
     context: PipelineContext
     microbatch: Microbatch
-    # Of a microbatch that is replayed: by stage, the peers that add its gradients; others add nothing.
+    # In a replay: stage -> peer that adds the gradient. Other peers add nothing.
     holders: Mapping[int, PeerId] | None = None
     route: list[PeerCharge] = field(default_factory=list)  # the peers that compute each stage
-    gradients: serialization.Tree = field(default_factory=list)  # as they travel: for each output tensor one or None
-    replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # peers that failed, with their stages
+    gradients: serialization.Tree = field(default_factory=list)  # one or None for each output tensor, in wire form
+    replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that failed
     _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)
-    # By stage and direction, who answered with an error; and how many answers of all kinds were errors.
+    # (stage, direction) -> servers that answered with an error; and the number of all such answers.
     _refused: dict[tuple[int, Direction], set[PeerId]] = field(default_factory=dict)
     _num_refusals: int = 0
 
     @property
     def step(self) -> int:
-        """The run's step that the microbatch is of."""
+        """The step of the microbatch."""
         return self.microbatch.key.step
 
     @property
@@ -86,7 +86,7 @@ class StageCalls:
 
     @property
     def gradient_end(self) -> int:
-        """The first stage that computes gradients; if none does, a number above the last stage's."""
+        """The first stage that computes gradients; if there is none, a number above the last stage's."""
         if self.holders is not None:
             return min(self.holders)
         if self.microbatch.input_grad:
@@ -94,13 +94,13 @@ class StageCalls:
         return self.microbatch.first_trained if self.microbatch.key.adds else self.last_stage + 1
 
     def accumulates(self, stage: int) -> bool:
-        """Return True if the stage's peer is to add the gradient to its sum."""
+        """Return whether the stage's peer must add the gradient to its sum."""
         if self.holders is not None:
             return stage in self.holders
         return self.microbatch.key.adds and stage >= self.microbatch.first_trained
 
     def input_only(self, number: int) -> StageCalls:
-        """Return the calls of a backward for the input's gradient alone, on the same route."""
+        """Return the calls of a backward that computes only the input's gradient, on the same route."""
         key = replaced(self.microbatch.key, input_only=number)
         sent = {call: source for call, source in self._sent.items() if call[1] == "forward"}
         return replace(self, microbatch=replace(self.microbatch, key=key), _sent=sent)
@@ -110,43 +110,43 @@ class StageCalls:
         return self.route[stage].peer
 
     def reroute(self, stage: int, avoid: frozenset[PeerId]) -> None:
-        """Choose another peer for a stage, and take the microbatch off the account of the one before."""
+        """Choose another peer for a stage, and take the microbatch off the former peer's account."""
         router = self.context.routers[stage]
         router.release(self.route[stage])
         self.route[stage] = router.choose(self.microbatch.num_rows, now_s=now_s(), avoid=avoid)
 
     def release(self) -> None:
-        """Take the microbatch, which is done or given up, off its peers' accounts."""
+        """Take the microbatch off its peers' accounts, because it is done or given up."""
         for router, charge in zip(self.context.routers, self.route, strict=False):
             router.release(charge)
 
     def patience_s(self, stage: int) -> float:
-        """Return how long the peer of a stage may take once it has its input."""
+        """Return the seconds that a stage's peer may take once it has its input."""
         return self.context.patience_s(stage, self.route[stage], self._shapes(stage))
 
     def _shapes(self, stage: int) -> int:
-        """Hash what a stage computes this microbatch with, but for the numbers: something may be compiled for that."""
-        # The inputs of later stages follow from those of the first one.
+        """Hash the shapes, dtypes and modes of a stage's computation, for which a peer may have to compile code."""
+        # The inputs of later stages follow from the first stage's.
         leaves = serialization.leaves((self.microbatch.inputs, self.microbatch.extras[stage]))
         specs = tuple(leaf.spec if isinstance(leaf, serialization.Encoded) else spec_of(leaf) for leaf in leaves)
         mode = self.microbatch.modes[stage]
         return hash((mode.training, mode.grad, mode.autocast, specs))
 
     def settle(self, stage: int, report: StageReport) -> None:
-        """Take a stage that is finished off its peer's account, with the time that it took."""
+        """Take a finished stage off its peer's account, with the time that it took."""
         self.context.routers[stage].settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
         self.context.note_answer(self.peer(stage), step=self.step)
         self.context.routers[stage].note_shapes(self.peer(stage), self._shapes(stage))
 
     def unsent(self, end: int) -> list[int]:
-        """Return the stages before `end` whose peers on the present route were never sent the forward."""
+        """Return the stages before `end` whose present peers were never sent the forward."""
         sent = {stage: source.peer for (stage, direction), source in self._sent.items() if direction == "forward"}
         return [stage for stage in range(end) if sent.get(stage) != self.peer(stage)]
 
     # ------------------------------------------------------------------ sending
 
     async def send_forward(self, stage: int) -> bool:
-        """Have a peer compute its stage; False if it is busy, and will not."""
+        """Send a stage's forward to its peer; False if the peer is busy and will not run it."""
         now = _InputSource(self.peer(stage), self.peer(stage - 1) if stage else None)
         await self._cancel_other(stage, "forward", now)
         microbatch = self.microbatch
@@ -160,7 +160,7 @@ class StageCalls:
             structure=structure,
             keep=stage >= self.gradient_end,
         )
-        self._sent[stage, "forward"] = now  # before it is sure: a call that breaks off may have arrived
+        self._sent[stage, "forward"] = now  # recorded first, because a call that breaks off may have arrived
         with self._blaming(stage, "forward"):
             try:
                 await self.context.send(now.peer, FORWARD, request, tensors)
@@ -170,7 +170,7 @@ class StageCalls:
         return True
 
     async def send_backward(self, stage: int, *, recompute: bool = False) -> None:
-        """Have a peer compute its stage's gradients; with `recompute`, also the forward if it kept nothing of it."""
+        """Send a stage's backward to its peer; with `recompute`, it also runs the forward again if it kept nothing."""
         source = self.peer(stage + 1) if stage < self.last_stage else None
         now = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
         await self._cancel_other(stage, "backward", now)
@@ -196,7 +196,7 @@ class StageCalls:
         return (None if stage else self.microbatch.inputs, self.microbatch.extras[stage])
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
-        """Have a peer leave a call undone; True if it is too late, and the gradient is in its sum."""
+        """Cancel a call; True if that is too late, because the gradient is in the peer's sum."""
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
         with self._blaming(stage, direction):
@@ -205,7 +205,7 @@ class StageCalls:
                 return decode(reply, CancelReply).added
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
-        """Cancel a call whose input comes from elsewhere by now: its peer would take the second for a repetition."""
+        """Cancel a call whose input now comes from another peer, else its peer takes the new call for a repetition."""
         sent = self._sent.get((stage, direction))
         if sent is not None and sent.peer == now.peer and not sent.agrees(now):
             await self.cancel(stage, direction)
@@ -213,7 +213,7 @@ class StageCalls:
     # ------------------------------------------------------------------ waiting
 
     async def wait(self, stage: int, direction: Direction, *, timeout: float | None = None) -> CallReport:
-        """Wait for a call's report, `timeout` seconds at most, or as long as the stage's peer may take."""
+        """Wait for a call's report, at most `timeout` seconds, or as long as the stage's peer may take."""
         if timeout is None:
             is_only_one = self.holders is not None and stage in self.holders
             timeout = self.context.timeout if is_only_one else self.patience_s(stage)
@@ -245,33 +245,33 @@ class StageCalls:
         try:
             yield
         except LeaseRevoked as error:
-            if self.holders is not None:  # a replay may come too late by right, and says nothing of the peer
+            if self.holders is not None:  # a replay may rightly come too late, without a fault of the peer
                 raise
             if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
                 raise
-            raise self._refused_by(stage, direction, Refusal(peer, error)) from error  # it says so of whatever it gets
+            raise self._refused_by(stage, direction, Refusal(peer, error)) from error  # twice in this step
         except Refusal as refusal:
             raise self._refused_by(stage, direction, refusal) from refusal
         except PeerError as error:
             raise StageCallFailed(stage, peer, error) from error
 
     def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
-        """Return what to raise: a server is to blame, unless nobody else could do better."""
+        """Return the error to raise: the server failed, unless no other server could do better."""
         refused = self._refused.setdefault((stage, direction), set())
         refused.add(self.peer(stage))
         self._num_refusals += 1
         lacks_memory = isinstance(refusal.error, OutOfMemory)
         if isinstance(refusal.error, StageError) and not lacks_memory and self.microbatch.key.is_probe:
-            return refusal.error  # it may fail by right
+            return refusal.error  # probes may fail legitimately
         routers = self.context.routers
         if not refused >= self.context.peers_of(stage):
             return StageCallFailed(stage, self.peer(stage), refusal)
         sender = stage - 1 if direction == "forward" else stage + 1
         most = _MAX_REFUSALS * sum(len(router.peers) for router in routers)
         if self.context.judge is None or not 0 <= sender <= self.last_stage or self._num_refusals >= most:
-            refused.clear()  # for want of memory, the microbatch is sent once more, alone
+            refused.clear()  # after `OutOfMemory` the microbatch is sent once more, alone
             return refusal.error
-        # Where servers may lie, it may be what all of them were given.
+        # If servers may send false results, the input that all of them received may be wrong.
         refused.clear()
         return self._refused_by(sender, direction, Refusal(self.peer(sender), refusal.error))
