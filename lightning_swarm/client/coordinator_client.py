@@ -1,4 +1,4 @@
-"""A trainer's calls to the coordinator, whichever peer it is by then. Each call may arrive twice."""
+"""A trainer's calls to the coordinator, even if another peer takes its place. Each call may arrive twice."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ _RETRY_S: Final = 0.5
 class CoordinatorTimeouts:
     """A trainer's timeouts for the coordinator, in seconds."""
 
-    answer_s: float  # for one answer
-    successor_s: float  # for any coordinator to answer
-    # For any other peer to answer, when the others have ended the run; None: the run goes on without this trainer.
+    answer_s: float  # one answer
+    successor_s: float  # an answer of any coordinator
+    # An answer of any other peer, after which the others have ended the run; None: the run goes on without this
+    # trainer.
     alone_s: float | None = None
 
 
 class CoordinatorCalls:
-    """Calls the coordinator, and repeats at its successor a call that breaks or finds that it coordinates no more."""
+    """Calls the coordinator, and repeats a failed call at its successor."""
 
     def __init__(
         self, transport: Transport, run: RunState, report: Callable[[], ReportReply], patience: CoordinatorTimeouts
@@ -57,16 +58,16 @@ class CoordinatorCalls:
         self._run = run
         self._report = report
         self._patience = patience
-        self._registered_term = run.term  # the newest whose coordinator has this trainer's report
+        self._registered_term = run.term  # newest term whose coordinator has this trainer's report
         self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
 
     async def call(self, method: str, body: bytes) -> bytes:
-        """Call the coordinator, and return or raise its answer, or the `SwarmError` for which none can come."""
+        """Call the coordinator and return its answer; raise its error, or a `SwarmError` if no answer can come."""
         timeout = self._patience.answer_s
         return await self._repeat(method, partial(self._transport.call, method=method, body=body, timeout=timeout))
 
     async def stream(self, method: str, message: Message, *, max_bytes: int) -> Message:
-        """Send tensors to the coordinator; raises as `call` does."""
+        """Send tensors to the coordinator; raise the same errors as `call`."""
         timeout = self._patience.answer_s
         return await self._repeat(
             method,
@@ -74,13 +75,13 @@ class CoordinatorCalls:
         )
 
     async def find_coordinator(self) -> Collection[PeerId]:
-        """Follow the highest term that servers know of and voters promised, and return the servers that answered."""
+        """Follow the highest term that servers know and voters promised; return the servers that answered."""
         replies = await ask_servers(self._transport, self._run, timeout=self._patience.answer_s)
         await self._follow({reply.term for reply in replies.values()})
         return replies.keys()
 
     async def accept(self, caller: PeerId, term: Term) -> None:
-        """Follow a peer that says that it is the coordinator. Refuse a term that is not its own, or not followed."""
+        """Follow a caller that acts as coordinator. Refuse another peer's term, and a term that is not followed."""
         if caller != term[1]:
             raise ProtocolError(f"a coordinator asks under its own term, and {caller} asked under {term}")
         if caller not in self._run.servers and self._run.term != term:  # it may have joined since
@@ -91,7 +92,7 @@ class CoordinatorCalls:
             raise NotCoordinator(f"the run is led under the term {self._run.term}, not {term}")
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Make a call until a coordinator has answered it."""
+        """Repeat a call until a coordinator has answered it."""
         heard_s = now_s()
         patience = self._patience
         deadline_s = heard_s + patience.successor_s
@@ -116,38 +117,38 @@ class CoordinatorCalls:
                     heard_s = now_s()
                 elif patience.alone_s is not None and now_s() >= heard_s + patience.alone_s:
                     raise StepError(
-                        f"the run is over for this peer, which has heard of no other one for {patience.alone_s:g} s: "
-                        "after as long they end it without the lead, if they live. Start the lead again with "
+                        f"the run is over for this peer, which has heard of no other peer for {patience.alone_s:g} s: "
+                        "other peers end the run without the lead by then. Start the lead again with "
                         "`ckpt_path`, and its peers with it; another trainer by itself, if the run goes on. Raise "
                         "`Limits.lead_timeout` to be waited for longer."
                     ) from error
 
     async def _registered_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Make a call to a coordinator, once it has this trainer's report of what it knows of the open step."""
+        """Make a call to a coordinator, after this trainer's report on the open step if it lacks that."""
         term = self._run.term
-        if self._registered_term != term:  # it has asked for reports, but may not have got this trainer's
+        if self._registered_term != term:  # it requests reports, but may have missed this trainer's
             generation, step = self._run.manifest.generation, self._run.version
             request = RegisterRequest(generation=generation, step=step, report=self._report())
-            with contextlib.suppress(NotEnlisted):  # its batches count nowhere, or it is about to enlist
+            with contextlib.suppress(NotEnlisted):  # the batches count nowhere, or the trainer is about to enlist
                 await self._transport.call(coordinator, REGISTER, encode(request), timeout=self._patience.answer_s)
             self._registered_term = term
         return await exchange(coordinator)
 
     async def _within_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
-        """Return the answer, if it comes before another peer is the coordinator."""
+        """Return the answer if it comes before another peer is the coordinator; otherwise raise `NotCoordinator`."""
         term = self._run.term
         call, changed = asyncio.ensure_future(exchange), asyncio.ensure_future(self._term_changed.wait())
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await ended((call, changed))
-        # Nothing may be awaited from here on: the new coordinator may already have a report without this call's effect.
+        # Await nothing from here on, because a new coordinator may already have a report without this call's effect.
         if self._run.term != term:
             raise NotCoordinator("another peer coordinates by now")
         return call.result()
 
     async def _find(self) -> bool:
-        """Look for the coordinator, and wait a moment if it is the same one; True if any server answered."""
+        """Look for the coordinator, and pause if it is the same one; return whether any server answered."""
         before = self._run.term
         answered = await self.find_coordinator()
         if self._run.term == before:
@@ -158,7 +159,7 @@ class CoordinatorCalls:
         return bool(answered)
 
     async def _check_generation(self, peer: PeerId) -> None:
-        """Raise if the run has rolled back without this trainer, where trainers may come and go."""
+        """Raise if the run has rolled back without this trainer, in runs that trainers may join and leave."""
         own = self._run.manifest
         if not own.open_to_trainers:
             return
@@ -181,14 +182,14 @@ class CoordinatorCalls:
 
 
 async def enter(transport: Transport, seen: RunState, patience: CoordinatorTimeouts) -> tuple[RunView, int]:
-    """Train in a run, known as `seen`, from one of its next records on. Raises `ConfigError` if the run refuses."""
+    """Train in a run, known as `seen`, from one of its next records on. Raise `ConfigError` if the run refuses."""
     nothing = ReportReply(begun=False, leases=[], closed=[])
     calls = CoordinatorCalls(transport, seen, lambda: nothing, patience)
     return await enlist(calls, transport.peer_id, generation=None)
 
 
 async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None) -> tuple[RunView, int]:
-    """Ask until a record has named this trainer; return the run from that record on, and the lead's epoch."""
+    """Ask until a record names this trainer; return the run from that record on, and the lead's epoch."""
     request = encode(EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation))
     while True:
         reply = decode(await calls.call(ENLIST, request), EnlistReply)
@@ -201,9 +202,9 @@ async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None)
 
 @dataclass(frozen=True)
 class EnlistedCalls:
-    """Calls the coordinator as one of the run's trainers, and enlists again if the run went on without this one."""
+    """Calls the coordinator as a trainer of the run, and enlists again if the run went on without this trainer."""
 
-    # Then it is sent the records that it missed, and what became of its batches, like a trainer that was busy.
+    # After that it gets the records that it missed, and the fate of its batches, like a trainer that was busy.
     calls: CoordinatorCalls
     run: RunState
     me: PeerId
@@ -217,7 +218,7 @@ class EnlistedCalls:
         return await self._repeat(partial(self.calls.stream, method, message, max_bytes=max_bytes))
 
     async def enlist(self) -> int:
-        """Make sure to train in the run, and return the epoch of the lead's loop, once it is in one."""
+        """Ensure that this trainer is in the run; return the epoch of the lead's loop, once it is in one."""
         _, epoch = await enlist(self.calls, self.me, generation=self.run.manifest.generation)
         return epoch
 

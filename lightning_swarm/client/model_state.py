@@ -1,4 +1,4 @@
-"""Gathers the whole model's state from a swarm's servers, hands it out to them, and saves it."""
+"""Gathers the whole model's state from a swarm's servers, distributes it to them, and saves it."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ async def gather_snapshots(
     events: EventLog | None = None,
     sound: int | None = None,
 ) -> ModelState | None:
-    """Fetch the newest of `versions` of which peers that answer keep all stages, see `in_turn`; None: there is none.
+    """Fetch the newest of `versions` (see `in_turn`) of which answering peers keep all stages; None if there is none.
 
-    Raises `Unreachable` if they do not send one that they keep, and none that comes after it.
+    Raise `Unreachable` if peers keep such versions but none of them can be fetched.
     """
     answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
     confirmation = Confirmation(transport, run, timeout, events)
@@ -85,7 +85,7 @@ async def gather_snapshots(
             return None
         try:
             return await _gather(confirmation, held, version, max_bytes=max_bytes)
-        except Unreachable as error:  # a server may say that it keeps what it does not
+        except Unreachable as error:  # a server may report a snapshot that it does not keep
             _log.warning("%s", error)
             failure = failure or error
             left.discard(version)
@@ -95,11 +95,11 @@ async def _gather(confirmation: Confirmation, held: Held, version: int, *, max_b
     """Fetch the snapshots of all stages at a version."""
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for index in range(len(confirmation.run.rosters)):  # one after the other: there may be no room for two
+    for index in range(len(confirmation.run.rosters)):  # one after the other, because memory may not hold two
         fetched = await _fetch(confirmation, held, version, index, max_bytes=max_bytes)
         try:
             own_weights, own_state = await asyncio.to_thread(_on_disk, fetched)
-        except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+        except (OSError, RuntimeError) as error:  # torch raises its own error for a full disk
             raise no_room(error) from error
         del fetched
         weights.update(own_weights)
@@ -111,7 +111,7 @@ _Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
 
 
 def _on_disk(fetched: _Tensors) -> _Tensors:
-    """Return the same tensors, mapped from a file that is deleted with them."""
+    """Write tensors to a file that is deleted with them, and return them mapped from it."""
     with tempfile.TemporaryDirectory(prefix="lightning-swarm-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, "stage.pt")
         torch.save(fetched, path)
@@ -120,7 +120,7 @@ def _on_disk(fetched: _Tensors) -> _Tensors:
 
 
 def no_room(error: Exception) -> SwarmError:
-    """Make the error for a rollback that cannot write its checkpoint."""
+    """Return the error for a rollback that cannot write its checkpoint."""
     return SwarmError(
         "the way back leads through a checkpoint, which must be written to the folder for temporary files: "
         f"{error}. Make room in {tempfile.gettempdir()}, or name another folder in the variable TMPDIR."
@@ -131,7 +131,7 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
     transport, run = confirmation.transport, confirmation.run
     request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
     holders = holders_of(held, version, stage_index)
-    generation = run.manifest.generation  # an older one may have had the same version
+    generation = run.manifest.generation  # an older generation may have had the same version
     claimed = {
         peer: kept.digest
         for peer in holders
@@ -143,12 +143,12 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
         told = taken_alike(claimed, run.takers_of(stage_index, version), right=run.believed)
         if told is None:
             raise Unreachable(
-                f"no record tells what stage {stage_index} is at version {version}, and of the servers that took that "
-                "snapshot there are too few that say the same: in an audited run an older one is read."
+                f"no record has a digest of stage {stage_index} at version {version}, and too few takers agree on "
+                "one. In an audited run an older snapshot is read."
             )
     if told is None and len(number) > 1:
-        _log.warning("No record says yet what stage %d is at version %d, and %s differ.", stage_index, version, holders)
-    # This peer's own snapshot costs nothing. What no record tells as yet is what most of the holders say.
+        _log.warning("No record has a digest of stage %d at version %d, and %s differ.", stage_index, version, holders)
+    # This peer's own snapshot costs nothing. Without a recorded digest, begin with the one of most holders.
     for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -number[claimed[peer]])):
         try:
             message = await transport.stream(peer, SNAPSHOT, request, timeout=confirmation.timeout, max_bytes=max_bytes)
@@ -178,19 +178,19 @@ async def gather_weights(
     run: RunState,
     step: int,
     *,
-    timeout: float,  # seconds for each exchange
-    max_bytes: int = MAX_STREAM_BYTES,  # for each stage
+    timeout: float,  # seconds per exchange
+    max_bytes: int = MAX_STREAM_BYTES,  # limit per stage
     stages: Collection[int] | None = None,
     events: EventLog | None = None,
 ) -> dict[str, Tensor]:
-    """Fetch stages' (or all) parameters and buffers at version `step`, by their names in the model's state dict."""
+    """Fetch parameters and buffers of stages (None: all) at version `step`, by names of the model's state dict."""
     confirmation = Confirmation(transport, run, timeout, events)
     asked = range(len(run.rosters)) if stages is None else stages
     requests = [_request(run, index, step, optimizer=False) for index in asked]
     weights: dict[str, Tensor] = {}
     for state, tensors in await _states(confirmation, requests, max_bytes=max_bytes):
         named = zip(state.names, tensors, strict=True)
-        # What this process serves itself came without a copy, and goes on changing.
+        # Tensors of this process's own server came without a copy, and change later.
         weights.update((name, tensor.clone()) for name, tensor in named)
     return weights
 
@@ -205,7 +205,7 @@ async def gather_optimizer(
     stages: Collection[int] | None = None,
     events: EventLog | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Fetch optimizer state at version `step`, by parameter name: of the given stages, or of all."""
+    """Fetch the optimizer state of stages (None: all) at version `step`, by parameter name."""
     confirmation = Confirmation(transport, run, timeout, events)
     asked = range(len(run.rosters)) if stages is None else stages
     requests = [_request(run, index, step, optimizer=True) for index in asked]
@@ -216,14 +216,14 @@ async def gather_optimizer(
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
-    """Map each name of a parameter or buffer to the first name of the same tensor: tied ones have several."""
+    """Map each name of a parameter or buffer to the first name of the same tensor. Tied tensors have several names."""
     first: dict[int, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
 def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Map each key of a module's state dict, whatever it is called, to the first name of the tensor that it is."""
+    """Map each key of a module's state dict, even an unknown name, to the first name of its tensor."""
     first = first_names(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     by_place = {place: first[name] for name, tensor in tensors if (place := _place(tensor)) is not None}
@@ -238,7 +238,7 @@ def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return what a tensor shares only with views of all of it; None: it has no memory."""
+    """Return a key that a tensor shares only with views of all of it; None if it has no memory."""
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return None
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -252,7 +252,7 @@ async def scatter_optimizer(
     timeout: float,
     stages: Collection[int] | None = None,
 ) -> None:
-    """Hand optimizer state, by parameter name, to the servers of these stages or of all, before their first step."""
+    """Send optimizer state, by parameter name, to the servers of stages (None: all), before their first step."""
     manifest = run.manifest
     messages = {}
     for index in range(len(manifest.stages)) if stages is None else stages:
@@ -273,7 +273,7 @@ async def scatter_optimizer(
 async def set_evaluation_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
-    """Send the servers the weights of the lead's `stages`, for calls and steps that name their number."""
+    """Send the servers the weights of the lead's `stages`, for calls and steps that name `number`."""
     messages = {}
     for stage in stages:
         tensors = stage.named_stage_tensors()
@@ -286,7 +286,7 @@ async def set_evaluation_weights(
     async def send(stage_index: int, peer: PeerId) -> PeerError | None:
         try:
             await transport.stream(peer, SET_EVALUATION_WEIGHTS, messages[stage_index], timeout=timeout)
-        except PeerError as error:  # one that has died is missed by the step; one that lives refuses their number
+        except PeerError as error:  # a dead server is missed by the step; a living one refuses the number
             return error
         return None
 
@@ -297,7 +297,7 @@ async def set_evaluation_weights(
 
 
 async def drop_evaluation_weights(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:
-    """Have the servers drop the evaluation weights of a number."""
+    """Make the servers drop the evaluation weights with this number."""
     served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
     generation = run.manifest.generation
     heads = (EvaluationWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
@@ -328,7 +328,7 @@ async def _states(
     confirmation: Confirmation, requests: Sequence[StateRequest], *, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
     transport, run = confirmation.transport, confirmation.run
-    # In an audited run nothing that a server answers keeps the others from being asked.
+    # In an audited run, no answer of a server prevents requests to the next one.
     passing = SwarmError if confirmation.is_needed else PeerError
 
     async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
@@ -368,10 +368,10 @@ def save(
     part: int,
     also: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint, and replace what was under its name only when all of it is written."""
-    # It is Lightning's, with parameter names in the place of the optimizer's numbers.
-    # `write_stages` has the stages write their part into a folder; `also` has further names of their weights, each with
-    # the name under which they write it. `part` is a number that no stage has, for what they do not write.
+    """Write a checkpoint, and replace an older one of its name only when all of it is written."""
+    # The checkpoint is Lightning's, with parameter names in place of the optimizer's numbers. `write_stages` makes the
+    # stages write their parts into a folder. `also` maps further names of their weights to the names under which the
+    # stages write them. `part` is a number that no stage has, for the rest of the weights.
     rest = dict(checkpoint)
     own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
     for state in rest.pop("optimizer_states", ()):
@@ -379,14 +379,14 @@ def save(
     with _replacing(path) as folder:
         written = [*write_stages(folder), *sharded_format.write(folder, part, own)]
         torch.save(rest, folder / REST)
-        sharded_format.finish(folder, written, also)  # without this file it is no checkpoint
+        sharded_format.finish(folder, written, also)  # without this file the folder is no checkpoint
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Yield a folder to write to, which gets the name of `path` in the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Nobody can guess the number, so a server that finds a folder of this name sees the same file system.
+    # No peer can guess the number, so a server that finds a folder of this name sees the same file system.
     hidden = path.parent.resolve() / f".{path.name}.{secrets.token_hex(16)}"
     partial, former = (hidden.with_name(f"{hidden.name}.{what}") for what in ("partial", "former"))
     partial.mkdir()
@@ -418,13 +418,13 @@ async def write_stages(
     limits: Limits,
     events: EventLog | None = None,
 ) -> list[WrittenValue]:
-    """Have each stage written by one of its servers that sees the folder, or else by the lead, one stage at a time."""
-    # No record is applied meanwhile, so all are at version `step`. `names` are for each stage the parameters and
-    # buffers that it writes: all that is saved, and each once. `as_saved` puts optimizer state into the form in which
-    # the optimizer saves it; with None it is left out.
+    """Let a server that sees the folder write each stage; otherwise the lead writes it, one stage at a time."""
+    # No record is applied meanwhile, so all stages are at version `step`. `names` holds for each stage the parameters
+    # and buffers that it writes: all that is saved, each once. `as_saved` converts optimizer state to the form in which
+    # the optimizer saves it; None leaves it out.
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
-    # In an audited run a file is written by a server that nobody doubts, or here, by what others confirm.
+    # In an audited run a file is written by a trusted server, or here with confirmed weights.
     believed = {transport.peer_id, *run.believed} if run.believed else set(run.servers)
 
     def writers(roster: Sequence[Member]) -> list[Member]:
@@ -462,7 +462,7 @@ async def write_stages(
 async def _by_server(
     transport: Transport, roster: Sequence[Member], request: WriteRequest, *, timeout: float
 ) -> list[WrittenValue] | None:
-    """Have a member write its stage; None if no member that answers sees the folder."""
+    """Let a member write its stage; None if no member that answers sees the folder."""
     for member in sorted(roster, key=lambda member: member.peer_id != transport.peer_id):
         try:
             message = await transport.stream(

@@ -1,4 +1,4 @@
-"""A trainer's session in a run, which Lightning's loop drives: batches go in, records come out."""
+"""A trainer's session in a run, driven by Lightning's loop: batches go in, records come out."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 class RunNews:
     """News of the run that came while a trainer's batch waited for a place."""
 
-    version: int  # of the weights in whose step that place is
-    records: Sequence[DecidedRecord] = ()  # the records that came, the oldest first
-    # By lease, batches that were through before, and that their steps do not count all the same.
+    version: int  # version of the weights in the step of the place
+    records: Sequence[DecidedRecord] = ()  # oldest first
+    # lease -> batch that was finished before, and that its step does not count
     lost: Mapping[int, Any] = field(default_factory=dict)
 
 
 class Session:
-    """Takes one trainer's batches through the run; the main thread calls it, and the swarm's loop does the work."""
+    """Takes one trainer's batches through the run. The main thread calls it, and the event loop does the work."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Session:
         manifest: Manifest,
         *,
         is_lead: bool,
-        local_layers: LocalLayers | None,  # those that this trainer computes itself, if any are outside of the pipeline
+        local_layers: LocalLayers | None,  # layers outside of the pipeline, which this trainer computes itself
     ) -> None:
         self._runtime = TimedRuntime(runtime)
         self.pipeline = pipeline
@@ -70,12 +70,12 @@ class Session:
 
     @property
     def version(self) -> int:
-        """The version of the newest weights that this trainer knows of: how many records were applied."""
+        """The version of the newest weights that this trainer knows of, equal to the number of applied records."""
         return self._steps.version
 
     @property
     def num_trainers(self) -> int:
-        """The number of trainers in the run. This one learns of another before it gets a place in a step beside it."""
+        """The number of trainers in the run. A new one is known here before this one gets a place in a step with it."""
         return len(self.run.trainers)
 
     @property
@@ -90,11 +90,11 @@ class Session:
 
     @property
     def open_step(self) -> int:
-        """The step of the next batch, as far as this trainer knows; with delayed steps the records are one behind."""
+        """The step of the next batch, as far as this trainer knows. Delayed records are one step behind."""
         return self._steps.open
 
     def enter_generation(self, request: RestartRequest) -> None:
-        """Train on in the run's next generation, from its first step."""
+        """Continue in the run's next generation, from its first step."""
         self._steps.enter_generation(request)
         self.pipeline.enter_generation(request.generation, request.first_step)
         # The open step will not be decided, and decided steps will be open again.
@@ -103,11 +103,11 @@ class Session:
             self.local_layers.enter_generation()
 
     def go_back_if(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
-        """At the lead: have the run go back where false work counted, if there is something to go back to."""
+        """At the lead: let the run go back where false work counted, if there is a snapshot to go back to."""
         self._steps.can_go_back = can_go_back
 
     def resumes_at(self, versions: Callable[[], Collection[int]]) -> None:
-        """At the lead: set what tells the versions of snapshots that its loop could go on from. On any thread."""
+        """At the lead: set the function that returns snapshot versions from which its loop can go on. Any thread."""
         self._steps.resumable = versions
 
     @property
@@ -116,17 +116,17 @@ class Session:
         return self._steps.newest
 
     def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
-        """At the lead: set what tells the hyperparameters of the step that it waits for, and its epoch."""
+        """At the lead: set the functions that return the hyperparameters of the step it waits for, and its epoch."""
         self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
 
     def change(self, change: StepChange) -> None:
-        """Tell the swarm what the open step begins with. Nothing may be granted in it yet."""
+        """Send the change with which the open step begins. No place may be granted in it yet."""
         self._runtime.run(self._steps.change(change))
         if change.selection is not None:
             self._select(change.selection)
 
     def _select(self, selection: Selection | None) -> None:
-        """Know what the optimizer has by now."""
+        """Record which parameters the optimizer has now."""
         self.selection = selection
         self.pipeline.first_trained = first_trained(selection, self._stages)
         if self.local_layers is not None:
@@ -140,16 +140,16 @@ class Session:
         before_record: Callable[[], None],
         batch: BatchNumber | None = None,
     ) -> Grant | None:
-        """Get a place in the open step for the batch in hand, and call `before_record` before waiting for a record."""
-        # Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. Then the place may be
-        # for another batch, which is to be brought first; None means that another trainer has this batch.
+        """Return a place in the open step for the current batch; call `before_record` before waiting for a record."""
+        # Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. The place may then be
+        # for another batch, which must be brought first. None means that another trainer has this batch.
         try:
             number = self._steps.number_batch()
             grant: Grant | None = None
             while grant is None:
                 found = self._runtime.run(self._steps.request_grant(number, num_samples, gradient_scale(), batch))
                 if found is None:
-                    self._follow_version()  # what comes next may be a validation, at the weights of the newest record
+                    self._follow_version()  # a validation may follow, at the weights of the newest record
                     return None
                 if isinstance(found, Grant):
                     grant = found
@@ -162,17 +162,17 @@ class Session:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
         taken = self.pipeline.begin_batch(grant)
         self._name_version()
-        # Not `num_trainers`: a peer that has a place may not be a trainer yet.
+        # Not `num_trainers`, because a peer that has a place may not be a trainer yet.
         if not self.is_shared and self._steps.open > self._steps.version:
             taken.begin = partial(self._steps.begin_batch, grant)
         return grant
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """At the lead: tell the order of an epoch's batches, and with which one the run begins or goes on."""
+        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
         self._runtime.run(self._steps.plan(plan, position))
 
     def take_plan(self, epoch: int) -> EpochPlan | None:
-        """Wait for the lead's plan of an epoch; None if all of the epoch is through."""
+        """Wait for the lead's plan of an epoch; None if the whole epoch is complete."""
         return self._runtime.run(self._steps.take_plan(epoch))
 
     @property
@@ -186,27 +186,27 @@ class Session:
         return self._steps.peer_id
 
     def lead_epoch(self) -> int:
-        """Wait until the lead's loop is in an epoch, and return it. Not for the lead itself."""
+        """Not at the lead: wait until the lead's loop is in an epoch, and return the epoch."""
         return self._runtime.run(self._steps.lead_epoch())
 
     def give_back(self) -> None:
-        """Give back the place that is reserved for the next batch: there is none."""
+        """Give back the place reserved for the next batch, because there is none."""
         self._runtime.run(self._steps.give_back())
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, note what the trainer's own layers see of the batch in hand that the run is to count."""
+        """Inside, collect the current batch's statistics in the trainer's own layers, which the run will count."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.counting()
 
     def gradients_elsewhere(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, refuse uses of gradients of the trainer's own layers, of which the step has more than are here."""
+        """Inside, refuse uses of gradients of the trainer's own layers, because the step has more than are here."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_elsewhere()
 
     def gradients_spent(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, refuse uses of gradients of the batch before, of the trainer's own layers."""
+        """Inside, refuse uses of the previous batch's gradients of the trainer's own layers."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_spent()
 
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
-        """Let what is backpropagated count. Once all is, the batch counts with `logs`, even if this trainer dies."""
+        """Let backwards count from now on. Once all are sent, the batch counts with `logs` without this trainer."""
         batch = self.pipeline.batch
         if batch is None:
             return
@@ -221,7 +221,7 @@ class Session:
             batch.arm = partial(self._arm, batch, logs)
 
     def end_backward(self) -> None:
-        """Let nothing more be added to the batch in hand."""
+        """Let nothing more be added for the current batch."""
         if self.pipeline.batch is not None:
             self.pipeline.batch.counts = False
 
@@ -230,20 +230,20 @@ class Session:
             await self._steps.done(batch.grant.lease, receipts, logs=logs)
             batch.completed = list(receipts)
 
-        batch.confirm = confirm  # before the call, which may arrive although no answer comes
+        batch.confirm = confirm  # set before the call, which may arrive although no answer comes
         try:
             await self._steps.report_armed(batch.grant.lease, receipts, logs)
         except PeerError as error:
-            _log.info("Perhaps nobody knows that the batch in hand can do without this trainer: %s", error)
+            _log.info("The coordinator may not know that the current batch no longer needs this trainer: %s", error)
 
     def withdraw_batch(self, *, dropped: bool) -> None:
-        """Withdraw the batch in hand: what servers added of it is discarded. One that is `dropped` nobody brings."""
+        """Withdraw the current batch; servers discard its gradients. If `dropped`, no trainer brings it again."""
         batch = self._taken()
         self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=dropped))
 
     def revoke_batch(self) -> None:
-        """Give up the batch in hand, which was struck: nothing of it counts, and it may run again in another place."""
-        if self.pipeline.batch is not None:  # else it was through, and the coordinator knows
+        """Give up the current batch, which was struck. It counts nowhere, and may run again in another place."""
+        if self.pipeline.batch is not None:  # otherwise it was finished, and the coordinator knows
             self._runtime.run(self._steps.report_revoked(self._taken().grant.lease))
 
     def finish_batch(
@@ -253,10 +253,10 @@ class Session:
         *,
         close: bool = False,
         window: float | None = None,
-        ahead: NextGrant | None = None,  # if it asks for the step's end, `end_step` returns what came of it
+        ahead: NextGrant | None = None,  # its `ends` has its result from `end_step`
     ) -> bool:
-        """Report the batch in hand as finished; True if its step closes now, and `end_step` is to be called."""
-        batch = self._in_hand()  # and it stays there if `LeaseRevoked` says that it counts nowhere
+        """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`."""
+        batch = self._in_hand()  # it stays current if `LeaseRevoked` is raised
         self.pipeline.count_statistics()
         if self.local_layers is not None:
             self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
@@ -271,18 +271,18 @@ class Session:
         return closing
 
     def follow_records(self) -> None:
-        """Between two batches: compute with the weights of the records that came, which nobody here waited for."""
+        """Between two batches: switch to the weights of records that came without a wait."""
         imminent = self._steps.generation.imminent
         if imminent is not None:
             self._runtime.run(self._steps.wait_for_record(imminent))
         self._follow_version()
 
     def close_step(self, *, window: float | None) -> None:
-        """Ask to close the open step with what it has; its total weight is `window`, or what adds up."""
+        """Ask to close the open step with its present batches. Its weight is `window`, or the sum of theirs."""
         self._runtime.run(self._steps.close(total_weight=window))
 
     def end_step(self) -> bool:
-        """Wait until the next step is open; False if a batch was withdrawn, and the step takes others."""
+        """Wait until the next step is open; False if a batch was withdrawn, and the step takes batches again."""
         generation = self._steps.generation
         closed, generation.step_ended = generation.step_ended, None
         if closed is None:
@@ -302,26 +302,26 @@ class Session:
             self._follow_version()
 
     def end_training(self) -> None:
-        """Leave the module as the last record says: other trainers' batches of the open step are not in it either."""
+        """Bring the module to the last record, without this trainer's batches of the open step."""
         self.catch_up()
         if self.local_layers is not None and self.is_shared:
             self.local_layers.drop_uncounted(self._steps.version)
 
     def hold_still(self) -> None:
-        """Let no record come while weights are read: with delayed steps, one may come within a batch."""
+        """Let no record come while weights are read. With delayed steps, one could come within a batch."""
         if self.pipeline.batch is not None:
             self.catch_up()
         else:
             self.follow_records()
 
     def _follow_version(self) -> None:
-        """Compute with the newest weights: records may have come."""
+        """Switch to the newest weights, because records may have come."""
         self._name_version()
         if self.local_layers is not None:
             self.local_layers.refresh(self._steps.version)
 
     def _name_version(self) -> None:
-        """Have calls that add to no step use the newest weights; with delayed steps, within a batch, that batch's."""
+        """Let calls that add to no step use the newest weights; with delayed steps, in a batch, the batch's weights."""
         batch = self.pipeline.batch
         self.pipeline.version = self._steps.version
         if batch is not None and self.delays:
@@ -329,39 +329,39 @@ class Session:
 
     @property
     def completed_leases(self) -> Sequence[int]:
-        """The places of this trainer's batches that are through in the open step."""
+        """The places of this trainer's finished batches in the open step."""
         return [lease.grant.first for lease in self._steps.generation.journal.finished(self.version)]
 
     @property
     def news(self) -> RunNews:
-        """The records that were not taken yet."""
+        """The records that were not collected yet."""
         return RunNews(self._steps.version, list(self._steps.generation.records))
 
     def restore_news(self, news: RunNews) -> None:
-        """Know this already when the run goes on."""
+        """Restore news, so that it is known when the run goes on."""
         generation = self._steps.generation
         generation.records = list(news.records)
         generation.newest = news.records[-1].record if news.records else None
 
     def take_lost(self) -> list[int]:
-        """Take the leases of batches that were through, and that their steps do not count: they may run again."""
+        """Collect the leases of finished batches that their steps do not count; the batches may run again."""
         generation = self._steps.generation
         lost, generation.lost = generation.lost, []
         return lost
 
     def receive_record(self, step: int) -> DecidedRecord | None:
-        """Take a step's record; None at a trainer other than the lead that was busy, and knows a later one only."""
+        """Collect a step's record; None at a busy trainer, not the lead, that knows only a later record."""
         generation = self._steps.generation
         found = next((decided for decided in generation.records if decided.record.step == step), None)
         generation.records = [decided for decided in generation.records if decided.record.step > step]
         return found
 
     def take_events(self) -> dict[EventKind, int]:
-        """At the lead: count the events that the swarm's peers noted since the last call."""
+        """At the lead: return the counts of the peers' events since the last call."""
         return dict(self.pipeline.context.events.drain())
 
     def ask_to_stop(self) -> None:
-        """Not at the lead: tell it that user code of this trainer, which its program started, wants the run to end."""
+        """Not at the lead: report to it that this trainer's user code, started by its program, wants the run to end."""
         step = self._steps.open
         self.pipeline.context.events.note(
             "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
@@ -394,12 +394,12 @@ class Session:
         return self._runtime.waited_s
 
     def renew(self) -> None:
-        """At the lead: have the others go on waiting while this trainer validates or saves."""
+        """At the lead: keep the other trainers waiting while this trainer validates or saves."""
         if self.is_lead and self.is_shared:
             self._runtime.run(self._steps.renew())
 
     def check(self, error: PeerError | StepError) -> None:
-        """Raise what the open step failed with, if it did: that may be why a peer is gone."""
+        """Raise the open step's error if it failed, because that may be why a peer is gone."""
         if self.num_trainers > 1 and self.is_lead:
             try:
                 self._runtime.run(self._steps.renew())
@@ -407,7 +407,7 @@ class Session:
                 raise failure from error
 
     def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches, and wait until a record lets this trainer go, or raise `RunOver`."""
+        """Not at the lead: bring no more batches; wait until a record removes this trainer, or raise `RunOver`."""
         self._runtime.run(self._steps.retire(reason))
 
     def _taken(self) -> GrantedBatch:

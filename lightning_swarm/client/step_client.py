@@ -1,4 +1,4 @@
-"""A trainer's side of the steps: it asks for places, reports batches and waits for records."""
+"""A trainer's side of the steps: requests places, reports batches and waits for records."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MAX_REASON: Final = 2000  # characters
 
-# Takes a record, and the rosters after it, before anything is sent for the next step.
+# Handles a record, and the rosters after it, before anything is sent for the next step.
 OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]]
 
 
 class StepClient:
-    """Talks to the coordinator for one trainer, generation after generation."""
+    """Makes one trainer's requests to the coordinator, across generations of the run."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class StepClient:
         *,
         patience: CoordinatorTimeouts,
         on_record: OnRecord,
-        events: EventLog,  # this trainer's, whose counts the coordinator is sent; the lead gets those of all peers
-        first_number: int = 1,  # of its batches: another one in each life of a trainer that may come back
+        events: EventLog,  # this trainer's; the coordinator gets their counts, and the lead gets all peers' counts
+        first_number: int = 1,  # number of its first batch; differs in each life of a trainer that may come back
     ) -> None:
         report = lambda: self._journal.report()  # noqa: E731, PLW0108 - of the generation that it is in then
         self._coordinator = CoordinatorCalls(transport, run, report, patience)
@@ -81,13 +81,14 @@ class StepClient:
         self.peer_id = transport.peer_id
         self.run = run
         self.generation = TrainerGeneration(run)
-        self.num_samples = 0  # in the steps decided so far, from all trainers
-        # At the lead: tell what to step with, and which epoch its loop is in.
+        self.num_samples = 0  # samples in the steps decided so far, from all trainers
+        # At the lead: return the hyperparameters of the next step, and the epoch of its loop.
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         self.epoch: Callable[[], int] = int
-        # Likewise: tell whether there is something to go back to, where false work counted. None: this is not the lead.
+        # At the lead: return whether there is a snapshot to go back to if false work counted. None: this is not the
+        # lead.
         self.can_go_back: Callable[[], Awaitable[bool]] | None = None
-        # Likewise: tell which versions of snapshots its loop could go on from.
+        # At the lead: return the versions of snapshots from which its loop could go on.
         self.resumable: Callable[[], Collection[int]] | None = None
         transport.handle_call(methods.LEADS, self._handle_leads)
         transport.handle_call(methods.REPORT, self._handle_report)
@@ -113,12 +114,12 @@ class StepClient:
         return self.generation.journal
 
     def enter_generation(self, request: RestartRequest) -> None:
-        """Take part in the run's next generation, and know nothing of the batches of the one before."""
+        """Join the run's next generation, and forget the batches of the one before."""
         self.run.enter_generation(request)
         self.generation = TrainerGeneration(self.run)
 
     async def _ask(self, method: str, request: WireMessage, kind: type[_T]) -> _T:
-        """Call the coordinator, and refuse an answer that comes after a rollback: its step does not count."""
+        """Call the coordinator; refuse an answer that comes after a rollback, because its step does not count."""
         generation = self.generation
         reply = decode(await self._enlisted.call(method, encode(request)), kind)
         self._check_current(generation)
@@ -129,19 +130,19 @@ class StepClient:
             raise WentBack(f"the run has rolled back to generation {self.generation.number} since this was asked for")
 
     async def change(self, change: StepChange) -> None:
-        """Begin the open step with a change; nothing may be granted in it yet."""
+        """Send the change with which the open step begins. No place may be granted in it yet."""
         await self.give_back()
         request = ChangeRequest(generation=self.generation.number, step=self.open, change=change)
         await self._coordinator.call(methods.CHANGE, encode(request))
 
     async def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """At the lead: tell the order of an epoch, and where the run begins or goes on."""
+        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
         self._journal.planned(plan, position, self.run.position)
         request = PlanRequest(generation=self.generation.number, plan=plan, position=position)
         await self._coordinator.call(methods.PLAN, encode(request))
 
     async def take_plan(self, epoch: int) -> EpochPlan | None:
-        """Wait until the lead has told the order of an epoch; None if all of it is through by then."""
+        """Wait for the lead's plan of an epoch; None if the whole epoch is complete by then."""
         while True:
             request = TakePlanRequest(generation=self.generation.number, epoch=epoch)
             reply = await self._ask(methods.TAKE_PLAN, request, TakePlanReply)
@@ -149,7 +150,7 @@ class StepClient:
                 return reply.plan
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
-        """Get a place in the open step, or in the next one when this one is full."""
+        """Return a place in the open step, or in the next one if the open step is full."""
         number = self.number_batch()
         while True:
             found = await self.request_grant(number, num_samples, gradient_scale)
@@ -159,18 +160,18 @@ class StepClient:
             await self.wait_closed(found)
 
     def number_batch(self) -> int:
-        """Number one more batch."""
+        """Return the number of a new batch."""
         return next(self._batch_numbers)
 
     async def give_back(self) -> None:
-        """Give back the place that is reserved for the next batch."""
+        """Give back the place reserved for the next batch."""
         if self.generation.reserved is not None:
             (grant, _), self.generation.reserved = self.generation.reserved, None
             with contextlib.suppress(LeaseRevoked):
                 await self._finish(replaced(self._report_for(grant), withdrawn=True))
 
     async def _take_reserved(self, num_samples: int, gradient_scale: float) -> Grant | None:
-        """Take the reserved place if it fits such a batch, and give it back if it does not."""
+        """Return the reserved place if it fits such a batch; otherwise give it back."""
         if self.generation.reserved is None:
             return None
         grant, request = self.generation.reserved
@@ -181,15 +182,15 @@ class StepClient:
         return None
 
     async def begin_batch(self, grant: Grant) -> None:
-        """At the lead: let a delayed record come while this batch is in hand."""
+        """At the lead: allow a delayed record to come during this batch."""
         request = BatchBegins(generation=grant.generation, step=grant.step, first=grant.first)
         await self._coordinator.call(methods.BEGIN, encode(request))
 
     async def request_grant(
         self, number: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
     ) -> Grant | int | None:
-        """Get a place in the open step, or the step that has to be over first, or None if this batch needs none."""
-        # Where trainers share an epoch, `batch` is the batch's number in the data; the place may be for another one.
+        """Return a place in the open step, or the step that must be over first, or None if the batch needs none."""
+        # Where trainers share an epoch, `batch` is the batch's number in the data. The place may be for another batch.
         reserved = await self._take_reserved(num_samples, gradient_scale)
         if reserved is not None:
             return reserved
@@ -205,12 +206,12 @@ class StepClient:
             if reply.over:
                 raise RunOver(f"the run's last step is {self.open - 1}: there is no place for another batch")
             if reply.wait is None:
-                raise ProtocolError("a coordinator grants, says wait, passed or over; it said none of it")
+                raise ProtocolError("a coordinator's answer must be a grant, wait, passed or over, got none of these")
             if reply.wait.step is not None:
                 return reply.wait.step
 
     async def send_metrics(self, lease: int, metrics: Metrics) -> None:
-        """Send what a batch added to metrics to where the lead finds it if the batch counts. Call it before `done`."""
+        """Send a batch's metric updates to the coordinator, for the lead if the batch counts. Call it before `done`."""
         states, tensors = metrics
         head = BatchMetrics(generation=self.generation.number, step=self.open, lease=lease, metrics=list(states))
         message = Message(encode(head), tuple(tensors))
@@ -218,7 +219,7 @@ class StepClient:
         await self._enlisted.stream(methods.METRICS, message, max_bytes=0)
 
     async def report_armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
-        """Let the batch count from now on even without this trainer. `BatchArmed` explains the arguments."""
+        """Let the batch count from now on, even without this trainer. `BatchArmed` explains the arguments."""
         request = BatchArmed(
             generation=self.generation.number, step=self.open, lease=lease, receipts=list(receipts), logs=list(logs)
         )
@@ -247,21 +248,21 @@ class StepClient:
         )
 
     async def withdraw(self, lease: int, *, begun: bool = False, dropped: bool = False) -> bool:
-        """Report a batch that is not to count; as `done`."""
+        """Report a batch that must not count; returns as `done`."""
         return await self._finish(replaced(self._report(lease), withdrawn=True, begun=begun, dropped=dropped))
 
     async def close(self, *, total_weight: float | None = None) -> bool:
-        """Ask to close the open step with what it has; as `done`."""
+        """Ask to close the open step with its present batches; returns as `done`."""
         return await self._finish(replaced(self._report(), close=True, total_weight=total_weight))
 
     async def tell_events(self) -> None:
-        """Tell the coordinator, and so the lead, what was noted here since the last report on a batch."""
+        """Report this trainer's new events to the coordinator, and so to the lead."""
         await self._finish(self._report())
 
     def _report(
         self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
     ) -> BatchDone:
-        """Make a report on the open step, and on a batch of it if there is a lease."""
+        """Return a report on the open step, and on a batch of it if there is a lease."""
         return BatchDone(
             step=self.open,
             lease=lease,
@@ -279,7 +280,7 @@ class StepClient:
     def _report_for(
         self, grant: Grant, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
     ) -> BatchDone:
-        """Make a report on a batch that may be of another step than the open one."""
+        """Return a report on a batch that may belong to another step than the open one."""
         report = self._report(grant.lease, completed, logs)
         return replaced(report, step=grant.step, first=grant.first, generation=grant.generation)
 
@@ -309,14 +310,15 @@ class StepClient:
         return reply.closing
 
     async def report_revoked(self, lease: int) -> None:
-        """Report a batch that counts nowhere, as a server or the coordinator says, before it runs again elsewhere."""
-        # The peer that granted it may not coordinate any more, and not know that; the one that does may wait for it.
+        """Report a batch that a server or the coordinator calls struck, before it runs again in another place."""
+        # The peer that granted it may no longer coordinate without knowing so; the new coordinator may wait for the
+        # batch.
         await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
 
     async def wait_for_record(self, step: int) -> Record | None:
-        """Wait for the record of `step` or a newer one; None if it takes batches again, `StepError` if it failed."""
+        """Wait for the record of `step` or a newer one; None if `step` takes batches again. `StepError`: it failed."""
         return self.newest if await self._wait_until_over(step, decided=True) else None
 
     async def wait_closed(self, step: int) -> bool:
@@ -325,7 +327,7 @@ class StepClient:
 
     async def _wait_until_over(self, step: int, *, decided: bool) -> bool:
         while True:
-            # Each poll is answered in time; the coordinator bounds how long they go on.
+            # Each poll is answered in time; the coordinator bounds the time of all polls.
             reply = await self._ask(methods.RECORD, self._record_request(step, decided=decided), RecordReply)
             over = await self._learn_reply(step, reply, decided=decided)
             if over is not None:
@@ -343,7 +345,7 @@ class StepClient:
             return True
         if not reply.closing:
             generation.journal.reopened(step)
-            generation.hyperparameters.pop(step, None)  # the lead may step with others by then
+            generation.hyperparameters.pop(step, None)  # the lead may step with other values by then
             await self._confirm([lease for lease in generation.journal.finished(step) if lease.grant.step == step])
             return False
         return None
@@ -364,9 +366,9 @@ class StepClient:
         )
 
     async def _learn(self, record: Record, reply: RecordReply) -> None:
-        """Apply a record, and keep what came with it."""
+        """Apply a record, and keep the values that came with it."""
         if reply.seats is None and record.step != self.version:
-            raise ProtocolError(f"record {record.step} came without who is in the run, and {self.version} is open here")
+            raise ProtocolError(f"record {record.step} came without the run's members, and {self.version} is open here")
         generation = self.generation
         seats = reply.seats or self.run.members_after(record)
         self.run.check(record, seats)
@@ -376,22 +378,22 @@ class StepClient:
         self.num_samples += record.closing.num_samples
         for step in [step for step in generation.hyperparameters if step <= record.step]:
             del generation.hyperparameters[step]
-        self.events.learn(reply.noted)  # once: a trainer that knows of the record is not told again
+        self.events.learn(reply.noted)  # later replies omit them for a trainer that knows the record
         metrics: list[Metrics] = []
-        generation.records.append(DecidedRecord(record, reply.logs, metrics))  # whatever becomes of the rest
-        # A batch that is through may be struck yet: what servers had added of it was lost with them and could not be
-        # computed again, or a new coordinator never heard of it.
+        generation.records.append(DecidedRecord(record, reply.logs, metrics))  # kept even if the rest fails
+        # A finished batch may still be struck: its gradients were lost with servers and could not be computed again, or
+        # a new coordinator never heard of it.
         lost, unknown = generation.journal.decided(record)
         for lease in lost:
             generation.journal.withdrawn(record.step, lease.grant.lease)
             generation.lost.append(lease.grant.lease)
-        await self._go_back(record)  # then nothing else of it matters
+        await self._go_back(record)  # the rest does not matter if this raises
         await self._confirm(unknown)
         for first in reply.measured:
             metrics += await self._fetch_metrics(record.step, first)
 
     async def _go_back(self, record: Record) -> None:
-        """At the lead: raise what takes the run back because false work may have counted, if it can go back."""
+        """At the lead: raise `FalseWorkCounted` if false work may have counted and the run can go back."""
         if not record.goes_back or self.can_go_back is None:
             return
         reasons = [f"{one.peer} {one.reason}" for one in record.convicted or ()]
@@ -401,7 +403,7 @@ class StepClient:
         _log.warning("The run goes on with what came of it, for there is no snapshot to go back to: %s.", text)
 
     async def _confirm(self, leases: Sequence[Lease]) -> None:
-        """Ask whether batches that are through count still, by reporting them again."""
+        """Ask whether finished batches still count, by reporting them again."""
         generation = self.generation
         for lease in leases:
             try:
@@ -410,7 +412,7 @@ class StepClient:
                 generation.lost.append(lease.grant.lease)
 
     async def _fetch_metrics(self, step: int, first: int) -> list[Metrics]:
-        """Fetch what a batch added to metrics. The coordinator may have lost it since it said that it has it."""
+        """Fetch a batch's metric updates. The coordinator may have lost them since it announced them."""
         request = Message(encode(MetricsRequest(generation=self.generation.number, step=step, first=first)))
         message = await self._coordinator.stream(methods.TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
         if not message.body:
@@ -419,18 +421,18 @@ class StepClient:
         return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
 
     async def renew(self) -> None:
-        """Give a sign of life, or raise what the open step failed with. The record waits while the lead validates."""
+        """Send a sign of life, or raise the open step's error. The record waits while the lead validates."""
         await self._enlisted.call(methods.RENEW, b"")
 
     async def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches, and return when a record has let this trainer go, if one can."""
+        """Not at the lead: bring no more batches, and return when a record has removed this trainer, if one can."""
         request = encode(RetireRequest(reason=reason[:_MAX_REASON]))
         with contextlib.suppress(NotEnlisted):
             while not decode(await self._coordinator.call(methods.RETIRE, request), RetireReply).retired:
                 pass
 
     async def lead_epoch(self) -> int:
-        """Wait until the lead's loop is in an epoch, and return it. Not for the lead itself."""
+        """Not at the lead: wait until the lead's loop is in an epoch, and return the epoch."""
         return await self._enlisted.enlist()
 
     async def _handle_leads(self, caller: PeerId, body: bytes) -> bytes:
@@ -442,7 +444,7 @@ class StepClient:
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReportRequest)
         self.run.check_generation(request.generation)
-        # From now on no answer of an older coordinator counts: the new one may give the same place to another batch.
+        # From now on refuse answers of an older coordinator, because the new one may grant the same place again.
         await self._coordinator.accept(caller, request.term)
         return encode(self._journal.report())
 

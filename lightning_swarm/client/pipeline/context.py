@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _CONNECT_TIMEOUT_S = 10.0
-_CONNECT_AGAIN_S = 300.0  # rarely: a record may be held up by it
+_CONNECT_AGAIN_S = 300.0  # rare, because an attempt may hold up a record
 _ACCEPT_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
@@ -42,7 +42,7 @@ _KEY_BYTES = 16
 
 
 class Refusal(PeerError):
-    """Says that a server answered with an error, or a message, with which no server of the run answers."""
+    """Raised if a server answered with an error, or a message, that no server of the run should send."""
 
     def __init__(self, peer: PeerId, error: SwarmError) -> None:
         super().__init__(f"{peer} answered {type(error).__name__}: {error}")
@@ -51,7 +51,7 @@ class Refusal(PeerError):
 
 @contextmanager
 def answers_of(peer: PeerId) -> Iterator[None]:
-    """Inside, blame a server for whatever it answers, but for batches that are struck."""
+    """Inside, raise `Refusal` for any error of a server's answer but a `PeerError` or a struck batch."""
     try:
         yield
     except (PeerError, LeaseRevoked):
@@ -70,9 +70,9 @@ async def send(
     timeout: float,
     accept_s: float = _ACCEPT_TIMEOUT_S,
 ) -> bytes:
-    """Send a small call if there are no tensors, and a stream if there are; blame the peer for any other answer."""
+    """Send a call, or a stream if there are tensors; raise `Refusal` for an error that no server should send."""
     message = Message(encode(request), tuple(tensors))
-    # A peer answers as soon as it has the request, so one that lives and does not answer did not get it.
+    # A peer answers as soon as it has the request, so a living peer that does not answer did not get it.
     timeout = min(timeout, accept_s + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
     with answers_of(peer):
         if not message.tensors:
@@ -82,38 +82,41 @@ async def send(
 
 @dataclass
 class PipelineContext:
-    """The network, routers and records of failures that a trainer's microbatches share, generation after generation."""
+    """Network, routers and records of failures that a trainer's microbatches share, across generations of the run."""
 
     transport: Transport
     tickets: TicketStore
     routers: Sequence[StageRouter]  # one for each stage
-    timeout: float  # most seconds for a call, its input included; and for how long a microbatch tries to get through
+    timeout: float  # maximum seconds for a call, its input included, and for a microbatch's attempts
     events: EventLog
-    replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # of the open step
-    stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if that is longer than `timeout`
-    # Returns, in an audited run, the coordinator: its own computation decides where servers' answers are in doubt.
+    replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # replay copies
+    stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if longer than `timeout`
+    # Only in audited runs: returns the coordinator, whose own computation decides if servers' answers are in doubt.
     judge: Callable[[], PeerId] | None = None
-    check: Callable[[], Awaitable[None]] = nothing  # raises what the run broke off with, if it did
-    fault_counts: Counter[str] = field(default_factory=Counter)  # of busy peers, repeated calls and replaced peers
-    # Servers that get no microbatch from here while others of their stage are reached, and when each was tried last.
+    check: Callable[[], Awaitable[None]] = nothing  # raises the run's error if the run has failed
+    fault_counts: Counter[str] = field(default_factory=Counter)  # busy peers, repeated calls and replaced peers
+    # Servers that cannot be reached from here -> (candidate, time of the last attempt). They get no microbatch while
+    # another server of their stage can be reached.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
-    revokers: set[PeerId] = field(default_factory=set)  # servers that said that a batch of the open step is struck
+    revokers: set[PeerId] = field(default_factory=set)  # servers that called a batch of the open step struck
     num_under_way: int = 0  # microbatches
-    durations: Durations = field(default_factory=Durations)  # of microbatches, each way through all stages
+    durations: Durations = field(default_factory=Durations)  # one way of a microbatch through all stages
     _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a microbatch that is sent alone
-    _progress: asyncio.Event = field(default_factory=asyncio.Event)  # a microbatch ended, or the rosters changed
-    _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # by stage: avoided, or lost to the open step
-    _lost: set[PeerId] = field(default_factory=set)  # to the open step
-    _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # peers not reached the last time, and why
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by a microbatch that is sent alone
+    _progress: asyncio.Event = field(default_factory=asyncio.Event)  # set if a microbatch ends or the rosters change
+    _set_aside: dict[int, set[PeerId]] = field(
+        default_factory=dict
+    )  # stage -> servers avoided, or lost to the open step
+    _lost: set[PeerId] = field(default_factory=set)  # servers lost to the open step
+    _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # unreached peers -> the last error
 
     def __post_init__(self) -> None:
         self._outage_wait = OutageWait(self.events, stage_timeout=self.stage_timeout)
 
     async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
-        """Route by the record's rosters from now on; newcomers are tried next if they can be reached from here."""
-        # The newcomers of skipped records are met some other way: the lead skips none, a trainer that also serves met
-        # each before it came in, and for others `TrainerRole` connects to them.
+        """Route by the record's rosters from now on; connect to newcomers, and to unreached servers that are due."""
+        # Newcomers of skipped records are connected elsewhere: the lead skips none, a trainer that also serves connects
+        # to each before its record, and `TrainerRole` connects other trainers to them.
         await self.replay_buffer.release(record.step)
         self.revokers.clear()
         rosters = [[member.peer_id for member in roster] for roster in members]
@@ -130,12 +133,12 @@ class PipelineContext:
         self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
         self._set_aside.clear()
         self._lost.clear()
-        for router, roster in zip(self.routers, rosters, strict=False):  # none leads to a stage on trainers
+        for router, roster in zip(self.routers, rosters, strict=False):  # stages on trainers have no router
             router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
         self._progress.set()
 
     def _note_changes(self, rosters: Sequence[Sequence[PeerId]], *, step: int) -> None:
-        """Log which servers joined and left. Only the coordinator counts them, which may be another peer."""
+        """Log which servers joined and left. Only the coordinator, perhaps another peer, counts these events."""
         before = {*self.unreached, *(peer for router in self.routers for peer in router.peers)}
         stages = list(zip(range(len(self.routers)), rosters, strict=False))
         for stage, roster in stages:
@@ -145,7 +148,7 @@ class PipelineContext:
             self.events.log_only("left", peer=peer, step=step)
 
     def _due_again(self, rosters: Sequence[Sequence[PeerId]]) -> dict[PeerId, Candidate]:
-        """Return the unreached servers to try again: each now and then, and at once those whose stage has no other."""
+        """Return the unreached servers to try again: each now and then, and at once where a stage has no other."""
         present = {peer for roster in rosters for peer in roster}
         self.unreached = {peer: tried for peer, tried in self.unreached.items() if peer in present}
         needed = {peer for roster in rosters if self.unreached.keys() >= set(roster) for peer in roster}
@@ -171,28 +174,28 @@ class PipelineContext:
             )
 
     def result_key(self, name: str) -> TicketKey:
-        """Return the key of a result, which this trainer tells its holder and its reader, and no other peer knows."""
-        # Derived, not drawn: a call that is sent again has the same key, and no holder hears of a new route.
+        """Return the key of a result. Only this trainer, the result's holder and its reader know it."""
+        # Derived, not drawn: a call that is sent again has the same key, and its holder need not learn of a new route.
         return blake2b(name.encode(), key=self._secret, digest_size=_KEY_BYTES).digest()
 
     async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
-        """Send a small call if there are no tensors, and a stream if there are."""
+        """Send a call, or a stream if there are tensors; if the peer does not know this trainer, retry once."""
         accept_s = self.durations.deadline_s(longest_s=_ACCEPT_TIMEOUT_S)
         ask = partial(send, self.transport, peer, method, request, tensors, timeout=self.timeout, accept_s=accept_s)
         try:
             return await ask()
-        except NotEnlisted:  # the run left this trainer out, or the peer does not know yet that it is in
+        except NotEnlisted:  # the run went on without this trainer, or the peer does not know it yet
             await self.check()
             return await ask()
 
     async def wait_for_room(self) -> None:
-        """Wait while some stage's peers have enough until their first forwards show which of them is slow."""
+        """Wait while a stage's peers have enough work, until their first forwards show which of them are slow."""
         while self._turn.locked() or any(router.is_full for router in self.routers):
             self._progress.clear()
             await self._progress.wait()
 
     async def with_memory(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Do the work of a microbatch that is under way; if servers have no memory beside others, once more, alone."""
+        """Run the work of a microbatch under way; if servers lack memory for it, run it again, alone."""
         try:
             return await work()
         except OutOfMemory as error:
@@ -219,24 +222,24 @@ class PipelineContext:
             self._progress.set()
 
     def patience_s(self, stage: int, charge: PeerCharge, shapes: int) -> float:
-        """Return how long a stage's peer may take once it has its input; an only peer has `timeout` for it.
+        """Return the seconds that a stage's peer may take once it has its input; an only peer has `timeout`.
 
         `shapes` is a hash of the shapes that it computes: new ones may have to be compiled.
         """
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
-        # What microbatches take as a whole has the time of the links in it.
+        # The times of whole microbatches include the links.
         is_familiar = self.durations.usual_s is not None and shapes in load.shapes
         whole_s = 0.0 if self.durations.usual_s is None else self.durations.deadline_s(longest_s=self.timeout)
         least_s = whole_s if is_familiar else max(whole_s, UNFAMILIAR_S)
         return deadline_s(self._usual_s(stage, charge, load), longest_s=self.timeout, least_s=least_s)
 
     def _usual_s(self, stage: int, charge: PeerCharge, load: PeerLoad) -> float:
-        """Return how long a microbatch usually takes at a peer, with those before it."""
+        """Return the usual seconds of a microbatch at a peer, with the work before it."""
         if self.judge is None:
             return charge.expected_s * (1 + self.num_under_way + load.queued)
-        # Where servers may lie, what one reports of its own rate and queue buys it no more than a little time.
+        # If servers may report false rates and queues, bound both by the medians, so that a server gains little time.
         router = self.routers[stage]
         rate, queued = router.median_rate(), min(load.queued, MOST_SLOWER * (1 + router.median_queued()))
         expected_s = (
@@ -245,9 +248,9 @@ class PipelineContext:
         return expected_s * (1 + self.num_under_way + queued)
 
     def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
-        """Return how long an auditor may take for a microbatch, with so many before it.
+        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` before it.
 
-        Longer if a silence that it finds may convict: the audited server's link may be slower than all others.
+        Longer if a silence that it finds may convict, because the audited server's link may be slower than all others.
         """
         rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
         if rate is None or whole_s is None:
@@ -258,27 +261,27 @@ class PipelineContext:
         return deadline_s(usual_s, longest_s=self.timeout)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:
-        """Return True if another peer may take the place of `peer`."""
+        """Return whether another peer may replace `peer`."""
         return self.routers[stage].has_other_peer(peer, now_s=now_s())
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
-        """Return True if `peer` failed a moment ago."""
+        """Return whether `peer` failed recently."""
         return self.routers[stage].is_banned(peer, now_s=now_s())
 
     def note_answer(self, peer: PeerId, *, step: int) -> None:
-        """Note that a peer did what it was asked for."""
+        """Record that a peer answered."""
         if self._silent.pop(peer, None) is not None:
             self._outage_wait.stage_found(step=step)
 
     async def check_reachable(self, peer: PeerId) -> None:
-        """Find out if a peer that did not answer in time is there."""
+        """Check whether a peer that missed a deadline can be reached."""
         try:
             await self.transport.ping(peer)
         except Unreachable as error:
             self._silent[peer] = error
 
     def is_empty(self, stage: int) -> bool:
-        """Return True if no peer of a stage can be reached, and waiting for one is allowed."""
+        """Return whether no peer of a stage can be reached, and waiting for one is allowed."""
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
     async def wait_for_stage(self, stage: int, *, step: int) -> None:
@@ -290,10 +293,10 @@ class PipelineContext:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 await self.check()
         except (PeerError, TimeoutError) as error:
-            _log.info("Nobody says whether the run goes on: %r", error)
+            _log.info("It is unknown whether the run goes on: %r", error)
 
     def avoid(self, peers: Collection[PeerId], lost: Collection[PeerId], *, step: int, reason: str) -> None:
-        """Send nothing to servers that are lost, nor to `peers` if others are left, until a record says who is in."""
+        """Avoid `lost` servers, and `peers` where a stage has other servers, until the next record."""
         self._lost.update(lost)
         for stage, router in enumerate(self.routers):
             aside = self._set_aside.setdefault(stage, set())
@@ -308,18 +311,18 @@ class PipelineContext:
             router.set_peers(sorted(chosen))
 
     def peers_of(self, stage: int) -> set[PeerId]:
-        """Return the servers of a stage that may get something in the open step, if no other does it."""
+        """Return a stage's servers that may work in the open step, even if only as a last resort."""
         return {*self.routers[stage].peers, *self._set_aside.get(stage, ())} - self._lost
 
     def _take_back(self, stage: int) -> None:
-        """Do not avoid a stage's servers any more if all others failed: those may have had the others avoided."""
+        """Use a stage's avoided servers again if the rest failed, because false reports of these may be the cause."""
         router, aside = self.routers[stage], self._set_aside.get(stage, set())
         if aside - self._lost and all(self.is_banned(stage, peer) for peer in router.peers):
             router.set_peers(sorted(self.peers_of(stage)))
             aside &= self._lost
 
     def ban(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
-        """Send nothing to a peer for a while, in whatever stage."""
+        """Avoid a peer for a while, in all stages."""
         if isinstance(error, Unreachable):
             self._silent[peer] = error
         banned = [router.ban(peer, now_s=now_s()) for router in self.routers]

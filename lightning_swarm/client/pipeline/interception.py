@@ -1,4 +1,4 @@
-"""The blocks of a `ModuleList`, called one by one by the user's own forward, as one call of the pipeline."""
+"""Turns the calls of a `ModuleList`'s blocks, made one by one by the user's own forward, into one pipeline call."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from lightning_swarm.protocol.messages.calls import ComputeMode
 
 @dataclass(frozen=True)
 class _ChainProgress:
-    """The calls so far of a chain of blocks."""
+    """The calls of a chain of blocks so far."""
 
     list_name: str
-    block_name: str  # of the block that was called last
+    block_name: str  # the block that was called last
     hidden: Any  # the first block's input
     calls: tuple[BlockCall, ...]
     mode: ComputeMode
-    recomputed_in: FrameType | None  # the call of the checkpoint that the chain began in
-    versions: tuple[tuple[Tensor, int], ...]  # the tensors of the arguments, and how often each had changed in place
-    cache: Any  # of keys and values, if the first block got one
+    recomputed_in: FrameType | None  # call of the checkpoint in which the chain began
+    versions: tuple[tuple[Tensor, int], ...]  # the arguments' tensors, with their counts of in-place changes
+    cache: Any  # cache of keys and values, if the first block got one
 
     def picked(self, picks: tuple[Pick, ...]) -> _ChainProgress:
-        """Note that `picks` were taken from the last block's output."""
+        """Return the progress after `picks` were taken from the last block's output."""
         return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
 
 
@@ -57,10 +57,10 @@ class BlockChain:
         self,
         blocks: Blocks,
         pipeline: Callable[..., Any],
-        generate: Callable[[Any, dict[str, Any], Any], Any],  # in place of it where blocks get a cache
+        generate: Callable[[Any, dict[str, Any], Any], Any],  # replaces the pipeline where blocks get a cache
         device_type: str,
         shared: Collection[str] = (),
-        sites: Collection[tuple[str, str]] = (),  # of what forwards left so far
+        sites: Collection[tuple[str, str]] = (),  # sites of the values that forwards left so far
     ) -> None:
         self._pipeline, self._generate = pipeline, generate
         self._device_type = device_type
@@ -72,11 +72,11 @@ class BlockChain:
         self._inner = dict(blocks.named_modules())
         self._sites = sites
         self._pending: PendingValues | None = None
-        # Read before anything takes the place of the forwards.
+        # Read before the forwards are replaced.
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the forward of the block that is first at `place` in the list."""
+        """Replace the forward of the block that is first at `place` in the list."""
         if hooks := user_hooks(self._modules[place]):
             raise ConfigError(
                 "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
@@ -101,7 +101,8 @@ class BlockChain:
         if any(tensor._version != version for tensor, version in progress.versions):
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
         self.put_back()
-        # A checkpoint around this block shall handle what this thread saves, not what stages save that compute in it.
+        # A checkpoint around this block must handle the tensors that this thread saves, not those that stages save in
+        # it.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             if progress.cache is not None:
                 _, extras = bind(self._keys, progress.calls, carries=False)
@@ -119,21 +120,21 @@ class BlockChain:
         return output
 
     def put_back(self) -> None:
-        """Have attributes that the blocks' forwards set hold what they held before the chain began."""
+        """Restore the attributes that the blocks' forwards set to their values before the chain began."""
         if self._pending is not None:
             self._pending.put_back()
 
     def _bound(
         self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any], list[Tensor], Any]:
-        """Return the hidden state, the other arguments by their names, the tensors of these, and a cache or None."""
+        """Return the hidden state, the other arguments by name, their tensors, and a cache or None."""
         signature = self._signatures[place]
         unnamed: list[Any] = []
         given: dict[str, Any] = {}
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             kind = signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
-                # `generate` hands its tokenizer down to blocks, which name none.
+                # `generate` passes its tokenizer to blocks, none of which names it.
                 given.update({key: one for key, one in value.items() if not _is_tokenizer(one)})
             elif kind is inspect.Parameter.VAR_POSITIONAL:
                 unnamed += value
@@ -210,9 +211,9 @@ class BlockChain:
         _refuse(self._list_name, found)
 
 
-# Whatever else a forward does with a hidden state in between is refused: this process does not have it.
+# Any other use of a hidden state in between is refused, because this process does not have it.
 class DeferredOutput:
-    """Stands for a block's output, or a part of it, until the last block is called. Only the next block may take it."""
+    """Stands for a block's output, or a part of it, until the last block is called. Only the next block accepts it."""
 
     __slots__ = ("_picks", "_progress")
 
@@ -267,8 +268,8 @@ DeferredOutput.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone
 
 
 def _unpacked_into(frame: FrameType) -> int | None:
-    """Return into how many names a frame unpacks something, as in ``x, weights = block(x)``; None if it does not."""
-    # `__iter__` is not told, and the block's output is not known yet. So this looks at the instruction that calls it.
+    """Return the number of names into which a frame unpacks, as in ``x, weights = block(x)``; None if it does not."""
+    # `__iter__` does not get it, and the block's output is not known yet. So look at the instruction that calls it.
     code, at = frame.f_code.co_code, frame.f_lasti
     return code[at + 1] if dis.opname[code[at]] == "UNPACK_SEQUENCE" else None
 
@@ -282,7 +283,7 @@ def _refuse(list_name: str, found: str) -> NoReturn:
 
 
 def _for_each(value: Any, hidden: Any) -> Any:
-    """Expand tensors that have one row for all samples to one row for each: autograd adds up the gradients."""
+    """Expand tensors with one row for all samples to one row for each; autograd adds up the gradients."""
     rows = next((len(leaf) for leaf in serialization.flatten(hidden)[1] if leaf.ndim), 1)
     structure, tensors = serialization.flatten(value)
     return serialization.unflatten(
@@ -291,12 +292,12 @@ def _for_each(value: Any, hidden: Any) -> Any:
 
 
 def _versions(tensors: Iterable[Tensor]) -> tuple[tuple[Tensor, int], ...]:
-    """Return how often each tensor was changed in place; torch does not count it for inference tensors."""
+    """Return each tensor's count of in-place changes; torch keeps none for inference tensors."""
     return tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference())
 
 
 def _reentrant_checkpoint() -> FrameType | None:
-    """Return the frame of a reentrant checkpoint around this call; it runs blocks without a graph, and again later."""
+    """Return the frame of a reentrant checkpoint around this call. It runs blocks without a graph, and later again."""
     if torch.is_grad_enabled():
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -306,7 +307,7 @@ def _reentrant_checkpoint() -> FrameType | None:
 
 
 def intercept(blocks: Blocks, pipeline: Pipeline) -> Interception:
-    """Send calls of the pipelined module, or of each block of a list, to a pipeline."""
+    """Redirect calls of the pipelined module, or of each block of a list, to a pipeline."""
     if not blocks.one_by_one:
         return Interception(blocks, pipeline)
     config, sites = pipeline.config, pipeline.leftovers.sites
@@ -315,7 +316,7 @@ def intercept(blocks: Blocks, pipeline: Pipeline) -> Interception:
 
 
 class Interception:
-    """Has calls of a module, or of each block of a list, go elsewhere until `remove`."""
+    """Redirects calls of a module, or of each block of a list, until `remove`."""
 
     def __init__(self, blocks: Blocks, calls: BlockChain | Callable[..., Any]) -> None:
         self.removed = False
@@ -333,12 +334,12 @@ class Interception:
             self._replace(block, functools.partial(chain.call, place))
 
     def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        # Not `setattr`: a compiled module passes that on to the module that it wraps.
+        # Not `setattr`, which a compiled module passes on to the module that it wraps.
         self._own.append((module, {name: value for name, value in vars(module).items() if name == "forward"}))
         vars(module)["forward"] = _ForwardOverride(module.forward, call, self)
 
     def remove(self) -> None:
-        """Give the modules their own forwards back. A second call does nothing."""
+        """Restore the modules' own forwards. A second call does nothing."""
         self.removed = True
         if self._chain is not None:
             self._chain.put_back()
@@ -351,7 +352,7 @@ class Interception:
 
 
 def _places(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    """Find the blocks in the root and in the modules below it, as far as they are registered there."""
+    """Find the places in the root, and in the modules below it, at which blocks are registered."""
     own = set(map(id, blocks.modules))
     owners = [module._modules for module in blocks.root.modules()]
     return [
@@ -365,7 +366,7 @@ def _places(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
 def _call_whole(
     places: list[tuple[dict[str, Any], str, nn.Module]], pipeline: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the pipeline, unless another module stands where a block did: the servers go on with the block."""
+    """Call the pipeline; refuse if another module took a block's place, because the servers still use the block."""
     for owner, name, block in places:
         if owner.get(name) is not block:
             raise ConfigError(
@@ -377,12 +378,12 @@ def _call_whole(
 
 
 class _ForwardOverride:
-    """Takes the place of a module's forward on the trainer."""
+    """Replaces a module's forward on the trainer."""
 
     of_swarm = True
 
     def __init__(self, own: Callable[..., Any], call: Callable[..., Any], interception: Interception) -> None:
-        self.__wrapped__ = own  # where `inspect.signature` looks
+        self.__wrapped__ = own  # read by `inspect.signature`
         self._call = call
         self._interception = interception
 
@@ -391,7 +392,7 @@ class _ForwardOverride:
             return self.__wrapped__(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # a copy of the module has weights of its own
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:  # a copied module has weights of its own
         return _itself, (self.__wrapped__,)
 
 

@@ -25,38 +25,38 @@ _MAX_NAMED = 5
 
 
 class LocalStage(Protocol):
-    """The copies of the local layers at this peer's own server, which sums their gradients and steps them."""
+    """Copies of the local layers at this peer's own server, which sums their gradients and steps them."""
 
     async def add_batch(
         self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float, seen: Tensor | None
     ) -> None:
-        """Add a batch's gradients, and what batch norms saw of it, to the stage's sum, once."""
+        """Add a batch's gradients, and the statistics that batch norms saw in it, to the stage's sum, once."""
 
     async def wait_for_version(self, version: int) -> None:
-        """Wait until the stage is at a version."""
+        """Wait until the stage reaches a version."""
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
         """Return copies of the stage's weights at a version (None: the newest), and that version."""
 
 
-# The trainer computes with the module's own parameters, as if there were no swarm. A stage that all trainers hold has
-# copies of them: there the batches' gradients are summed, averaged and stepped like any other stage's. Only the main
-# thread writes the module's own, between batches, so they never change under the user's code.
+# The trainer computes with the module's own parameters, as without a swarm. A stage on all trainers holds copies of
+# them; there gradients are summed, averaged and stepped as in any other stage. Only the main thread writes the module's
+# own parameters, between batches, so they never change under user code.
 @dataclass
 class LocalLayers:
-    """The parameters that this trainer computes with itself."""
+    """The parameters with which this trainer computes itself, and their copies in the run."""
 
-    module: StageModule  # with the user's own tensors
+    module: StageModule  # holds the user's own tensors
     stage: LocalStage
     runtime: Runtime
-    is_held: Callable[[], bool]  # the copies are the run's: as far as is known here, this trainer is in their roster
-    until_held: Callable[[], None] | None = None  # waits until they are again; None: they never will be
-    selection: Selection | None = None  # what the optimizer has; None: nothing trains
-    _version: int | None = None  # of the module's own parameters
+    is_held: Callable[[], bool]  # returns whether this trainer is in the roster of the copies, as far as it knows
+    until_held: Callable[[], None] | None = None  # waits until it is again; None: it never will be
+    selection: Selection | None = None  # parameters in the optimizer; None: nothing trains
+    _version: int | None = None  # version of the module's own parameters
     _checked_gradients: bool = False
-    _has_added: bool = False  # the gradients of a batch
-    _counts_more: bool = False  # the module's statistics count a batch that no record counts as yet
-    # Values by name: those of the stage, as far as is known here; of statistics those that norms have written since.
+    _has_added: bool = False  # a batch's gradients were added
+    _counts_more: bool = False  # the module's statistics count a batch that no record counts yet
+    # name -> value in the stage, as far as is known here. For statistics: the value after the norms' newest writes.
     _known: dict[str, Tensor] = field(default_factory=dict)
     _known_buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -76,8 +76,8 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Note inside what batch norms see of the batch in hand. Their own statistics count it until a record does."""
-        self._spent.clear()  # a `.backward()` of one's own would add to what stands for them
+        """Inside, collect the current batch's statistics. The norms' own statistics count it until a record does."""
+        self._spent.clear()  # a user's own `.backward()` would add to the marks
         self.check_buffers()
         with self._statistics.watched() as self._seen:
             yield
@@ -88,7 +88,7 @@ class LocalLayers:
             self._known_buffers.update((name, own[name].detach().clone()) for name in written)
 
     def add(self, key: CallKey, weight: float) -> None:
-        """Hand the batch's gradients over from ``grad`` to the stage's sum; from then on, a use of ``grad`` fails."""
+        """Move the batch's gradients from ``grad`` to the stage's sum. From then on, a use of ``grad`` fails."""
         self.check_buffers()
         own = self.parameters
         gradients = {name: parameter.grad for name, parameter in own.items()}
@@ -119,7 +119,7 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def gradients_spent(self) -> Iterator[None]:
-        """Inside, refuse uses of gradients of the batch before, which were handed over."""
+        """Inside, refuse uses of the previous batch's gradients, which were moved to the stage's sum."""
         if self._has_added:
             self._spent.set()
         try:
@@ -128,13 +128,13 @@ class LocalLayers:
             self._spent.clear()
 
     def clear(self) -> None:
-        """Forget the batch's gradients."""
+        """Drop the batch's gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     @contextlib.contextmanager
     def gradients_elsewhere(self) -> Iterator[None]:
-        """Inside, refuse uses of gradients: those of a step are in the servers' sums, but perhaps the last batch's."""
+        """Inside, refuse uses of gradients. All but perhaps the last batch's are in the servers' sums."""
         parameters = list(self.parameters.values())
         own = [parameter.grad for parameter in parameters]
         self.clear()
@@ -149,14 +149,14 @@ class LocalLayers:
                 parameter.grad = gradient
 
     def enter_generation(self) -> None:
-        """Take the module's weights as they are: they come with the snapshot that the run rolls back to."""
+        """Accept the module's weights as they are, because they come with the snapshot of a rollback."""
         self._version, self._known, self._known_buffers, self._counts_more = None, {}, {}, False
         self.clear()
 
-    # ------------------------------------------------------------------ what user code writes
+    # ------------------------------------------------------------------ writes by user code
 
     def note_current(self) -> None:
-        """Know that the stage has what the module has."""
+        """Record that the stage has the module's present values."""
         self._known_buffers = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
         self._known = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
@@ -166,17 +166,17 @@ class LocalLayers:
         return {name: own[name].detach().clone() for name, known in self._known.items() if not same(own[name], known)}
 
     def trains(self, name: str) -> bool:
-        """Return whether a parameter around the pipeline trains: a target network may be in no optimizer."""
+        """Return whether a local parameter trains. A target network, for example, may be in no optimizer."""
         return self.parameters[name].requires_grad and self.selection is not None and name in self.selection.groups
 
     def is_frozen(self, name: str) -> bool:
-        """Return whether a parameter stands around the pipeline, and does not train."""
+        """Return whether a parameter is local and does not train."""
         return name in self.parameters and not self.trains(name)
 
     def check_buffers(self) -> None:
-        """Refuse buffers that user code changed: each trainer would have its own."""
+        """Refuse buffers that user code changed, because each trainer would have its own."""
         known, own = self._known_buffers, self._buffers()
-        # By value: what is written through `.data` leaves no other trace.
+        # By value, because writes through `.data` leave no other trace.
         changed = [name for name, buffer in own.items() if name in known and not same(buffer, known[name])]
         if changed:
             raise ConfigError(
@@ -190,11 +190,11 @@ class LocalLayers:
         return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in own}
 
     def accept(self, written: Mapping[str, Tensor]) -> None:
-        """Know that the stage has what was written."""
+        """Record that the stage has the written values."""
         self._known.update((name, tensor) for name, tensor in written.items() if name in self._known)
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:
-        """Bring the module's own parameters to a version or a later one, or `exactly` to that, which may be earlier."""
+        """Bring the module's own parameters to a version or a later one; if `exactly`, to this version alone."""
         if not self.is_held() and self.until_held is not None:
             self.until_held()
         elif not self.is_held():
@@ -207,7 +207,7 @@ class LocalLayers:
         self.check_buffers()
         if self._version is not None and (self._version == version or (self._version > version and not exactly)):
             return
-        self.runtime.run(self.stage.wait_for_version(version))  # the record may have come to its server late
+        self.runtime.run(self.stage.wait_for_version(version))  # its server may apply the record late
         own, written = self.parameters, self.written()
         if lost := [name for name in written if self.trains(name)]:
             raise ConfigError(written_in_mid_step(lost))
@@ -215,7 +215,7 @@ class LocalLayers:
         self._version, weights = self.runtime.run(copied)
         with torch.no_grad():
             for name, parameter in own.items():
-                if name not in written:  # what is frozen is carried to the stage with the next step
+                if name not in written:  # written frozen parameters go to the stage with the next step
                     parameter.copy_(weights[name])
         self._known.update((name, weights[name]) for name in own)
         self._take_buffers(weights)
@@ -229,7 +229,7 @@ class LocalLayers:
         self._counts_more = False
 
     def drop_uncounted(self, version: int) -> None:
-        """Have statistics count what records count, and no batch of a step that never closed."""
+        """Restore the statistics that records count, without batches of a step that never closed."""
         if not self._counts_more:
             return
         self.runtime.run(self.stage.wait_for_version(version))
@@ -238,7 +238,7 @@ class LocalLayers:
 
 
 def written_in_mid_step(names: Collection[str]) -> str:
-    """Say that weights were written where a step's gradients are computed with them."""
+    """Return the error text for weights that were written in the middle of a step."""
     return (
         "weights of blocks, and weights that train, may be written between two steps only: all gradients of a step are "
         f"computed with the same weights. {some_of(names)} were written in the middle of one. Write them in "
@@ -249,5 +249,5 @@ def written_in_mid_step(names: Collection[str]) -> str:
 
 
 def some_of(names: Collection[str]) -> str:
-    """Quote the first names."""
+    """Return the first names, quoted."""
     return ", ".join(map(repr, sorted(names)[:_MAX_NAMED]))

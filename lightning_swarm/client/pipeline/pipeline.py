@@ -52,22 +52,22 @@ from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode
 
 @dataclass
 class GrantedBatch:
-    """The batch in hand, from its grant to its end."""
+    """The current batch, from its grant to its end."""
 
     grant: Grant
-    trained: list[nn.Parameter] = field(default_factory=list)  # of the pipeline's weights
+    trained: list[nn.Parameter] = field(default_factory=list)  # weights of the pipeline that train
     num_calls: int = 0
-    num_microbatches: int = 0  # of all of its calls
+    num_microbatches: int = 0  # sum over its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
     calls: list[PipelineCall] = field(default_factory=list)
-    counts: bool = False  # Lightning's own backward is under way, and what is added now counts
-    backward_begun: bool = False  # servers may have added something
-    # Called beside its first microbatches.
+    counts: bool = False  # Lightning's own backward is under way, so added gradients count
+    backward_begun: bool = False  # servers may have added gradients
+    # Called together with its first microbatches.
     begin: Callable[[], Coroutine[Any, Any, None]] | None = None
-    # Called when all of it was sent, and nothing else of it is to come.
+    # Called when all stages have accepted all of its backwards, and no other is to come.
     arm: Callable[[list[Receipt]], Awaitable[None]] | None = None
-    # Set when it is armed: asks whether it counts although the servers do not know it any more.
+    # Set when it is armed: asks whether the batch counts although the servers no longer know it.
     confirm: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
@@ -75,13 +75,13 @@ class GrantedBatch:
 class PipelineConfig:
     """Settings that all calls of a pipeline share."""
 
-    stages: Sequence[StageModule]  # of this trainer's copy of the model, without the layers that trainers compute
-    shared: tuple[str, ...]  # names of extras that go whole to every microbatch
-    microbatch_size: int | None  # in rows; None: each batch is cut in `num_microbatches` parts
-    num_microbatches: Callable[[], int]  # as many as the servers of the open step need
+    stages: Sequence[StageModule]  # this trainer's copy of the model, without the layers that trainers compute
+    shared: tuple[str, ...]  # extras that each microbatch gets whole
+    microbatch_size: int | None  # rows; None: each batch is cut in `num_microbatches` parts
+    num_microbatches: Callable[[], int]  # number that the servers of the open step need
     max_in_flight: int  # microbatches under way at once
-    device: torch.device  # of the trainer's tensors
-    codecs: Codecs = PLAIN  # by which tensors travel
+    device: torch.device  # device of the trainer's tensors
+    codecs: Codecs = PLAIN  # codecs of tensors in transit
 
 
 class Pipeline:
@@ -91,18 +91,18 @@ class Pipeline:
         self.context = context
         self.runtime = runtime
         self.config = config
-        self.generation = 0  # of the run
-        self.version = 0  # of the weights that calls outside a batch use
-        self.evaluation_number = 0  # of the weights that calls outside a batch use; 0: they use those of the step
-        self.first_trained = 0  # no stage before this one trains
+        self.generation = 0  # generation of the run
+        self.version = 0  # version of the weights for calls outside of a batch
+        self.evaluation_number = 0  # evaluation weights for calls outside of a batch; 0: the weights of `version`
+        self.first_trained = 0  # the first stage that trains
         self.batch: GrantedBatch | None = None
-        self.before_call: Callable[[bool], None] | None = None  # called with whether the call is of no batch
-        # What a `.backward()` that is not Lightning's would leave at the weights is cleared before it could count.
+        self.before_call: Callable[[bool], None] | None = None  # argument: the call is outside of a batch
+        # Lightning clears the marks that a user's own `.backward()` leaves at the weights, before they could count.
         self.clears_gradients = True
         self.num_microbatches = 0
         self._named_modules = [list(stage.named_block_modules()) for stage in config.stages]
         self.leftovers = Leftovers({name: module for named in self._named_modules for name, module in named})
-        self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # that observe modules, for the servers
+        self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # each stage's hooks that observe modules
         self._evaluations = itertools.count()
         self._weights = [weight for stage in config.stages for weight in stage.parameters()]
         registers = [module._parameters for stage in config.stages for module in stage.modules()]
@@ -119,7 +119,7 @@ class Pipeline:
 
     @uncached()
     def __call__(self, *args: Any, **extras: Any) -> Any:
-        """Compute what the module's own forward would, with gradients if autograd is on."""
+        """Compute the module's own forward on the swarm, with gradients if autograd is on."""
         self._check_extras(extras)
         if self.before_call is not None:
             self.before_call(self.batch is None)
@@ -139,7 +139,7 @@ class Pipeline:
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
         modes = by_stage(mode, states)
-        with torch.inference_mode(False), torch.no_grad():  # another thread cannot use inference tensors
+        with torch.inference_mode(False), torch.no_grad():  # other threads cannot use inference tensors
             arguments = detached(arguments)
             rows = num_rows(arguments, self.config.shared)
             size = self.microbatch_size(rows)
@@ -151,7 +151,7 @@ class Pipeline:
                 self, arguments, modes, split(arguments, rows=rows, size=size, shared=self.config.shared)
             )
         if grad:
-            # Without an input that wants a gradient autograd would leave the function out.
+            # Without an input that requires a gradient, autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
             wanted = trained(self._weights)
             call.adds_nothing = adds_nothing(wanted, None if self.batch is None else self.batch.trained)
@@ -163,7 +163,7 @@ class Pipeline:
         return call.placed(outputs, given)
 
     def number_evaluations(self, trainer: str) -> None:
-        """Give evaluations of a trainer beside the lead numbers, and so names, that no other trainer's have."""
+        """Number the evaluations of a trainer beside the lead so that no other trainer has the same names."""
         self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
 
     def check_transforms(self, tensors: Iterable[Tensor]) -> None:
@@ -171,8 +171,8 @@ class Pipeline:
         check_transforms(tensors, self._registered, self._found_weights())
 
     def _found_weights(self) -> list[nn.Parameter | None]:
-        """Return what blocks hold by now, without a walk through their modules."""
-        # By name, for code that takes a weight out and puts it back, as pruning does, leaves another order.
+        """Return the weights that the blocks hold now, without a walk through their modules."""
+        # By name, because code that takes a weight out and puts it back, such as pruning, leaves another order.
         return [
             register.get(name)
             for register, names in self._registers
@@ -180,13 +180,13 @@ class Pipeline:
         ]
 
     def expect_backward(self, *, clears_gradients: bool) -> None:
-        """Expect the backward of a batch, before which Lightning clears gradients, or leaves them."""
+        """Prepare for a batch's backward, before which Lightning clears gradients or keeps them."""
         self.clears_gradients = clears_gradients
         if clears_gradients:
             self.marks.begin_window()
 
     def refuse_or_mark(self) -> None:
-        """Allow a backward that is not Lightning's own if its gradients at the weights would be cleared."""
+        """Allow a user's own backward only if Lightning will clear the gradients that it leaves at the weights."""
         if not self.clears_gradients:
             raise ConfigError(
                 "only the backward that Lightning runs adds to a step, got a `.backward()` of one's own, after that "
@@ -196,28 +196,28 @@ class Pipeline:
         self.marks.set()
 
     def begin_batch(self, grant: Grant) -> GrantedBatch:
-        """Have a batch in hand."""
+        """Begin a batch."""
         self.batch = GrantedBatch(grant, trained(self._weights))
         return self.batch
 
     def enter_generation(self, generation: int, version: int) -> None:
-        """Send calls of this generation of the run, and give up a batch in hand."""
+        """Switch to this generation of the run, and drop the current batch."""
         self.generation, self.version, self.batch = generation, version, None
         self.marks.begin_window()
 
     def count_statistics(self) -> None:
-        """Have running statistics count the batch's calls that were not backpropagated, as plain Lightning's do."""
+        """Let running statistics count the batch's calls without a backward, as plain Lightning does."""
         for call in self.batch.calls if self.batch is not None else ():
             call.count_statistics()
 
     def end_batch(self) -> None:
-        """Have no batch in hand. Calls of it that were not backpropagated never will be."""
+        """End the current batch. Its calls without a backward will not get one."""
         batch, self.batch = self.batch, None
         for call in batch.calls if batch is not None else ():
             call.release()
 
     def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
-        """Name a microbatch of the batch in hand, or of an evaluation."""
+        """Name a microbatch of a batch, or of an evaluation."""
         if batch is None:
             return CallKey(
                 generation=self.generation,
@@ -238,7 +238,7 @@ class Pipeline:
         )
 
     def next_call(self, batch: GrantedBatch | None) -> int:
-        """Number one more call of a batch, or outside of batches."""
+        """Return the number of a new call in a batch, or outside of batches."""
         if batch is None:
             return next(self._evaluations)
         batch.num_calls += 1
@@ -251,7 +251,7 @@ class Pipeline:
     def microbatch_run(
         self, key: CallKey, structure: serialization.Structure, part: MicrobatchInput, modes: Sequence[ComputeMode]
     ) -> MicrobatchRun:
-        """Prepare to run a microbatch, whose positional arguments have a structure."""
+        """Prepare a microbatch whose positional arguments have this structure."""
         tensors = to_send(part.tensors, self.config.codecs.activations, copy=True)
         microbatch = Microbatch(
             key=key,
@@ -270,9 +270,9 @@ class Pipeline:
     def evaluate(
         self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, by: Callable[[], PeerId] | None = None
     ) -> list[tuple[serialization.Structure, list[Tensor]]]:
-        """Compute each call as one microbatch that leaves no trace; equal numbers draw equal random numbers.
+        """Compute each call as one microbatch that leaves no trace. Equal numbers give equal random draws.
 
-        With `by`, that peer computes all of it, whether it holds the stages or not.
+        With `by`, that peer computes all stages, even if it does not hold them.
         """
         config, runs = self.config, []
         modes = by_stage(mode, [states.read() for states in self.states])

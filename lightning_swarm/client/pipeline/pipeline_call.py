@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 _Formed: TypeAlias = tuple[object, tuple[Any, Left] | None]
-"""What the outputs of all microbatches have in common, and one of them with what its forward left behind."""
+"""Structure, dtypes and row shapes of a microbatch's output, and the output with the values that its forward left."""
 
-# Turns of the event loop until what a microbatch sends is on its way, so that the first stage can begin when the first
-# microbatch has arrived. Microbatches small enough to travel inside of calls go all at once, which is cheaper.
+# Turns of the event loop in which a microbatch is sent, so that the first stage can begin when the first microbatch has
+# arrived. Microbatches small enough to travel inside of calls are sent all at once, which is cheaper.
 _TURNS_APART: Final = 4
-_MAX_OTHER_FORMS: Final = 8  # servers that are asked for an output in another form than the first one's
+_MAX_OTHER_FORMS: Final = 8  # rounds in which other servers compute outputs of a wrong form again
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -51,7 +51,7 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: PipelineCall, leaf: Tensor, weights: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Compute the call's outputs; `leaf` and `weights` tell later whose gradients a backward is for."""
+        """Compute the call's outputs. `leaf` and `weights` later show the purpose of a backward."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs, have_gradient = call.forward()
@@ -60,7 +60,7 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Have the servers compute gradients, which count if the backward is Lightning's own."""
+        """Let the servers compute gradients, which count if the backward is Lightning's own."""
         call: PipelineCall = ctx.call
         counts = reaches_weights(ctx, gradients) and not call.adds_nothing and call.begin_backward()
         if all(gradient is None for gradient in gradients) or not (counts or any(ctx.needs_input_grad[3:])):
@@ -83,7 +83,7 @@ class PipelineCall:
     ) -> None:
         self._pipeline = pipeline
         self._arguments, self._modes = arguments, modes
-        # Of an evaluation nothing counts.
+        # Evaluations count nowhere.
         self._changes_statistics = pipeline.norms.changes(in_batch=pipeline.batch is not None)
         self._batch = pipeline.batch if modes[0].grad or self._changes_statistics else None
         self._counted = self._added = False
@@ -118,27 +118,27 @@ class PipelineCall:
         return tensors, flags
 
     def _open(self, result: Any) -> tuple[Any, Left]:
-        """Return the output of a microbatch, and what its forward left behind."""
+        """Return a microbatch's output, and the values that its forward left."""
         config = self._pipeline.config
         output, left = split_left(decoded(result[0], config.codecs.activations, config.device))
         left.take_output_note()  # there is no next stage
         return output, left
 
     def _of_one_form(self, results: list[Any], judge: Callable[[], PeerId]) -> list[tuple[Any, Left]]:
-        """Open results; where forms differ, other servers compute those of another form than the coordinator's."""
+        """Open results. If their forms differ, other servers recompute results unlike the coordinator's."""
         found = [self._formed(*pair) for pair in zip(results, self._sizes, strict=True)]
         if any(form is None or form != found[0][0] for form, _ in found):
             self._compute_anew(results, found, judge)
         return [self._open(result) if one is None else one for result, (_, one) in zip(results, found, strict=True)]
 
     def _compute_anew(self, results: list[Any], found: list[_Formed], judge: Callable[[], PeerId]) -> None:
-        """Have other servers compute results of another form than the coordinator's, and put theirs into the lists."""
+        """Let other servers recompute results that differ from the coordinator's form; replace them in the lists."""
         size = self._sizes[0]
         pipeline, cut = self._pipeline, take_rows(self._arguments, torch.arange(size), self._pipeline.config.shared)
         mode = replace_fields(self._modes[0], grad=False, input_grad=False)
         try:
             ((structure, tensors),) = pipeline.evaluate([(cut, 0)], mode, by=judge)
-        except PeerError:  # then there is no telling which form is right
+        except PeerError:  # the right form stays unknown
             return
         expected = _form_of(structure, tensors, size)
         error = PeerError("its output has another form than the coordinator's, or no row for each sample")
@@ -151,15 +151,15 @@ class PipelineCall:
                 results[place], found[place] = result, self._formed(result, self._sizes[place])
 
     def _formed(self, result: Any, size: int) -> _Formed:
-        """Open a result, and return with it what the outputs of all microbatches have in common; None: it is none."""
+        """Return a result's form, and the opened result; None for a malformed result."""
         try:
             opened = self._open(result)
             return _form_of(*serialization.flatten(opened[0]), size), opened
-        except (SwarmError, RuntimeError, TypeError, ValueError):  # whatever a server makes up
+        except (SwarmError, RuntimeError, TypeError, ValueError):  # a server may send anything
             return None, None
 
     def _trial(self, training: bool) -> tuple[list[Left], list[int]]:
-        """Return what the first two microbatches leave apart, and then both as one; and their sizes."""
+        """Compute the first two microbatches apart, then as one; return the values that they leave, and their sizes."""
         pipeline, size = self._pipeline, self._sizes[0]
         cut = partial(split, self._arguments, rows=sum(self._sizes), shared=pipeline.config.shared)
         parts = [*cut(size=size)[:2], cut(size=2 * size)[0]]
@@ -174,7 +174,7 @@ class PipelineCall:
         return [self._open(result)[1] for result in results], self._sizes[:2]
 
     def placed(self, tensors: Sequence[Tensor], given: Given) -> Any:
-        """Put what forwards left on the trainer's modules, and into the call's own arguments."""
+        """Set the values that forwards left on modules and in the call's arguments; return the output."""
         if self._collected is None:
             return serialization.unflatten(self._output_structure, tensors)
         num_left = len(self._collected.tensors)
@@ -188,7 +188,7 @@ class PipelineCall:
             run.release()
 
     def begin_backward(self) -> bool:
-        """Note that a backward which reaches the weights begins; true if what it adds counts."""
+        """Begin a backward that reaches the weights; return whether its gradients count."""
         batch = self._pipeline.batch
         if batch is None or not batch.counts:
             self._pipeline.refuse_or_mark()
@@ -213,26 +213,26 @@ class PipelineCall:
         return True
 
     def mark_weights(self) -> None:
-        """Mark the weights, once the backward is over in which this is called: it may still add to their `.grad`."""
+        """Mark the weights when the present backward is over, because it may still add to their `.grad`."""
         torch.autograd.Variable._execution_engine.queue_callback(self._pipeline.marks.set_for_step)
 
     def count_statistics(self) -> None:
-        """Add what batch norms saw, with no gradients, unless that came with gradients."""
-        trains = self._pipeline.first_trained < len(self._pipeline.config.stages)  # else nobody holds a receipt
+        """Add the statistics that batch norms saw, without gradients, unless they came with gradients."""
+        trains = self._pipeline.first_trained < len(self._pipeline.config.stages)  # else no stage keeps receipts
         if self._changes_statistics and trains and not self._added:
             for run in self._microbatch_runs:
                 run.want_no_gradient()
             self.backward([None] * self._num_outputs)
 
     def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradients of the input's tensors, and add nothing to any sum."""
+        """Return the gradients of the input's tensors, without adding to any sum."""
         self._check_current()
         parts = self._split(gradients)
         works = [run.backward(part, adds=False) for run, part in zip(self._microbatch_runs, parts, strict=True)]
         return self._joined(self._run(works, parts[0]))
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Have the servers add the weights' gradients, and return those of the input's tensors."""
+        """Let the servers add the weights' gradients; return the gradients of the input's tensors."""
         batch = self._batch
         assert batch is not None
         batch.backward_begun = self._added = True
@@ -250,7 +250,7 @@ class PipelineCall:
                 raise
             # While this trainer was silent, the servers may have completed the batch, and the step.
             self._pipeline.runtime.run(batch.confirm())
-            return no_gradients  # there is nothing around the pipeline that wants one
+            return no_gradients  # no layer around the pipeline needs one
         batch.completed += [run.microbatch.key.receipt for run in self._microbatch_runs]
         if not first.input_grad:
             return no_gradients
@@ -290,20 +290,20 @@ class PipelineCall:
             await batch.arm(batch.sent)
 
     def _begin(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield the call that tells of the batch's begin: it is made beside the microbatches, not before them."""
+        """Yield the call that announces the batch's begin. It is made beside the microbatches, not before them."""
         if self._batch is not None and self._batch.begin is not None:
             begin, self._batch.begin = self._batch.begin, None
             yield begin()
 
     def _run(self, works: list[Any], first: serialization.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
-        """Run all microbatches, of which the first one sends `first`: a hidden state, or its gradient."""
+        """Run all microbatches. The first one sends `first`: a hidden state, or its gradient."""
         through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
         coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
         return list(self._pipeline.runtime.run(gather(coroutines))[0])
 
 
 def _form_of(structure: serialization.Structure, tensors: Sequence[Tensor], size: int) -> object:
-    """Return the structure of an output, and each tensor's dtype and the shape of a row; None: it has other rows."""
+    """Return an output's structure, and each tensor's dtype and row shape; None if it has other rows."""
     if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors):
         return None
     return structure, [(tensor.dtype, tensor.shape[1:]) for tensor in tensors]
@@ -317,7 +317,7 @@ def _not_here(what: str) -> Unavailable:
 
 
 def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
-    """Return each stage's mode; one that is no train mode holds for all modules."""
+    """Return each stage's mode; an eval mode holds for all modules."""
     if mode.training:
         return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
     kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
@@ -325,12 +325,12 @@ def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None
 
 
 def turns_apart(sent: serialization.Tree) -> int:
-    """Return the turns of the loop between the begins of two microbatches that send such tensors."""
+    """Return the turns of the event loop between the starts of two microbatches that send such tensors."""
     return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
 
 
 def detached(arguments: CallArguments) -> CallArguments:
-    """Detach a call's tensors from autograd; those of keyword arguments are also copied to where they are sent from."""
+    """Detach a call's tensors from autograd; also copy the tensors of keyword arguments to the CPU, to send them."""
     if any(tensor.requires_grad for _, tensors in arguments.keywords.values() for tensor in tensors):
         raise ConfigError(
             "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
@@ -344,6 +344,6 @@ def detached(arguments: CallArguments) -> CallArguments:
 
 
 def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
-    """Encode tensors where they are, and bring them to where they can be sent from again and again."""
-    # With `copy`, for the user may overwrite the batch while a microbatch may still have to be sent again.
+    """Encode tensors on their device, and move them to the CPU, from which they can be sent repeatedly."""
+    # With `copy`, because the user may overwrite the batch before a microbatch is sent again.
     return list(on_cpu(encoded(list(tensors), codec), copy=copy))

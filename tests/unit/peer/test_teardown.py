@@ -155,7 +155,7 @@ def test_a_lead_that_comes_back_too_late_finds_the_run_over(make_swarm: MakeSwar
         await within(LEAD_S + 8 * SILENCE_S, *lives.values())  # the coordinator last: it calls the lead, too
         await asyncio.sleep(LEAD_S)
         swarm.network.thaw(LEAD)
-        with pytest.raises(StepError, match=r"the run is over for this peer, which has heard of no other one"):
+        with pytest.raises(StepError, match=r"the run is over for this peer, which has heard of no other peer"):
             await swarm.steps.grant(2)
 
     swarm.run(go())
