@@ -26,7 +26,7 @@ class AdapterUploads:
         upload = self._uploads.get(key)
         if upload is None or (upload.done() and (again or upload.cancelled() or upload.exception() is not None)):
             upload = asyncio.ensure_future(self._send(peer, adapter, timeout))
-            upload.add_done_callback(lambda one: one.cancelled() or one.exception())  # perhaps without a waiter by then
+            upload.add_done_callback(lambda one: one.cancelled() or one.exception())  # there may be no waiter left
         self._uploads[key] = upload
         self._uploads.move_to_end(key)
         if len(self._uploads) > _MAX_UPLOADS:

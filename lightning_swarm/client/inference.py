@@ -73,7 +73,7 @@ class SessionInput:
     extras: dict[str, Any]  # extra arguments of all blocks
     operations: Sequence[CacheOperation]  # applied to the caches before the step
     modes: Sequence[ComputeMode]  # one for each stage
-    drops: Sequence[bool] = ()  # stages whose adapter's dropout is on; empty: none
+    drops: Sequence[bool] = ()  # one for each stage: its adapter's dropout is on; empty: all off
 
     @property
     def draws(self) -> bool:
@@ -310,8 +310,7 @@ class InferenceSession:
                 self._tell_soon(before)
         self._unfit.clear()
         first = min(broken)
-        # A single broken stage passes on only the newest output. Of several, each must pass on the outputs of all
-        # steps.
+        # A single broken stage passes on only the newest output; of several, each must pass on all outputs.
         resume = self.num_steps if len(broken) == 1 else 1
         while first > 0:
             request = SessionReplay(

@@ -143,8 +143,8 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
         told = taken_alike(claimed, run.takers_of(stage_index, version), right=run.believed)
         if told is None:
             raise Unreachable(
-                f"no record has a digest of stage {stage_index} at version {version}, and too few takers agree on "
-                "one. In an audited run an older snapshot is read."
+                f"no record has a digest of stage {stage_index} at version {version}, and too few of the servers that "
+                "took this snapshot agree on one. In an audited run an older snapshot is read."
             )
     if told is None and len(number) > 1:
         _log.warning("No record has a digest of stage %d at version %d, and %s differ.", stage_index, version, holders)

@@ -253,7 +253,7 @@ class Session:
         *,
         close: bool = False,
         window: float | None = None,
-        ahead: NextGrant | None = None,  # its `ends` has its result from `end_step`
+        ahead: NextGrant | None = None,  # `end_step` returns the result of its `ends`
     ) -> bool:
         """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`."""
         batch = self._in_hand()  # it stays current if `LeaseRevoked` is raised
@@ -278,7 +278,7 @@ class Session:
         self._follow_version()
 
     def close_step(self, *, window: float | None) -> None:
-        """Ask to close the open step with its present batches. Its weight is `window`, or the sum of theirs."""
+        """Ask to close the open step with its present batches. Its weight is `window`, or the batches' sum."""
         self._runtime.run(self._steps.close(total_weight=window))
 
     def end_step(self) -> bool:

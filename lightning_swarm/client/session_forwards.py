@@ -46,7 +46,7 @@ class SessionForwards:
         weights: SessionWeights,
         modes: Sequence[ComputeMode],
         adapters: Sequence[PackedAdapter | None] = (),  # one for each stage; empty: none
-        drops: Sequence[bool] = (),  # stages whose adapter's dropout is on; empty: none
+        drops: Sequence[bool] = (),  # one for each stage: its adapter's dropout is on; empty: all off
     ) -> Any:
         """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
         handle = CacheHandle.of(cache)

@@ -85,8 +85,7 @@ class StepClient:
         # At the lead: return the hyperparameters of the next step, and the epoch of its loop.
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         self.epoch: Callable[[], int] = int
-        # At the lead: return whether there is a snapshot to go back to if false work counted. None: this is not the
-        # lead.
+        # At the lead: return whether the run can go back if false work counted. None: this is not the lead.
         self.can_go_back: Callable[[], Awaitable[bool]] | None = None
         # At the lead: return the versions of snapshots from which its loop could go on.
         self.resumable: Callable[[], Collection[int]] | None = None
@@ -310,7 +309,7 @@ class StepClient:
         return reply.closing
 
     async def report_revoked(self, lease: int) -> None:
-        """Report a batch that a server or the coordinator calls struck, before it runs again in another place."""
+        """Report a batch that a server or the coordinator reported as struck, before it runs again in another place."""
         # The peer that granted it may no longer coordinate without knowing so; the new coordinator may wait for the
         # batch.
         await self._coordinator.find_coordinator()

@@ -152,7 +152,7 @@ class AdaptedBlocks:
 
 
 def microbatch_rows(tensors: Sequence[Tensor], rows: int, num_stages: int) -> int:
-    """Choose the rows of a microbatch: many small ones keep stages busy, and large ones compute faster. Pure."""
+    """Choose the rows of a microbatch: small microbatches keep stages busy, and large ones compute faster. Pure."""
     positions = next((tensor.shape[1] for tensor in tensors if tensor.ndim > 1), 1)
     least, most = (-(-rows // (number * num_stages)) for number in (_MOST_PER_STAGE, _LEAST_PER_STAGE))
     return min(most, max(least, -(-_LEAST_POSITIONS // max(1, positions))))

@@ -35,7 +35,7 @@ class _AuditorSilent(DeadlineExceeded):
 
 
 class AuditSender:
-    """Sends the work of servers to auditors, which compute it again; needs no main thread."""
+    """Sends the work of servers to auditors, which compute it again. Independent of the main thread."""
 
     # An auditor gets all that the trainer knows from the trainer. The rest comes from the audited server, which could
     # change it, but whose neighbours have it, too.

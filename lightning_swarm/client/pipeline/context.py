@@ -98,15 +98,13 @@ class PipelineContext:
     # Servers that cannot be reached from here -> (candidate, time of the last attempt). They get no microbatch while
     # another server of their stage can be reached.
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
-    revokers: set[PeerId] = field(default_factory=set)  # servers that called a batch of the open step struck
+    revokers: set[PeerId] = field(default_factory=set)  # servers that reported a batch of the open step as struck
     num_under_way: int = 0  # microbatches
-    durations: Durations = field(default_factory=Durations)  # one way of a microbatch through all stages
+    durations: Durations = field(default_factory=Durations)  # microbatches, one way through all stages
     _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by a microbatch that is sent alone
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # set if a microbatch ends or the rosters change
-    _set_aside: dict[int, set[PeerId]] = field(
-        default_factory=dict
-    )  # stage -> servers avoided, or lost to the open step
+    _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # stage -> avoided or lost servers
     _lost: set[PeerId] = field(default_factory=set)  # servers lost to the open step
     _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # unreached peers -> the last error
 
@@ -315,7 +313,7 @@ class PipelineContext:
         return {*self.routers[stage].peers, *self._set_aside.get(stage, ())} - self._lost
 
     def _take_back(self, stage: int) -> None:
-        """Use a stage's avoided servers again if the rest failed, because false reports of these may be the cause."""
+        """Use a stage's avoided servers again if its other servers failed, whose false reports may be the cause."""
         router, aside = self.routers[stage], self._set_aside.get(stage, set())
         if aside - self._lost and all(self.is_banned(stage, peer) for peer in router.peers):
             router.set_peers(sorted(self.peers_of(stage)))

@@ -101,8 +101,7 @@ class BlockChain:
         if any(tensor._version != version for tensor, version in progress.versions):
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
         self.put_back()
-        # A checkpoint around this block must handle the tensors that this thread saves, not those that stages save in
-        # it.
+        # A checkpoint around this block must handle this thread's saved tensors, not the stages' in the same process.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             if progress.cache is not None:
                 _, extras = bind(self._keys, progress.calls, carries=False)

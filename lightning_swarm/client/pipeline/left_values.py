@@ -19,7 +19,7 @@ from lightning_swarm.core.errors import ConfigError
 
 
 class StandIn(Tensor):
-    """Stands in for a value. A use raises an error, or goes to `_use`."""
+    """Stands in for a value. Every use goes to `_use`, which computes, waits or raises an error."""
 
     @classmethod
     def make(cls) -> Self:

@@ -370,7 +370,7 @@ class _BackwardRun:
 
 
 class Replayer:
-    """Replays microbatches from this trainer's copies when a server asks; needs no main thread."""
+    """Replays microbatches from this trainer's copies when a server asks, independent of the main thread."""
 
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context

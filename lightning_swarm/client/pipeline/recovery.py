@@ -54,9 +54,7 @@ class Recovery:
     _failing_since_s: float | None = None
     _pause_s: float = FIRST_PAUSE_S
     _repeats: Counter[int] = field(default_factory=Counter)  # stage -> requests that were repeated
-    _missing_inputs: Counter[tuple[PeerId, ...]] = field(
-        default_factory=Counter
-    )  # (receiver, *senders) -> missing inputs
+    _missing_inputs: Counter[tuple[PeerId, ...]] = field(default_factory=Counter)  # (receiver, *senders) -> failures
 
     def __post_init__(self) -> None:
         self.context, self.microbatch = self.calls.context, self.calls.microbatch

@@ -101,16 +101,14 @@ FIRST_FORWARDS: Final = 2  # per peer while none is measured: one to compute, an
 # Microbatches that each peer gets in any case, at least one in a step. The first one may have been slow for a reason
 # that is gone, such as compilation or reading from disk.
 FIRST_MEASURED: Final = 2
-# An idle peer may have become faster. It is tried again after this many times its time for a microbatch, at a cost of 3
-# %.
+# An idle peer may have become faster. It is tried again after this many microbatch times, which costs 3 %.
 TRIED_AGAIN: Final = 32.0
 _KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer without a forward is slow when another peer has done this many
 _MOST_WAITING: Final = 1024  # limits a queue's length, which another peer may have reported falsely
 _MAX_SHAPES: Final = 256  # hashes kept per peer; any further shape always counts as new to the peer
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
-# A forward's share of a microbatch's time, until measured: a backward has two matrix products for each one of a
-# forward.
+# A forward's share of a microbatch's time, until measured. The backward has twice as many matrix products.
 _FORWARD_SHARE: Final = 1 / 3
 _LEAST_SHARE: Final = 0.05
 
@@ -143,7 +141,7 @@ class StageRouter:
         self._ban_ends: list[tuple[float, PeerId]] = []  # heap of (end, peer); a lifted ban stays in it and is ignored
         self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
         self._newest_num_samples = 0  # size of the newest routed microbatch
-        self._is_known = False  # it has shown which peers are slow
+        self._is_known = False  # slow peers have shown themselves
         # Sum over all measured peers. Exact, because a sum of floats would keep the rounding error of a large rate.
         self._sum_of_rates = Fraction()
         self._num_measured = 0
