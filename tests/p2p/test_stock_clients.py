@@ -56,6 +56,7 @@ class Endpoint:
         self.thread.start()
         self.url = f"http://127.0.0.1:{port}/v1"
         while not self._answers(port):
+            assert self.thread.is_alive()
             threading.Event().wait(0.05)
 
     def _answers(self, port: int) -> bool:

@@ -232,6 +232,7 @@ def test_a_connection_that_sends_no_request_is_closed(served: ServedText, monkey
     server.daemon = True  # uvicorn ends by signals, which only the main thread gets
     server.start()
     while True:
+        assert server.is_alive()
         with socket.socket() as trying:
             if not trying.connect_ex(address):
                 break
