@@ -51,4 +51,17 @@ def test_a_model_whose_cache_servers_cannot_hold_is_served_without_one(kind: str
         swarm.serve("a", say=said.append)
         model = swarm.connect()
         assert model.config.use_cache == model.generation_config.use_cache == (kind == "llama")
-        assert any("Servers cannot hold the cache" in line for line in said) == (kind != "llama")
+        assert any("Clients write without a cache" in line for line in said) == (kind != "llama")
+
+
+def test_without_a_cache_a_text_ends_where_its_config_says(tmp_path: Path) -> None:
+    """The folder has no generation_config.json, so transformers derives it from config.json."""
+    model = make("minimax")
+    model.config.eos_token_id = 5
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    swarm = ServedSwarm(tmp_path, num_stages=2)
+    with closing(swarm):
+        swarm.serve("a")
+        found = swarm.connect().generation_config
+        assert (found.eos_token_id, found.use_cache) == (5, False)
