@@ -1,4 +1,4 @@
-"""Who brings which batch of a step, by how long each trainer's batches take. Pure."""
+"""Assigns a step's batches to trainers, by the time that each trainer's batches take. Pure."""
 
 from __future__ import annotations
 
@@ -11,68 +11,68 @@ from typing import Final
 from lightning_swarm.protocol.messages.run import BatchNumber
 
 _MARGIN: Final = 1.25
-"""So much more than its newest one may a trainer's next batch take: equal trainers leave each other theirs."""
+"""Allowance for a trainer's next batch, relative to its newest: trainers of equal speed keep their own batches."""
 
 _OWN_MARGIN: Final = 1.1
-"""So much sooner must others be through for a trainer to leave its own batch to them."""
+"""Factor by which other trainers must be faster before a trainer leaves its own batch to them."""
 
-_NUM_NEWEST: Final = 4  # batches of a trainer that count: one alone may have waited for something else
-_LEAST_KNOWN: Final = 2  # batches that tell how slow a trainer is
+_NUM_NEWEST: Final = 4  # newest batches that count: a single one may have been delayed
+_LEAST_KNOWN: Final = 2  # completed batches needed for an estimate
 _FORGETS: Final = 0.8
-"""Factor of a trainer's time with each batch that it leaves to others: it may be faster by now."""
+"""Factor on a trainer's estimated time for each batch that it leaves to other trainers: it may be faster by now."""
 
 
 @dataclass
 class BatchTimes:
-    """How long a trainer's batches take, from the grant to the end."""
+    """Durations of a trainer's batches, from the grant to the end."""
 
-    granted_s: float | None = None  # when it got the one in hand
-    ended_s: float | None = None  # when its newest one was through
-    took_s: float | None = None  # what that one took
-    newest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_NEWEST))  # likewise of those before
-    num_left: int = 0  # batches of its own that it left to others since
-    has_waited: bool = False  # it has asked for a place since its newest batch, and was told to wait
+    granted_s: float | None = None  # grant of the current batch
+    ended_s: float | None = None  # end of the newest batch
+    took_s: float | None = None  # duration of the newest batch
+    newest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_NEWEST))  # the newest durations
+    num_left: int = 0  # own batches left to other trainers since its newest grant
+    has_waited: bool = False  # it asked for a place since its newest batch, and had to wait
 
     def granted(self, now_s: float) -> None:
-        """Begin a batch."""
+        """Record the grant of a batch."""
         self.granted_s, self.num_left, self.has_waited = now_s, 0, False
 
     def ended(self, now_s: float) -> None:
-        """End the batch in hand, if there is one."""
+        """Record the end of the current batch, if there is one."""
         if self.granted_s is not None:
             self.took_s, self.ended_s, self.granted_s = now_s - self.granted_s, now_s, None
             self.newest_s.append(self.took_s)
 
     @property
     def believed_s(self) -> float | None:
-        """What its next batch takes at least. None: too little is known, for a first batch is slower than others."""
+        """Least duration of its next batch; None before two batches, because the first is slower."""
         return None if len(self.newest_s) < _LEAST_KNOWN else min(self.newest_s) * _FORGETS**self.num_left
 
     def free_s(self, now_s: float) -> float | None:
-        """When it would begin another batch. None: nobody can tell."""
+        """Return when it would begin another batch; None if that is unknown."""
         if self.took_s is None:
             return None
         if self.granted_s is not None:
             return max(now_s, self.granted_s + self.took_s)
-        if self.has_waited:  # so it asks again as soon as the next step opens
+        if self.has_waited:  # it asks again as soon as the next step opens
             return now_s
-        # Between two batches. One that pauses for longer validates, perhaps, or saves a checkpoint.
+        # Between two batches. A trainer that pauses longer may be validating, or saving a checkpoint.
         return now_s if self.ended_s is not None and now_s <= self.ended_s + self.took_s else None
 
 
 @dataclass
 class WaitingTrainer:
-    """A trainer that was told to wait."""
+    """A trainer that waits for a place."""
 
-    batch: BatchNumber  # that it has in hand, or the end of its epoch
-    since_s: float  # when it was told so first, in this step
-    patience_s: float  # how long it leaves others' batches to them, or its own to others
-    took_s: float | None = None  # what its newest batch took
-    leaves_own: bool = False  # its batch is in the step, and others are through with it sooner
+    batch: BatchNumber  # its current batch, or the end of its epoch
+    since_s: float  # beginning of its wait in this step
+    patience_s: float  # seconds for which it leaves batches to other trainers
+    took_s: float | None = None  # duration of its newest batch
+    leaves_own: bool = False  # its batch is in the step, and other trainers would complete it sooner
 
     @property
     def until_s(self) -> float:
-        """When its patience ends."""
+        """Time at which its patience ends."""
         return self.since_s + self.patience_s
 
 
@@ -80,17 +80,17 @@ class WaitingTrainer:
 class Lane:
     """The batches of a step that a working trainer still has to bring."""
 
-    last: BatchNumber  # the last batch that nobody has
-    end_s: float  # when it would be through with that one
+    last: BatchNumber  # its last ungranted batch
+    end_s: float  # expected end of that batch
 
 
 def leave_to_others(
     num_free: int, own_s: float | None, others: Iterable[tuple[float, float]], *, now_s: float
 ) -> float | None:
-    """Seconds for which a trainer leaves its batch to others; None if it brings the batch itself.
+    """Return the seconds for which a trainer leaves its batch to other trainers; None if it brings the batch itself.
 
-    It leaves the batch where the step would wait for it: `others`, by when they begin another batch and how long that
-    takes them, would be through with all that nobody has before it is through with one.
+    It leaves the batch if the `others` would complete all ungranted batches before it completes one. Each of the
+    `others` is a pair: the time at which it begins its next batch, and the seconds that a batch takes.
     """
     free = list(others)
     if own_s is None or not free:
@@ -114,10 +114,10 @@ def choose_besides(
     *,
     now_s: float,
 ) -> BatchNumber | None:
-    """Choose what a waiting trainer brings besides, of the `free` batches before its own.
+    """Choose an additional batch for a waiting trainer, among the `free` batches before its own.
 
-    First come those that are `unattended`: in lanes of trainers that are gone, or are further on. Then comes the end
-    of a slower trainer's lane, if that one would be through with it later; at last what nobody has begun for a while.
+    First come `unattended` batches, whose own trainers are gone or will not bring them. Next comes the last batch of
+    a slower trainer's lane, if that trainer would complete it later. Once the patience ends, any free batch comes.
     """
     before = [one for one in free if one < waiting.batch]
     for number in before:

@@ -1,4 +1,4 @@
-"""Which batches a step takes, whoever brings them: those of all epochs in order, up to its samples. Pure."""
+"""Decides which batches a step takes: the batches of all epochs in order, up to its number of samples. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochP
 
 
 class DataOrder:
-    """The epochs that are known."""
+    """The order of batches in all known epochs."""
 
     def __init__(self) -> None:
         self._plans: dict[int, EpochPlan] = {}
-        self._ends: dict[int, list[int]] = {}  # by epoch, the number of batches up to the end of each run of its sizes
+        self._ends: dict[int, list[int]] = {}  # epoch -> number of batches up to the end of each run of equal sizes
 
     @property
     def plans(self) -> list[EpochPlan]:
-        """The orders of the known epochs, the first one first."""
+        """The orders of the known epochs, the first epoch first."""
         return [self._plans[epoch] for epoch in sorted(self._plans)]
 
     def plan(self, epoch: int) -> EpochPlan | None:
@@ -28,7 +28,7 @@ class DataOrder:
         return self._plans.get(epoch)
 
     def add(self, plan: EpochPlan) -> None:
-        """Learn the order of one more epoch; raise ProtocolError if it has another one already, or is too far off."""
+        """Add the order of an epoch; raise ProtocolError if it has another order already, or is one too many."""
         known = self._plans.get(plan.epoch)
         if known is not None and (known.digest, known.sizes) != (plan.digest, plan.sizes):
             raise ProtocolError(f"epoch {plan.epoch} has its order already, got another one")
@@ -42,12 +42,12 @@ class DataOrder:
         self._ends[plan.epoch] = list(accumulate(count for _, count in plan.sizes))
 
     def forget_before(self, epoch: int) -> None:
-        """Forget epochs that no step is in any more."""
+        """Forget the epochs before this one, which no step needs any more."""
         self._plans = {of: plan for of, plan in self._plans.items() if of >= epoch}
         self._ends = {of: ends for of, ends in self._ends.items() if of >= epoch}
 
     def size(self, number: BatchNumber) -> int:
-        """Number of a batch's samples; raises ProtocolError if there is no such batch."""
+        """Return the number of a batch's samples; raise ProtocolError if there is no such batch."""
         epoch, index = number
         plan = self._plans.get(epoch)
         if plan is None or not self.has(number):
@@ -55,7 +55,7 @@ class DataOrder:
         return plan.sizes[bisect_right(self._ends[epoch], index)][0]
 
     def normalized(self, number: BatchNumber) -> BatchNumber:
-        """Turn the end of an epoch into the beginning of the next one, if that is known; leave other places."""
+        """Return the beginning of the next epoch for an epoch's end, if that is known; else the number itself."""
         epoch, index = number
         while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
             epoch, index = epoch + 1, 0
@@ -66,7 +66,7 @@ class DataOrder:
         return number[0] in self._plans and not self._is_beyond(number)
 
     def ends_at(self, number: BatchNumber) -> bool:
-        """Return whether no batch follows that place, ever."""
+        """Return whether the last epoch has ended there, so that no batch follows."""
         return self._is_beyond(number) and self._plans[number[0]].last
 
     def _is_beyond(self, number: BatchNumber) -> bool:
@@ -82,10 +82,10 @@ class StepWindow:
     order: DataOrder
     begin: BatchNumber
     target_batch_size: int
-    # By the word of their own `training_step` these count nowhere. Others take their place.
+    # Batches that their own `training_step` withdrew: they count nowhere, and later batches replace them.
     dropped: set[BatchNumber] = field(default_factory=set)
     _places: dict[BatchNumber, int] = field(default_factory=dict)
-    _num_samples: int = 0  # of all that were looked at
+    _num_samples: int = 0  # samples of all batches in `_places`
     _num_dropped: int = 0  # samples
 
     def _extend(self) -> None:
@@ -105,20 +105,20 @@ class StepWindow:
 
     @property
     def end(self) -> BatchNumber:
-        """The first batch of the next step, if this one is whole."""
+        """The first batch of the next step, if this step is whole."""
         self._extend()
         return self._next
 
     @property
     def whole(self) -> bool:
-        """Return whether it takes no more batches than those that are known."""
+        """Return whether the step takes no batches beyond the known epochs."""
         self._extend()
         reached = self._num_samples - self._num_dropped >= self.target_batch_size
         return reached or self.order.ends_at(self._next)
 
     @property
     def numbers(self) -> Sequence[BatchNumber]:
-        """Numbers of its batches that shall count, as far as they are known, in order."""
+        """Numbers of its batches that count, as far as they are known, in order."""
         self._extend()
         return [number for number in self._places if number not in self.dropped]
 

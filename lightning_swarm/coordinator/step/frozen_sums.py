@@ -1,4 +1,4 @@
-"""What frozen sums hold: nothing but what their servers said before, and were told to add since."""
+"""Checks that frozen sums change only as the coordinator ordered, from one ledger of a step to the next."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_swarm.protocol.messages.calls import Receipt
 _NOTHING: Final = frozenset[Receipt]()
 
 
-# Of two sums with one microbatch, the one that holds less begins anew, and whoever does so too often is left out. A
-# server that said now this and now that could have all others of its stage left out.
+# If two sums hold the same microbatch, the smaller one is discarded, and a server that discards too often is excluded.
+# A server that reported a different sum each time could thus have all other servers of its stage excluded.
 class FrozenSums:
-    """What the sums of one step hold since they were frozen, in an audited run."""
+    """The possible contents of one step's sums after their freeze, in an audited run."""
 
     def __init__(self) -> None:
-        # By server and stage: what the sum holds in any case, and what it may hold.
+        # (server, stage) -> receipts that the sum must hold, receipts that it may hold.
         self._bounds: dict[tuple[PeerId, int], tuple[AbstractSet[Receipt], AbstractSet[Receipt]]] = {}
 
     def take(self, peer: PeerId, stage_index: int, held: AbstractSet[Receipt]) -> None:
-        """Enter what a server says that its sum holds; raise ProtocolError if that cannot be."""
+        """Record the receipts that a server reports for its sum; raise ProtocolError if they cannot be true."""
         least, most = self._bounds.get((peer, stage_index), (_NOTHING, held))
         if not least <= held <= most:
             raise ProtocolError(
@@ -34,7 +34,7 @@ class FrozenSums:
         self._bounds[peer, stage_index] = held, held
 
     def order(self, plan: ReplayPlan, concerned: Collection[PeerId]) -> None:
-        """Enter what servers are told to hold, some of which begin their sums anew."""
+        """Record the receipts that servers are ordered to hold; sums in `plan.discards` begin anew."""
         for index, (named, discards) in enumerate(zip(plan.named, plan.discards, strict=True)):
             for peer in named.keys() & set(concerned):
                 least = _NOTHING if peer in discards else self._bounds[peer, index][0]

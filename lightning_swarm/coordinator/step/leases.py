@@ -1,4 +1,4 @@
-"""Places in the open step: who is granted one, who waits for one in the step after, and who has it already."""
+"""Grants places in the open step to trainers' batches, and reserves places in the next step for waiting trainers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
 _log = logging.getLogger(__name__)
 
 _LEAST_PATIENCE_S: Final = 0.5
-_MANY_LEFT: Final = 10  # batches in a row that a trainer left to others: its user should know
-_FIRST_PATIENCE_S: Final = 5.0  # with a trainer of which no batch was seen yet: compilers and caches are cold
+_MANY_LEFT: Final = 10  # batches in a row that a trainer left to other trainers, before a warning
+_FIRST_PATIENCE_S: Final = 5.0  # before a trainer's first batch is complete: compilers and caches are cold
 
 
 def first_lease(term: Term) -> int:
-    """First lease of a coordinator: none of another coordinator's is taken for one of its own."""
+    """Return the first lease number of a coordinator's term; no two coordinators share a number."""
     return ((term[0] - 1) << 32) + 1
 
 
 class LeaseTable:
-    """Grants places in the open step, and remembers who waits for one."""
+    """Grants places in the open step, and keeps the requests of trainers that wait for one."""
 
     def __init__(
         self,
@@ -48,24 +48,24 @@ class LeaseTable:
         gone: Collection[PeerId],
     ) -> None:
         self._run = run
-        self._leases = leases  # their numbers
-        self._on_grant = on_grant  # called with a step and the trainer that has a place in it from now on
+        self._leases = leases  # lease numbers
+        self._on_grant = on_grant  # called with a step and the trainer that has got a place in it
         self._gone = gone  # trainers that do not answer
-        self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
-        self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
-        self._idle: dict[PeerId, WaitingTrainer] = {}  # who was told to wait with a batch of another step
+        self._waiting: dict[PeerId, GrantRequest] = {}  # trainers that found the step full, in order of arrival
+        self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # places granted as the step opened
+        self._idle: dict[PeerId, WaitingTrainer] = {}  # trainers that wait with a numbered batch
         self._times: defaultdict[PeerId, BatchTimes] = defaultdict(BatchTimes)
         self._warned_large = False
         self._warned_slow: set[PeerId] = set()
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
-        """Grant a trainer a place in the open step, or say what to wait for; raise ProtocolError if no step has one."""
+        """Grant a place in the open step, or return the record to wait for; raise ProtocolError on a false request."""
         if self._is_beyond(step):
             return GrantReply(over=True)
-        if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
+        if request.step < step.step:  # before it gets a reserved place, it must know the record of the step before
             return GrantReply(wait=WaitForRecord(step=step.step - 1))
         scale = self._run.loss_scale
-        # While the step's record is applied, this peer has the next step's scale already: who asks now has to wait.
+        # While a record is applied, this peer already has the next step's loss scale, and the trainer has to wait.
         may_change = self._run.scaling is not None and step.closing
         if scale not in (None, request.gradient_scale) and not may_change:
             raise ProtocolError(
@@ -91,11 +91,11 @@ class LeaseTable:
         return GrantReply(grant=grant)
 
     def ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
-        """Grant a place for a batch that its trainer has not begun, if there is one now."""
-        # It may be asked for a second time when the batch has long been given up: nobody would ever take that place.
+        """Grant a place for a batch that its trainer has not begun, if one is free now."""
+        # A late, repeated request for an abandoned batch would get a place that its trainer never uses.
         if self._is_beyond(step) or (trainer, request.number) in step.given_up:
             return None
-        with contextlib.suppress(ProtocolError):  # which it will get when it asks for one again
+        with contextlib.suppress(ProtocolError):  # raised once more when the trainer has begun the batch
             grant = self._grant(step, trainer, request)
             if grant is not None:
                 self._warn_of_large(request)
@@ -103,15 +103,15 @@ class LeaseTable:
         return None
 
     def opened(self, step: OpenStep) -> OpenStep:
-        """Grant places in a new step to those who wait."""
+        """Grant places in a new step to waiting trainers, and return the step."""
         self._idle = {}
         lead = self._run.manifest.lead
-        # The lead comes first, so that it waits for one record only; but where a batch is a step, nobody else would
-        # ever have a place: there they take turns.
+        # The lead comes first, so that it waits for one record only. But if one batch fills a step, trainers take
+        # turns, because the lead would always get the only place.
         waiting = sorted(self._waiting.items(), key=lambda item: item[0] != lead or self._fills(item[1]))
         self._waiting, self._reserved = {}, {}
         for trainer, request in () if self._is_beyond(step) else waiting:
-            with contextlib.suppress(ProtocolError):  # which it will get when it asks again
+            with contextlib.suppress(ProtocolError):  # raised once more when the trainer asks again
                 grant = self._grant(step, trainer, request)
                 if grant is None:
                     self._waiting[trainer] = replaced(request, step=step.step)
@@ -119,17 +119,17 @@ class LeaseTable:
                     self._reserved[trainer] = (request, grant)
         return step
 
-    # ------------------------------------------------------------------ where batches have numbers
+    # ------------------------------------------------------------------ numbered batches
 
-    # A step takes certain batches, and a trainer asks with the number of the one that it has read. Who has to wait
-    # brings besides what was in the lane of a trainer that is gone, or that has not come to it after a while.
+    # The data order decides which batches a step takes, and a trainer asks with the number of the batch that it has
+    # read. A waiting trainer also brings batches from the lanes of trainers that are gone or late.
 
     def batch_ended(self, trainer: PeerId) -> None:
-        """Enter that a trainer's batch is through, or withdrawn, and how long that took."""
+        """Record the duration of a trainer's batch, which is complete or withdrawn."""
         self._times[trainer].ended(now_s())
 
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether a trainer that waits would hear something else by now."""
+        """Return whether a waiting trainer would get another answer by now."""
         waiting = self._idle.get(trainer)
         if trainer in step.without:
             return False
@@ -140,21 +140,21 @@ class LeaseTable:
         return self._chosen(step, waiting) is not None or self._passed(step, waiting.batch)
 
     def patience_s(self, trainer: PeerId) -> float | None:
-        """Seconds for which a trainer still leaves others' batches to them, or its own to others."""
+        """Return the seconds for which a trainer still leaves batches to other trainers; None if it does not wait."""
         waiting = self._idle.get(trainer)
         return None if waiting is None else max(0.0, waiting.until_s - now_s())
 
     def leaves_own(self, trainer: PeerId) -> bool:
-        """Return whether a trainer waits because others are through sooner with its batch."""
+        """Return whether a trainer waits because other trainers would complete its batch sooner."""
         waiting = self._idle.get(trainer)
         return waiting is not None and waiting.leaves_own
 
     def owed_by(self, step: OpenStep) -> set[PeerId]:
-        """The trainers in whose lanes are batches of the step that nobody has."""
+        """Return the trainers whose lanes have ungranted batches of the step."""
         return {self._owner(step, number) for number in step.free}
 
     def owes(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether others wait for a batch that it would bring."""
+        """Return whether other trainers wait for a batch in this trainer's lane."""
         return any(peer != trainer for peer in self._idle) and trainer in self.owed_by(step)
 
     def _ask_for(self, step: OpenStep, trainer: PeerId, request: GrantRequest, batch: BatchNumber) -> GrantReply:
@@ -175,7 +175,7 @@ class LeaseTable:
         return GrantReply(grant=self._as_grant(step, lease))
 
     def _passed(self, step: OpenStep, batch: BatchNumber) -> bool:
-        """Return whether nothing is to be done for a batch; or for any of an epoch, if that is its end."""
+        """Return whether a batch needs no trainer any more; at an epoch's end, whether none of its batches does."""
         window = step.window
         assert window is not None
         plan = window.order.plan(batch[0])
@@ -184,13 +184,13 @@ class LeaseTable:
         if batch[1] > plan.num_batches:
             raise ProtocolError(f"epoch {plan.epoch} has {plan.num_batches} batches, got number {batch[1]}")
         if batch[1] == plan.num_batches:
-            # A step that closes is waited for: what follows an epoch's end, a checkpoint say, shall miss no step of it.
+            # Wait for a closing step, so that a checkpoint at the epoch's end includes all of the epoch's steps.
             return batch <= window.begin or (not step.closing and window.is_passed(batch, step.batches_through))
         before = batch < window.begin or batch in window.dropped
         return before or (batch in window.numbers and batch not in step.free)
 
     def _wait_with(self, step: OpenStep, trainer: PeerId, batch: BatchNumber) -> WaitingTrainer:
-        """Enter that a trainer has a batch in hand, and how long it leaves others' batches to them, or its own."""
+        """Record that a trainer waits with a batch, and how long it leaves batches to other trainers."""
         waiting = self._idle.get(trainer)
         own = batch in step.free
         if waiting is not None and waiting.batch == batch and (waiting.leaves_own or not own):
@@ -214,7 +214,7 @@ class LeaseTable:
         return trainer in step.without or self._run.lacks_model(trainer)
 
     def _others(self, step: OpenStep, trainer: PeerId) -> Iterator[tuple[float, float]]:
-        """When each other trainer that is at work begins another batch, and how long that takes it."""
+        """Yield for each other working trainer when it begins its next batch, and the seconds that this takes."""
         for peer in self._run.trainers:
             if peer == trainer or peer in self._gone or self.lacks_model(step, peer) or self.leaves_own(peer):
                 continue
@@ -224,17 +224,17 @@ class LeaseTable:
                 yield free_s, max(times.newest_s)
 
     def _chosen(self, step: OpenStep, waiting: WaitingTrainer) -> BatchNumber | None:
-        """The batch that a waiting trainer brings, if any: its own where it is in the step, else one of others."""
+        """Return the batch that a waiting trainer brings, if any: its own if the step has it, else another lane's."""
         free = step.free
         if waiting.leaves_own and now_s() < waiting.until_s:
             return None
-        if waiting.batch in free:  # since another one was dropped, perhaps
+        if waiting.batch in free:  # perhaps because another batch was dropped
             return waiting.batch
         unattended = {number for number in free if self._is_unattended(step, number)}
         return choose_besides(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
 
     def _lanes(self, step: OpenStep, free: Sequence[BatchNumber]) -> Iterator[Lane]:
-        """List the batches still to come of each trainer that computes one now, and did so before."""
+        """Yield the rest of each lane whose trainer is computing a batch and has completed one before."""
         left: dict[PeerId, list[BatchNumber]] = {}
         for number in free:
             left.setdefault(self._owner(step, number), []).append(number)
@@ -251,13 +251,13 @@ class LeaseTable:
         return is_left or owner in self._gone or self.lacks_model(step, owner)
 
     def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
-        """The trainer in whose lane a batch is, as far as that is known here."""
+        """Return the trainer whose lane has a batch, as far as the epoch's order is known here."""
         assert step.window is not None
         plan = step.window.order.plan(number[0])
         lanes = lanes_of(self._run.trainers, self._run.manifest.lead)
         return owner_of(0 if plan is None else plan.begin, number[1], lanes)
 
-    # ------------------------------------------------------------------ where they have none
+    # ------------------------------------------------------------------ batches without numbers
 
     def _grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
         lease = step.granted(trainer, request.number)

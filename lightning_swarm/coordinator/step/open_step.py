@@ -1,4 +1,4 @@
-"""The state of the open step: who was granted what, what is through, and whether the step can close. Pure."""
+"""The state of the open step: its granted and completed batches, and whether it can close. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, LoggedVal
 from lightning_swarm.protocol.messages.calls import PLACES, Origin, Receipt
 from lightning_swarm.protocol.messages.run import BatchNumber
 
-_MAX_AGAIN = 48  # times that a step's places begin anew; then places follow those that were struck
+_MAX_AGAIN = 48  # restarts of a step's places; afterwards, places follow the struck batches
 
 CLIP_EPSILON = 1e-6  # added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does
 
@@ -24,12 +24,12 @@ class _LeasedBatch:
     first: int
     num_samples: int
     weight: float
-    number: int = 0  # its trainer's; 0: not told
+    number: int = 0  # the trainer's number of the batch; 0: not reported
     completed: tuple[Receipt, ...] | None = None  # None: still under way
     logs: tuple[LoggedValue, ...] = ()
     metrics: Message | None = None
-    armed: tuple[Receipt, ...] | None = None  # its microbatches, when its servers can complete it by themselves
-    batch: BatchNumber | None = None  # where an epoch's order is shared
+    armed: tuple[Receipt, ...] | None = None  # its receipts, once servers can complete it alone
+    batch: BatchNumber | None = None  # its number, if trainers share an epoch's order
 
 
 @dataclass
@@ -37,40 +37,40 @@ class OpenStep:
     """Grants and completions of one step."""
 
     step: int
-    # Samples that close the step, and weigh equally. None: the lead closes it, by Lightning's own arithmetic, when its
-    # accumulation window ends, and batches weigh equally.
+    # Samples that fill the step, with equal weights. None: the lead closes it when Lightning's accumulation window
+    # ends, and batches have equal weights.
     target_batch_size: int | None
-    window: StepWindow | None = None  # the batches that it takes; None: those that come first
+    window: StepWindow | None = None  # the batches that it takes; None: batches as they come
     _batches: dict[int, _LeasedBatch] = field(default_factory=dict)
     _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
-    first_lease: int = 0  # those before it are a former coordinator's: such as were not restored count nowhere
+    first_lease: int = 0  # earlier leases are a former coordinator's, and count only if restored
     _next_first: int = 0
     close_asked: bool = False
     gradient_scale: float | None = None  # None until the first batch sets it
-    sealed: bool = False  # the one after it is open: it takes no batches any more, whatever becomes of those it has
+    sealed: bool = False  # the next step is open: this one takes no batches, even if it loses some
     _window: float | None = None
-    _struck: set[int] = field(default_factory=set)  # leases
-    given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
-    without: set[PeerId] = field(default_factory=set)  # trainers whose own server, which their batches need, is out
+    _struck: set[int] = field(default_factory=set)  # leases of struck batches
+    given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers and their numbers of abandoned batches
+    without: set[PeerId] = field(default_factory=set)  # trainers whose batches need their own server, which is excluded
     _num_again: int = 0  # batches that were granted again
-    # Where batches have numbers: those that were granted before, and those that shall count nowhere.
+    # Numbers of batches that were granted before, and of batches that must not count.
     _tried: set[BatchNumber] = field(default_factory=set)
     _dropped: set[BatchNumber] = field(default_factory=set)
 
     def check_numbered(self) -> None:
-        """Raise ProtocolError if batches come as they like, so that nobody may give them an order."""
+        """Raise ProtocolError if the step takes batches as they come, so that they can have no order."""
         if self.target_batch_size is None or any(one.batch is None for one in self._batches.values()):
             raise ProtocolError(f"step {self.step} takes batches as they come, got their order")
 
     def plan(self, order: DataOrder, begin: BatchNumber) -> None:
-        """Take certain batches, from `begin` on; raise ProtocolError if the step takes those that come."""
+        """Take batches in order from `begin` on; raise ProtocolError if the step takes batches as they come."""
         self.check_numbered()
         assert self.target_batch_size is not None
         self.window = StepWindow(order, begin, self.target_batch_size, self._dropped)
 
     @property
     def num_granted(self) -> int:
-        """Samples that were granted, and whose batches were neither withdrawn nor struck."""
+        """Number of granted samples, without withdrawn and struck batches."""
         return sum(batch.num_samples for batch in self._batches.values())
 
     @property
@@ -91,24 +91,24 @@ class OpenStep:
 
     @property
     def free(self) -> list[BatchNumber]:
-        """The step's batches that nobody has, in order."""
+        """The step's ungranted batches, in order."""
         had = {one.batch for one in self._batches.values()}
         return [] if self.window is None else [number for number in self.window.numbers if number not in had]
 
     @property
     def batches_through(self) -> set[BatchNumber]:
-        """The step's batches that are through."""
+        """The step's complete batches."""
         return {one.batch for one in self._batches.values() if one.completed is not None and one.batch is not None}
 
     @property
     def ready(self) -> bool:
-        """Return whether all that was granted is through, and nothing more will be granted."""
+        """Return whether all granted batches are complete, and no more will be granted."""
         return self.closing and all(batch.completed is not None for batch in self._batches.values())
 
     def grant(
         self, lease: int, trainer: PeerId, num_samples: int, gradient_scale: float = 1.0, number: int = 0
     ) -> tuple[int, float] | None:
-        """Position of the batch's first sample and its weight; None when the step is full."""
+        """Grant a batch; return its first sample's position and its weight, or None if the step is full."""
         if num_samples < 1:
             raise ProtocolError(f"a batch must have at least one sample, got {num_samples}")
         if self.closing:
@@ -123,7 +123,7 @@ class OpenStep:
         return 1.0 if self.target_batch_size is None else float(num_samples)
 
     def hand_out(self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float, number: int) -> None:
-        """Grant a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
+        """Grant an ungranted batch of the window, at a place that does not depend on the trainer."""
         assert self.window is not None
         self._settle_scale(gradient_scale)
         size, first = self.window.order.size(batch), self.window.place(batch)
@@ -133,13 +133,13 @@ class OpenStep:
         self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), number, batch=batch)
 
     def _places_again(self) -> int:
-        """Return by how much a place is higher at which something is granted again."""
-        # Servers may have been told to give up what goes by the former name; random draws go by the place alone.
+        """Return the offset of a place that is granted again."""
+        # Servers may have dropped everything under the former name. Random draws do not depend on the offset.
         self._num_again += 1
         return ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
 
     def _settle_scale(self, gradient_scale: float) -> None:
-        """Refuse another scale than the step's, which is the first batch's where the run does not say."""
+        """Refuse a scale that differs from the step's, which the first batch sets unless the run does."""
         if self.gradient_scale not in (None, gradient_scale):
             raise ProtocolError(
                 f"all gradients of step {self.step} are added up at the scale {self.gradient_scale:g}, "
@@ -148,25 +148,25 @@ class OpenStep:
         self.gradient_scale = gradient_scale
 
     def granted(self, trainer: PeerId, number: int) -> int | None:
-        """The lease of a trainer's batch, if it has its place already."""
+        """Return the lease of a trainer's batch, if it has one already."""
         for lease, batch in self._batches.items():
             if number and (batch.trainer, batch.number) == (trainer, number):
                 return lease
         return None
 
     def place_of(self, lease: int) -> tuple[int, float, BatchNumber | None, int]:
-        """Position and weight of a batch that has a place; where batches have numbers, its own and its samples."""
+        """Return a batch's position, weight, number and samples; None and 0 for the last two if it has no number."""
         batch = self._batches[lease]
         return batch.first, batch.weight, batch.batch, batch.num_samples if batch.batch is not None else 0
 
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
-        """Enter a batch as its trainer reports it to a new coordinator.
+        """Restore a batch that its trainer reports to a new coordinator.
 
-        One whose place is taken counts nowhere, nor does one that nobody can have granted so.
+        Ignore a batch whose place is taken, and a batch that no coordinator can have granted like this.
         """
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
-        # Its first places begin there: no former coordinator came so far.
+        # This coordinator's first places begin there, and no former coordinator's places reach so far.
         if end > ((self.first_lease >> 32) + 1) << 32:
             return
         if grant.weight != self._weight(request.num_samples) or self._has_other_size(grant.batch, request.num_samples):
@@ -198,7 +198,7 @@ class OpenStep:
         self._batches[grant.lease] = batch
 
     def _has_other_size(self, batch: BatchNumber | None, num_samples: int) -> bool:
-        """Tell whether the epoch's order, as far as it is known here, has a batch of another size at this number."""
+        """Return whether the epoch's order, as far as it is known, has a batch of another size at this number."""
         order = None if batch is None or self.window is None else self.window.order
         return order is not None and batch is not None and order.has(batch) and order.size(batch) != num_samples
 
@@ -209,7 +209,7 @@ class OpenStep:
     def complete(
         self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[LoggedValue] = ()
     ) -> None:
-        """Enter that a batch is through: its trainer saw a receipt of each of its microbatches from every stage."""
+        """Record that a batch is complete: its trainer has a receipt for each microbatch from every stage."""
         batch = self._reported(lease, trainer, completed, logs)
         if batch is not None:
             batch.completed, batch.logs = tuple(completed), tuple(logs)
@@ -221,7 +221,7 @@ class OpenStep:
         batch = self._batches.get(lease)
         completed = batch.completed if batch is not None and batch.trainer == trainer else None
         if completed is not None and set(completed) == set(receipts):
-            return None  # no answer came to the first report, or servers completed the batch without its trainer
+            return None  # the first answer was lost, or servers completed the batch without its trainer
         batch = self._leased(lease, trainer)
         own = (other.logs for other in self._batches.values() if other.trainer == trainer)
         names = {one.name for values in [*own, logs] for one in values}
@@ -239,7 +239,7 @@ class OpenStep:
             _num_bytes([metrics, *(one.metrics for one in batches if one.metrics is not None)])
             for batches in (kept, [one for one in kept if one.trainer == trainer])
         )
-        # Nobody is refused a share because others took more than theirs; so all together have twice the limit at most.
+        # Each trainer may use its share, even if the limit is reached, so the total is at most twice the limit.
         share = max_bytes // max(1, num_senders)
         if num_bytes > max_bytes and own_bytes > share:
             raise ProtocolError(
@@ -250,8 +250,8 @@ class OpenStep:
         batch.metrics = metrics
 
     def withdraw(self, lease: int, trainer: PeerId, *, dropped: bool = False) -> int:
-        """Enter that the batch at the returned place will not come; if it is `dropped`, nobody shall bring it again."""
-        if (lease, trainer) not in self._withdrawn:  # else it is reported twice
+        """Withdraw a batch, and return its place; if it is `dropped`, no trainer brings it again."""
+        if (lease, trainer) not in self._withdrawn:  # otherwise, the report is a repeated one
             batch = self._leased(lease, trainer)
             if dropped and batch.batch is not None:
                 self._dropped.add(batch.batch)
@@ -260,19 +260,19 @@ class OpenStep:
         return self._withdrawn[lease, trainer]
 
     def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
-        """Enter that servers have all that they need: if the trainer goes, the batch counts once they have receipts."""
+        """Record that servers can complete a batch alone: if its trainer dies, it counts once it has all receipts."""
         batch = self._reported(lease, trainer, receipts, logs)
         if batch is not None:
             batch.armed, batch.logs = tuple(receipts), tuple(logs)
 
     def under_way(self, trainer: PeerId) -> dict[int, tuple[Receipt, ...] | None]:
-        """The trainer's batches that are not through, by their places; with its receipts where one is armed."""
+        """Return the places of a trainer's incomplete batches, with the receipts of each armed batch, else None."""
         return {
             one.first: one.armed for one in self._batches.values() if (one.trainer, one.completed) == (trainer, None)
         }
 
     def complete_armed(self, first: int) -> bool:
-        """Servers have completed an armed batch without its trainer; False: it is not under way any more."""
+        """Record that servers completed an armed batch without its trainer; return False if it was not under way."""
         for batch in self._batches.values():
             if batch.first == first and batch.completed is None and batch.armed is not None:
                 batch.completed = batch.armed
@@ -280,8 +280,8 @@ class OpenStep:
         return False
 
     def strike(self, firsts: Collection[int]) -> dict[int, PeerId]:
-        """Let batches, by their places, count nowhere; return the trainers of those that were there."""
-        # Their samples may be granted to others. What was added of them anywhere is named by nobody.
+        """Strike the batches at these places, so that they do not count; return their places and trainers."""
+        # Their samples may be granted again. No closing names their gradients, so servers discard them.
         struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
         self._struck |= struck.keys()
         self.given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
@@ -293,39 +293,39 @@ class OpenStep:
         return not self._struck.isdisjoint(leases)
 
     def begin_anew(self) -> None:
-        """Have batches that come as they like draw what the first ones drew, if none of these counts any more."""
+        """Restart the places of an unordered step that lost all batches, so that new ones repeat the random draws."""
         if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:
             self.skip_to(self._places_again())
 
     def strike_others(self) -> None:
-        """Strike batches of the next step that were taken because one was dropped, if nobody reports that any more."""
-        # They are in the window of the next step, and would count twice.
+        """Strike batches that replaced a dropped batch, if no trainer reports the drop any more."""
+        # They belong to the next step's window, and would count twice.
         if self.window is not None and self.window.whole:
             own = set(self.window.numbers)
             self.strike([one.first for one in self._batches.values() if one.batch not in own])
 
     def closes_without(self, firsts: Collection[int], lead: PeerId) -> bool:
-        """Return whether the step would still grant nothing if these were struck."""
-        # Who asked to close is the lead. If it loses batches, then not with what is left: it brings them again first.
+        """Return whether the step would stay closed if the batches at these places were struck."""
+        # Only the lead asks to close. If it lost batches, keep the step open until it has resent them.
         full = self._is_full(without=firsts)
         return full or self.sealed or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
 
     def reopen(self) -> None:
-        """Grant places again. The lead, which waits for the record, is told so, and may ask to close once more."""
+        """Grant places again. The lead learns of it while it waits for the record, and may ask to close once more."""
         self.close_asked, self._window = False, None
 
     def settle(self) -> None:
-        """Wait for no batch: those whose trainers left all that is needed with the servers count, others do not."""
+        """Wait for no batch any more: count armed batches, and strike all other incomplete batches."""
         self.strike([one.first for one in self._batches.values() if one.completed is None and one.armed is None])
         for batch in self._batches.values():
             batch.completed = batch.completed if batch.completed is not None else batch.armed
 
     def trainer_of(self, first: int) -> PeerId:
-        """The trainer whose batch begins at this place."""
+        """Return the trainer whose batch begins at this place."""
         return next(batch.trainer for batch in self._batches.values() if batch.first == first)
 
     def ask_to_close(self, window: float | None) -> None:
-        """Grant nothing more. `window` is the total weight by Lightning's arithmetic, a full accumulation window."""
+        """Grant no more places. `window` is the total weight of Lightning's full accumulation window, if known."""
         self.close_asked = True
         self._window = window
 
@@ -341,26 +341,26 @@ class OpenStep:
 
     @property
     def origins(self) -> dict[int, Origin]:
-        """The weight and the trainer that each batch was granted, by its place."""
+        """The granted weight and the trainer of each batch, by its place."""
         return {batch.first: Origin(batch.weight, batch.trainer) for batch in self._batches.values()}
 
     @property
     def total_weight(self) -> float:
-        """The weight that the sum is divided by."""
+        """The weight by which the sum is divided."""
         if self._window is not None:
             return self._window
         return sum(batch.weight for batch in self._batches.values()) or 1.0
 
     def missing(self) -> list[PeerId]:
-        """The trainers whose batches are still under way."""
+        """Return the trainers with incomplete batches."""
         return sorted({batch.trainer for batch in self._batches.values() if batch.completed is None})
 
     def logs_for(self, lead: PeerId) -> list[LoggedValue]:
-        """Values that the trainers other than the lead logged of their batches."""
+        """Return the values that trainers other than the lead logged for their batches."""
         return logs_of_others([(batch.trainer, batch.logs) for batch in self._batches.values()], lead)
 
     def metrics_for(self, lead: PeerId) -> dict[int, Message]:
-        """Metrics that came with the batches of trainers other than the lead, by the batches' places."""
+        """Return the metrics of batches from trainers other than the lead, by the batches' places."""
         batches = self._batches.values()
         return {one.first: one.metrics for one in batches if one.trainer != lead and one.metrics is not None}
 
@@ -374,12 +374,12 @@ class OpenStep:
 
 
 def logs_of_others(batches: Collection[tuple[PeerId, Sequence[LoggedValue]]], lead: PeerId) -> list[LoggedValue]:
-    """Combine what trainers other than the lead logged of a step's batches: of many names, those that most log."""
+    """Combine the values that trainers other than the lead logged in a step, limited to the most common names."""
     loggers: dict[str, set[PeerId]] = {}
     for trainer, logs in batches:
         for one in logs:
             loggers.setdefault(one.name, set()).add(trainer)
-    # Trainers of one script log the same names: those that one of them has made up are the first to be left out.
+    # Trainers of one script log the same names, so a name that only one trainer logs is omitted first.
     ranked = sorted(loggers, key=lambda name: (lead in loggers[name], len(loggers[name])), reverse=True)
     chosen = set(ranked[:MAX_LOGS])
     return fold(one for trainer, logs in batches if trainer != lead for one in logs if one.name in chosen)
@@ -398,7 +398,7 @@ def add_up(squared_norms: Iterable[float]) -> float:
 
 
 def clip_factor(squared_norm: float, max_norm: float | None) -> float:
-    """The factor that clips the mean gradient, from its norm over all stages."""
+    """Return the factor that clips the mean gradient, from its squared norm over all stages."""
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (math.sqrt(squared_norm) + CLIP_EPSILON))

@@ -1,6 +1,6 @@
-"""The sums of a step that closes, brought to what the step counts: each microbatch once in each stage that trains.
+"""Reconciles gradient sums when a step closes, so that each microbatch counts exactly once in each trained stage.
 
-``FREEZE -> plan -> (discards and holes: FREEZE, naming them -> REPLAY) -> FREEZE -> ...`` until nothing is amiss.
+``FREEZE -> plan -> (discards and holes: FREEZE, naming them -> REPLAY) -> FREEZE -> ...`` until no repair is left.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 _SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
 _FALSE: Final = "its work of this step was found to be false, or is disputed"
 _MAX_HANDOVERS: Final = 3
-_MAX_DISCARDS: Final = 4  # of one server's sums in one step
+_MAX_DISCARDS: Final = 4  # discards of one server's sums in one step
 _MAX_CORRECTIONS: Final = 2  # replays of a microbatch whose batch came with another weight than its lease's
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
@@ -67,23 +67,23 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 @dataclass(frozen=True)
 class ReconciledStep:
-    """A closed step, with sums that hold exactly what it counts."""
+    """A closed step whose sums hold exactly the microbatches that it counts."""
 
     closing: Closing
-    began_s: float  # when its sums were asked for, on the monotonic clock
-    touched: Sequence[bytes]  # for each stage, a bitmap over the parameters that got a gradient
-    named: Mapping[PeerId, list[NamedReceipts]]  # what each server holds of it, for each of its stages
-    # For each stage, of the weights that its replicas agree on. None: it has one replica, and nobody joined.
+    began_s: float  # time of the request for its sums, on the monotonic clock
+    touched: Sequence[bytes]  # stage -> bitmap over the parameters that got a gradient
+    named: Mapping[PeerId, list[NamedReceipts]]  # server -> receipts in its sums
+    # Hash of each stage's weights, the same on all replicas. None: it has one replica, and no server is joining.
     version_hashes: Sequence[int | None]
-    # Under which these are taken; 0: under none, so they prove nothing. In an audited run always one.
+    # Number under which the hashes were taken; 0: none, so they prove nothing. An audited run always has one.
     challenge: int
-    snapshots: Mapping[PeerId, Sequence[HeldSnapshot]]  # that each server took, and that no record knows yet
-    # In audited runs, BLAKE3 of each server's sums by stage: it committed to them as they were frozen.
+    snapshots: Mapping[PeerId, Sequence[HeldSnapshot]]  # server -> snapshots that no record has yet
+    # Audited runs: server -> stage -> BLAKE3 of its sum, the server's commitment at the freeze.
     sum_digests: Mapping[PeerId, Mapping[int, bytes]]
 
 
 class SumReconciliation:
-    """Brings the sums of one step, whose batches are through, to what the step counts."""
+    """Reconciles the sums of one step with the microbatches that it counts, once all its batches are complete."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class SumReconciliation:
         step: OpenStep,
         selection: Selection | None,
         *,
-        late: bool,  # the next step takes batches meanwhile
-        joining: Callable[[], bool],  # whether a server may enter with the step's record
+        late: bool,  # the next step already takes batches
+        joining: Callable[[], bool],  # returns whether a server may join with the step's record
         fence: Callable[[OpenStep, Sequence[int]], None],
     ) -> None:
         run = self._run = context.run
@@ -105,40 +105,40 @@ class SumReconciliation:
         self._is_audited = run.manifest.settings.is_audited
         self._fence, self._step_aside = fence, context.step_aside
         self._outage, self._false_batches = context.outage, context.false_batches
-        # Nobody else counts rounds of this step from there.
+        # No other coordinator numbers rounds of this step from there on.
         self._rounds = itertools.count(context.proposer.first_round)
         self._replays = ReplayRounds(context, servers, step)
         self._pause_s = _FIRST_PAUSE_S
         self._discards: Counter[PeerId] = Counter()
-        self._misweighed: set[int] = set()  # places of batches of which a sum held something with another weight
-        self._falsified: set[int] = set()  # places of batches that their trainers reported, and never had added
-        self._seen: set[Receipt] = set()  # all that some sum ever held
-        self._informed: set[PeerId] = set()  # the servers that know the origins of all that they may add
+        self._misweighed: set[int] = set()  # places of batches that reached a sum with a wrong weight
+        self._falsified: set[int] = set()  # places of batches that trainers reported complete, and no sum held
+        self._seen: set[Receipt] = set()  # receipts that any sum ever held
+        self._informed: set[PeerId] = set()  # servers that were sent the origins of all batches that they may add
         self._trained = trained_names(selection) if selection is not None else ()
         self.audits = StepAudits(context, servers, step, self._trained) if self._is_audited else None
         self.step_servers = StepServers(context, servers, step.step)
         self._frozen = FrozenSums() if self._is_audited else None
-        self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # by server
+        self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # server -> new snapshots
         self._arithmetic = context.arithmetic
-        # Servers that were found to lie, and what they did; a rollback before the record forgets none.
+        # Server -> the false work that convicted it; kept if a rollback comes before the record.
         self.convicted = context.audit_memory.convicted
         for peer in self.convicted.keys() - {*run.convicted, *(run.keepers or ())}:
             self.step_servers.lose(peer, ProtocolError(self.convicted[peer]))
-        self._tainted: set[int] = set()  # places of batches that went through them
-        self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # by peer and stage, once the step has closed
+        self._tainted: set[int] = set()  # places of batches that went through excluded servers with false work
+        self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # peer -> stage -> load, once closed
 
     def are_of(self, step: OpenStep) -> bool:
-        """Return whether these are the sums of this step, and not of one of an earlier generation, say."""
+        """Return whether these are the sums of this very step, not of an equal number in an earlier generation."""
         return self._step is step
 
     async def close(self) -> ReconciledStep | None:
-        """Freeze the sums, have done what is missing, and freeze them again.
+        """Freeze the sums, repair them, and freeze them again, until they are reconciled.
 
-        Returns None where batches were struck, and the step takes others. Raises StepError if a stage has nobody left.
+        Returns None if batches were struck and the step takes new ones. Raises StepError if a stage has no server left.
         """
         while True:
             round_, began_s = next(self._rounds), now_s()
-            # Whoever may lie is compared by what nobody can forge, and so is whoever joins.
+            # Use an unforgeable digest if servers are untrusted or one is joining.
             challenge = draw_challenge() if self._is_audited or self._joining() else 0
             ledgers = await self._freeze(round_, challenge)
             if not all(ledgers):
@@ -184,7 +184,7 @@ class SumReconciliation:
                 return None
 
     async def _follow(self, verdict: Verdict, ledgers: Ledgers, *, reason: str = _FALSE) -> bool:
-        """Go on without servers that lie or do not answer; return whether batches were struck, and come again."""
+        """Exclude servers by a verdict; return whether batches were struck and have to come again."""
         for peer, crime in verdict.convicted.items():
             self.convict(peer, crime)
         for peer, error in verdict.failed.items():
@@ -201,7 +201,7 @@ class SumReconciliation:
             await self._servers.avoid(self._run.trainers, request)
         self._tainted |= verdict.tainted
         lost = verdict.tainted & self._places
-        # Else trainers would send the batches again to a stage where nobody takes them.
+        # Otherwise, trainers would resend the batches to a stage without servers.
         while lost and (empty := [index for index, roster in enumerate(self.step_servers.rosters) if not roster]):
             await self._pause(empty)
         return bool(lost) and await self._strike(self._with_their_sums(lost, ledgers), ledgers)
@@ -223,22 +223,22 @@ class SumReconciliation:
         return await self._follow(verdict, ledgers, reason="its weights differ from its stage's")
 
     async def _hand_over(self, error: WeightsDiffer) -> None:
-        """Have another server coordinate, which leaves this one out; raise the error if none does."""
+        """Hand over to another coordinator, which excludes this server; raise the error if none takes over."""
         _log.warning("Another server is to coordinate in place of this one: %s", error)
         for _ in range(_MAX_HANDOVERS):
-            await asyncio.wait({self._step_aside()})  # where it succeeds, it ends this task
+            await asyncio.wait({self._step_aside()})  # success ends this task
             await asyncio.sleep(_FIRST_PAUSE_S)
         raise error
 
     def _may_strike(self) -> bool:
-        """Return whether the trainers have the step's batches still, to run them again."""
-        # A late step's batches were computed before the newest version. A lone trainer keeps only its newest batch.
+        """Return whether trainers still have the step's batches, and can run them again."""
+        # A late step's batches were computed on weights before the newest. A lone trainer keeps only its newest batch.
         run = self._run
         keeps = run.is_shared or run.manifest.settings.delay_optimizer_step or len(self._step.batches) < 2
         return self._is_audited or (keeps and not self._late)
 
     def convict(self, peer: PeerId, reason: str) -> None:
-        """Go on without a server that lies, and have the step's record keep it out of the run."""
+        """Exclude a server because of false work, and have the step's record expel it from the run."""
         self._events.note("convicted", peer=peer, step=self._step.step, reason=reason)
         self.convicted[peer] = reason
         self.step_servers.lose(peer, ProtocolError(reason))
@@ -269,9 +269,9 @@ class SumReconciliation:
         )
 
     async def _freeze(self, round_: int, challenge: int, *, each_tensor: bool = False) -> Ledgers:
-        """Freeze the sums and return what they hold. A server that does not answer is gone."""
-        # If nothing is amiss, servers need not wait for the closing to average. A late step waits for an idle link.
-        # Where sums are audited first, nobody averages before.
+        """Freeze the sums and return their ledgers. A server that does not answer is excluded."""
+        # With the expected closing, servers average before they get the final one. A late step waits for an idle link
+        # instead, and audited sums are averaged only after their audit.
         expected = None if self._late or each_tensor or self.audits is not None else self._closing(round_)
         request = self._request(round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
         there = self.step_servers
@@ -305,7 +305,7 @@ class SumReconciliation:
         return replies
 
     def _expected(self, stage_index: int) -> list[Receipt]:
-        """The receipts that count in a stage."""
+        """Return the receipts that count in a stage."""
         return self._step.batches if self._run.manifest.stages[stage_index].on_trainers else self._step.counted
 
     def _closing(self, round_: int) -> Closing:
@@ -318,17 +318,17 @@ class SumReconciliation:
             num_samples=step.num_granted,
             total_weight=step.total_weight,
             absent=sorted(self.step_servers.gone),
-            gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
+            gradient_scale=step.gradient_scale or 1.0,  # None: no batch, so the sums are empty
         )
 
     # ------------------------------------------------------------------ what is missing
 
-    # The weight of a gradient is its trainer's word to a server, and the server's word to the coordinator, as is who
-    # that trainer was. If either is not the lease's, the sum begins anew, and its server is told both. So one that says
-    # so once more is lying; and if the microbatches do not come to it with their weight, their trainer is. What another
-    # trainer sent of a batch is no fault of the batch's own.
+    # A trainer reports its gradients' weight to servers, and a server reports weight and trainer to the coordinator. If
+    # either differs from the lease, the sum begins anew, and its server is sent both values. If the server reports
+    # other values again, it is false. If the microbatches still come with another weight, their trainer is false. A
+    # batch is not blamed for gradients that another trainer sent in its name.
     def _find_spoilt(self, ledgers: Ledgers) -> list[set[PeerId]]:
-        """Find for each stage the servers whose sums hold something with another origin than was granted."""
+        """Find, for each stage, the servers whose sums hold gradients with another origin than granted."""
         granted = self._step.origins
         found = [{member.peer_id for member, one in stage.items() if one.spoilt(granted)} for stage in ledgers]
         self._misweighed |= {first for stage in ledgers for one in stage.values() for first in one.misweighed(granted)}
@@ -338,7 +338,7 @@ class SumReconciliation:
         return found
 
     def _never_corrected(self, plan: ReplayPlan) -> set[int]:
-        """The batches that came with a wrong weight, and come no more with the right one."""
+        """Return the batches that came with a wrong weight, which replays did not correct."""
         return {
             receipt[0]
             for receipt in plan.holes
@@ -346,7 +346,7 @@ class SumReconciliation:
         }
 
     def _believe_lead(self, never_added: Mapping[int, Collection[PeerId]]) -> bool:
-        """Go on without the servers that lack what the lead says it added; return whether there are any."""
+        """Exclude the servers that lack the lead's microbatches after its replays; return whether there are any."""
         lead = self._run.manifest.lead
         lacking = {
             peer for first, peers in never_added.items() if self._step.trainer_of(first) == lead for peer in peers
@@ -357,8 +357,8 @@ class SumReconciliation:
         return bool(lacking)
 
     def _never_seen(self, lost: Collection[int]) -> set[int]:
-        """The lost batches of which no sum ever held a microbatch that was reported."""
-        if self.step_servers.gone:  # a sum may have gone along, and the trainer said the truth
+        """Return the lost batches with a reported microbatch that no sum ever held."""
+        if self.step_servers.gone:  # their sums may have held it
             return set()
         return {receipt[0] for receipt in self._step.counted if receipt[0] in lost and receipt not in self._seen}
 
@@ -376,9 +376,9 @@ class SumReconciliation:
         )
 
     def _check_excused(self, first: int, ledgers: Ledgers) -> None:
-        """Raise StepError if a trainer is there and did not add its batch, which is a bug.
+        """Raise StepError if a present trainer did not add its batch to its own sum, which is a bug.
 
-        What trainers hold of a batch may only go with its trainer, or with a sum that begins anew.
+        A batch may be missing in a trainer's sum only if the trainer is gone, or if the sum begins anew.
         """
         trainer = self._step.trainer_of(first)
         for index, member, ledger in self._on_trainers(ledgers):
@@ -390,7 +390,7 @@ class SumReconciliation:
                 )
 
     async def _repair(self, plan: ReplayPlan, spoilt: Sequence[Collection[PeerId]]) -> set[int]:
-        """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
+        """Have unusable sums discarded and holes filled; return the batches that cannot be computed again."""
         for index, peers in enumerate(plan.discards):
             for peer in peers:
                 self._discards[peer] += peer not in spoilt[index]
@@ -420,17 +420,17 @@ class SumReconciliation:
         if self._frozen is not None:
             self._frozen.order(plan, concerned)
         if len(await self._ask(requests)) < len(requests):
-            return set()  # somebody is gone: others shall hold it
+            return set()  # a server is gone, so the next plan names another holder
         self._informed |= concerned
         return await self._replays.fill(plan.holes, self.step_servers.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
-        """Add the batches that share a trainer's sum with lost ones: it begins anew, and none can be sent again."""
+        """Add the batches in the same trainer's sum as lost batches: it begins anew, and they cannot be replayed."""
         held = [ledger.batches & self._places for _, _, ledger in self._on_trainers(ledgers)]
         return lost.union(*(batches for batches in held if batches & lost))
 
     def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, ServerLedger]]:
-        """The ledgers of what trainers hold, with their stages."""
+        """Yield the ledgers of stages on trainers, with stage and member."""
         for index, (stage, held) in enumerate(zip(self._run.manifest.stages, ledgers, strict=True)):
             if stage.on_trainers:
                 yield from ((index, member, ledger) for member, ledger in held.items())
@@ -441,7 +441,7 @@ class SumReconciliation:
         return {first for first, _, _ in self._step.batches}
 
     async def _strike(self, firsts: set[int], ledgers: Ledgers) -> bool:
-        """Let batches count nowhere; return whether the step takes others."""
+        """Strike batches; return whether the step takes new ones."""
         for first in sorted(firsts):
             trainer, reason = self._step.trainer_of(first), f"the batch at {first} cannot be computed again"
             if first in self._misweighed:
@@ -455,7 +455,7 @@ class SumReconciliation:
             self._events.note("strike", peer=trainer, step=self._step.step, reason=reason)
         reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
-            # Before a place is free: what is granted must find open sums.
+            # Reopen the sums before places are free, because a granted batch needs open sums.
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
@@ -467,7 +467,7 @@ class SumReconciliation:
         self._fence(self._step, sorted(firsts))
         return reopens
 
-    # ------------------------------------------------------------------ a stage with nobody
+    # ------------------------------------------------------------------ a stage without servers
 
     async def _pause(self, empty: Sequence[int]) -> None:
         """Wait a little for a server of each empty stage to come back.
@@ -479,7 +479,7 @@ class SumReconciliation:
         for index in empty:
             errors = {member.peer_id: self.step_servers.gone[member.peer_id] for member in self._run.rosters[index]}
             reason = "; ".join(str(error) for error in errors.values())
-            # Who says that it is no member has lost what it held: it does not come back as one.
+            # A server that answers NotMember has lost its state, and does not come back as a member.
             silent = [
                 peer
                 for peer, error in errors.items()
@@ -489,7 +489,7 @@ class SumReconciliation:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
             self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
             self.step_servers.look_again(silent)
-            self._frozen = FrozenSums() if self._is_audited else None  # they may have heard what they did not answer
+            self._frozen = FrozenSums() if self._is_audited else None  # they may have followed unanswered requests
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

@@ -1,7 +1,7 @@
-"""Chooses the bits that a stage keeps where its replicas differ, and the servers that are left out. Pure.
+"""Chooses the weights that a stage keeps if its replicas differ, and the servers to exclude. Pure.
 
-Replicas with equal bits form a group, and one group is the stage's reference: the one with most servers, then the one
-that other stages confirm by the weights they share, then the one of the oldest server. Rosters list the oldest first.
+Replicas with equal bits form a group, and one group is the stage's reference: the group with most servers, then the
+group whose shared weights other stages confirm, then the group of the oldest server. Rosters list the oldest first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import MAX_DIFFERENCE
 
 _MAX_NAMED: Final = 5
-_TIE: Final = "As many replicas have the ones as the others, so it is not known which are right: the older are kept. "
+_TIE: Final = "The largest groups of replicas have equal sizes, so the right one is unknown: the oldest is kept. "
 _CAUSES: Final = (
     "Possible causes: a block writes to weights or buffers in its forward (`max_norm` of an embedding does), or reads "
     "a clock, a file or a random generator of its own; a broken memory; a version of torch whose optimizer computes "
@@ -34,20 +34,20 @@ class WeightsDiffer(StepError):
 
 
 def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
-    """Tell whether replicas of a stage differ, or, if the run has `tied` weights, stages that share some."""
+    """Return whether replicas of a stage differ, or, with `tied` weights, the copies in different stages."""
     return any(map(_differs, ledgers)) or (tied and bool(_contradicting(ledgers, (), ())))
 
 
 def choose_left_out(
     ledgers: Ledgers, *, guests: Collection[PeerId] = (), right: Sequence[PeerId] = (), tied: bool = False
 ) -> dict[PeerId, WeightsDiffer]:
-    """Choose the servers to leave out, of one stage at a time; empty only if no replicas differ.
+    """Choose the servers of one stage to exclude; empty only if no replicas differ.
 
     Args:
-        ledgers: Of all stages, with a hash of each tensor if errors shall name the tensors.
+        ledgers: Ledgers of all stages, with a hash of each tensor if errors shall name the tensors.
         guests: Newcomers that were not compared yet. They count only where a stage has no other server.
-        right: Servers whose bits are the reference, the first that is there, whatever the others have.
-        tied: Stages share weights, whose hashes the ledgers have.
+        right: Servers whose weights are the reference in any case; the first one in a stage decides.
+        tied: Whether stages share weights, whose hashes the ledgers have.
     """
     chosen = [
         _choose(index, ledgers, guests=guests, right=right, tied=tied)
@@ -55,26 +55,26 @@ def choose_left_out(
         if _differs(stage)
     ]
     if chosen:
-        # A tie is decided last: a server that another stage leaves out has no say in it.
+        # A tie is decided last, because excluding servers in another stage may resolve it.
         choice = min(chosen, key=lambda one: one.is_tie)
         return choice.errors(ledgers[choice.stage])
     return _contradicting(ledgers, guests, right) if tied else {}
 
 
 def check_lead_kept(manifest: Manifest, left_out: Mapping[PeerId, WeightsDiffer]) -> None:
-    """Raise the error of the lead, if it is among these and holds the whole model itself."""
-    # The others' loops need the lead's for the next epoch, and it would need a record of theirs to come back.
+    """Raise the lead's error, if the lead is to be excluded and holds the whole model itself."""
+    # Without the lead, the other loops cannot begin the next epoch, and the lead needs a record of theirs to rejoin.
     if manifest.is_whole and (error := left_out.get(manifest.lead)) is not None:
         raise WeightsDiffer(f"{error} It is the lead's own copy: resume from a checkpoint, on another machine.")
 
 
 def _bits(ledger: ServerLedger) -> _Bits:
-    """Return all that a replica reports of its weights."""
+    """Return the hashes that a replica reports of its weights."""
     return ledger.report.version_hash, frozenset((ledger.report.tied or {}).items())
 
 
 def _differs(stage: _Stage) -> bool:
-    """Tell whether a stage's replicas differ; a replica without a hash differs from any other."""
+    """Return whether a stage's replicas differ; a replica without a hash differs from any other."""
     found = {_bits(ledger) for ledger in stage.values()}
     return len(found) > 1 or (len(stage) > 1 and any(value is None for value, _ in found))
 
@@ -126,7 +126,7 @@ def _choose(
         has_hash = stage[member].report.version_hash is not None
         return has_hash, len(same[member]) if has_hash else 1, _num_confirming(index, member, ledgers) if tied else 0
 
-    kept = max(counted, key=strength)  # the first of equal ones: the oldest
+    kept = max(counted, key=strength)  # among equals the first, which is the oldest
     number = len(same[kept])
     if 2 * number > len(counted):
         newer = f", without {len(stage) - len(counted)} that joined just now" if len(counted) < len(stage) else ""
@@ -143,7 +143,7 @@ def _counted(stage: _Stage, guests: Collection[PeerId]) -> list[Member]:
 
 
 def _num_confirming(index: int, member: Member, ledgers: Ledgers) -> int:
-    """Count the servers of other stages that have the same of what they share with a server."""
+    """Count the servers of other stages whose copies of shared weights equal a server's."""
     own = ledgers[index][member].report.tied or {}
     return sum(
         _agree(own, ledger.report.tied or {})
@@ -154,7 +154,7 @@ def _num_confirming(index: int, member: Member, ledgers: Ledgers) -> int:
 
 
 def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
-    """Tell whether two servers share weights, and all of these are equal."""
+    """Return whether two servers share weights, and all shared weights are equal."""
     shared = some.keys() & others.keys()
     return bool(shared) and all(some[name] == others[name] for name in shared)
 
@@ -162,7 +162,7 @@ def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
 def _contradicting(
     ledgers: Ledgers, guests: Collection[PeerId], right: Sequence[PeerId]
 ) -> dict[PeerId, WeightsDiffer]:
-    """Find the servers of stages whose shared weights are not those of the reference, if each stage's are alike."""
+    """Find the servers of stages whose shared weights differ from another stage's, if no stage's replicas differ."""
     tied = [next((one.report.tied or {} for one in stage.values()), {}) for stage in ledgers]
     counted = [len(_counted(stage, guests)) for stage in ledgers]
 
@@ -199,7 +199,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def differences(gone: Mapping[PeerId, SwarmError]) -> dict[PeerId, str]:
-    """Return the servers that are left out because their weights differ, and how they do, as records have it."""
+    """Return the servers that are excluded because of differing weights, each with the record's description."""
     return {
         peer: shorten(str(error))[:MAX_DIFFERENCE] for peer, error in gone.items() if isinstance(error, WeightsDiffer)
     }

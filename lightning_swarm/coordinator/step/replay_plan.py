@@ -1,7 +1,4 @@
-"""Decides what a closing that met a fault does next: which sums begin anew, what is computed again, who is to blame.
-
-Pure: what servers reported goes in, a decision comes out.
-"""
+"""Plans the repair of a closing step: the sums to discard, the microbatches to replay, the servers to blame. Pure."""
 
 from __future__ import annotations
 
@@ -29,23 +26,23 @@ class ServerLedger:
 
     report: StageLedger
     held: set[Receipt]  # the microbatches that the report names
-    origins: dict[int, Origin]  # of their batches, by place, as the server had them
+    origins: dict[int, Origin]  # place of a batch -> its origin, as received by the server
 
     @classmethod
     def of(cls, report: StageLedger) -> ServerLedger:
-        """Unpack a report; raises ProtocolError if it names too much, or origins of other batches."""
+        """Unpack a report; raise ProtocolError if it has too many receipts, or origins of other batches."""
         held = unpack(report.held)
         return cls(report, held, unpack_origins(report.origins, {first for first, _, _ in held}))
 
     def with_tensors(self, other: ServerLedger | None) -> ServerLedger:
-        """Return the ledger with the hashes of each tensor of a later one, if there is one."""
+        """Return this ledger with the tensor hashes of a later ledger, if there is one."""
         if other is None:
             return self
         return dataclasses.replace(self, report=msgspec.structs.replace(self.report, tensors=other.report.tensors))
 
     @property
     def batches(self) -> set[int]:
-        """Places of the batches of which the sum holds something."""
+        """Places of the batches in the sum."""
         return set(self.origins)
 
     def spoilt(self, granted: Mapping[int, Origin]) -> set[int]:
@@ -53,18 +50,18 @@ class ServerLedger:
         return {first for first, origin in self.origins.items() if granted.get(first, origin) != origin}
 
     def misweighed(self, granted: Mapping[int, Origin]) -> set[int]:
-        """Places of the granted batches that the sum holds from their trainers with another weight."""
+        """Places of the granted batches that came from the right trainer with another weight."""
         return {first for first in self.spoilt(granted) if granted[first].trainer == self.origins[first].trainer}
 
 
 Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
-"""For each stage, the ledgers of those of its roster that are there, in the roster's order."""
+"""For each stage, the ledgers of its present members, in the roster's order."""
 
 
 def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
     """Read a member's ledger of its stage.
 
-    Raises StepError if its sums are gone or it reports none of this stage, ProtocolError if it reports too much.
+    Raises StepError if its sums are gone or it reports none of this stage, ProtocolError if the report is malformed.
     """
     if reply.boot_id != member.boot_id:
         raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
@@ -75,7 +72,7 @@ def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerL
 
 
 def sum_digests(ledgers: Ledgers) -> dict[PeerId, dict[int, bytes]]:
-    """Digests of the sums that servers committed to, by server and stage."""
+    """Return the digests by which servers committed to their sums: server -> stage -> digest."""
     found: dict[PeerId, dict[int, bytes]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
@@ -85,7 +82,7 @@ def sum_digests(ledgers: Ledgers) -> dict[PeerId, dict[int, bytes]]:
 
 
 def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
-    """Name what each server holds, for each of its stages."""
+    """Return the receipts that each server holds, for each of its stages."""
     found: dict[PeerId, list[NamedReceipts]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
@@ -96,7 +93,7 @@ def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
 
 
 def reported_loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
-    """Collect how busy each server was, by stage."""
+    """Return the load that each server reported: server -> stage -> load."""
     found: dict[PeerId, dict[int, ReportedLoad]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
@@ -109,7 +106,7 @@ def reported_loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
 
 
 def touched_parameters(ledgers: Collection[ServerLedger]) -> bytes:
-    """Join the replicas' bitmaps over a stage's parameters: which got a gradient.
+    """Return the union of the replicas' bitmaps of parameters that got a gradient.
 
     Raises StepError if the replicas do not have the same parameters.
     """
@@ -123,14 +120,14 @@ def touched_parameters(ledgers: Collection[ServerLedger]) -> bytes:
 class ReplayPlan:
     """The work left until each receipt is in one sum of each stage that trains."""
 
-    named: Sequence[Mapping[PeerId, AbstractSet[Receipt]]]  # by stage and server, the receipts that this one shall hold
-    discards: Sequence[Sequence[PeerId]]  # by stage, the servers whose sum holds others, too: they begin it anew
-    holes: Mapping[Receipt, Mapping[int, PeerId]]  # for each receipt that some stage lacks, by stage, who shall add it
-    lost: Collection[int]  # places of batches that lack what nobody can compute again
+    named: Sequence[Mapping[PeerId, AbstractSet[Receipt]]]  # stage -> server -> receipts that it must hold
+    discards: Sequence[Sequence[PeerId]]  # stage -> servers whose sums are unusable and begin anew
+    holes: Mapping[Receipt, Mapping[int, PeerId]]  # missing receipt -> stage -> server that must add it
+    lost: Collection[int]  # places of batches with missing receipts that cannot be replayed
 
     @property
     def done(self) -> bool:
-        """Return whether the sums are what the step counts."""
+        """Return whether the sums hold exactly the receipts that the step counts."""
         return not (self.holes or self.lost or any(self.discards))
 
 
@@ -143,19 +140,18 @@ def plan_replays(
     barred: Mapping[int, Collection[PeerId]],
     spoilt: Sequence[Collection[PeerId]],
 ) -> ReplayPlan:
-    """Name one holder for each receipt and stage, so that little is computed again.
+    """Name one holder for each receipt and stage, with few replays.
 
-    A sum is one number for all that is in it: a server that holds a receipt that is not its own begins anew. Of those
-    that hold the same receipt, the one that holds the least begins anew.
+    No receipt can be removed from a sum, so a sum with a wrong receipt begins anew. If two sums have a receipt in
+    common, the one with fewer receipts begins anew.
 
     Args:
         expected: For each stage, the receipts that count in it, in order.
-        sums: For each stage, all that its servers hold, in the order of its roster; at least one server each.
-        first_trained: No gradient goes to the stages before this one.
+        sums: For each stage, the receipts of each server, in the order of its roster; at least one server each.
+        first_trained: The first stage that gets gradients.
         replayable: For each stage, whether a microbatch can be sent there again.
-        barred: By batch, servers that its trainer does not reach.
-        spoilt: For each stage, servers whose sum holds something with another weight than was granted, or from
-            another trainer.
+        barred: Place of a batch -> servers that must not get its replays.
+        spoilt: For each stage, servers whose sum has gradients with another weight or trainer than granted.
     """
     named: list[dict[PeerId, set[Receipt]]] = []
     discards: list[list[PeerId]] = []
@@ -179,7 +175,7 @@ def plan_replays(
 def _fill(
     held: Mapping[PeerId, set[Receipt]], missing: Sequence[Receipt], barred: Mapping[int, Collection[PeerId]]
 ) -> dict[Receipt, PeerId]:
-    """Give each missing receipt to the server that holds the least of those that its trainer reaches."""
+    """Assign each missing receipt to the server with the fewest receipts among the servers that may hold it."""
     holders = {}
     for receipt in missing:
         able = [peer for peer in held if peer not in barred.get(receipt[0], ())]
@@ -192,9 +188,9 @@ def _fill(
 def _unusable(
     stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt], spoilt: Collection[PeerId]
 ) -> list[PeerId]:
-    """The servers whose sum cannot be used."""
+    """Return the servers whose sums cannot be used."""
     dirty = {peer for peer, held in stage.items() if peer in spoilt or not held <= counted}
-    # Those that hold the most choose first; the sort keeps the roster's order.
+    # The largest sums come first; among equals, the sort keeps the roster's order.
     taken: set[Receipt] = set()
     for peer in sorted((peer for peer in stage if peer not in dirty), key=lambda peer: -len(stage[peer])):
         if taken.isdisjoint(stage[peer]):
@@ -213,20 +209,20 @@ def choose_blamed(
     is_audited: bool = False,
     believed: Collection[PeerId] = (),
 ) -> list[PeerId]:
-    """Choose the servers to leave out when a round of averaging is repeated.
+    """Choose the servers to exclude when a round of averaging is repeated.
 
     Args:
-        rosters: Of the round, for each stage.
-        failed: Those that did not answer the coordinator.
-        unreached: Whom the others did not reach, or got nothing from, by who says so.
-        spared: The coordinator: it asks, so it is not the one that is cut off.
-        is_audited: One server's word costs no other its place, but for both of them.
-        believed: In audited runs, those whose word weighs more than that of one other server.
+        rosters: The round's servers of each stage.
+        failed: Servers that did not answer the coordinator.
+        unreached: Server -> the servers that it reports as unreached or silent.
+        spared: The coordinator. It reaches the servers, so it is never blamed.
+        is_audited: A single server's report excludes both servers, if the stage keeps another one.
+        believed: In audited runs, servers whose report counts more than that of another server.
 
     Returns:
-        Those that did not answer. If all did, the one that most of the others of its stage did not reach; of two that
-        do not reach each other, the later one in the roster; in audited runs both, or the one that is not believed.
-        Nobody, if nobody was missed.
+        Servers without an answer. If all answered, the server that most members of its stage did not reach. If two
+        servers report each other, the later one in the roster; in audited runs both, or the one that is not
+        `believed`. Empty if all were reached.
     """
     if failed:
         return sorted(failed)
@@ -235,7 +231,7 @@ def choose_blamed(
     for accuser, peers in unreached.items():
         for peer in peers:
             if peer != accuser and any(peer in roster and accuser in roster for roster in rosters):
-                # Who does not reach the coordinator has it from the coordinator that it was wrong.
+                # A report against the coordinator counts against its sender, which the coordinator contradicts.
                 blamed, by = (accuser, peer) if peer == spared else (peer, accuser)
                 against.setdefault(blamed, set()).add(by)
     if not against:
@@ -246,10 +242,10 @@ def choose_blamed(
         return [blamed]
     if blamed in believed and not _would_be_empty(rosters, accusers):
         return sorted(accusers)
-    # Else one that lies could have all others of its stage left out, and would be believed about it then.
+    # Otherwise, one malicious server could have all other servers of its stage excluded, and act unopposed.
     return [blamed] if _would_be_empty(rosters, {blamed, *accusers}) else sorted({blamed, *accusers})
 
 
 def _would_be_empty(rosters: Sequence[Sequence[PeerId]], without: Collection[PeerId]) -> bool:
-    """Tell whether a stage has nobody left without some servers."""
+    """Return whether a stage has no server left without these servers."""
     return any(roster and all(peer in without for peer in roster) for roster in rosters)

@@ -1,4 +1,4 @@
-"""Trainers send microbatches again that a closing step lacks, a few at a time, and the sums show what came of it."""
+"""Has trainers resend microbatches that a closing step lacks, a few at a time, and checks the sums for them."""
 
 from __future__ import annotations
 
@@ -18,40 +18,39 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Replay, ReplayRequest
 
-_MAX_REPLAYS: Final = 16  # of one microbatch in one step
-_MAX_UNFILLED: Final = 2  # replays of a microbatch that were answered, and whose holder, which is there, lacks it
+_MAX_REPLAYS: Final = 16  # replays of one microbatch in one step
+_MAX_UNFILLED: Final = 2  # answered replays of a microbatch that a present holder still lacks
 _MAX_FAILURES: Final = 3
-_MAX_SILENCES: Final = 2  # in a row, each of several call timeouts
-_MAX_WORK: Final = 64  # microbatches of one trainer, until the sums are looked at again
+_MAX_SILENCES: Final = 2  # consecutive, each of several call timeouts
+_MAX_WORK: Final = 64  # microbatches of one trainer between two checks of the sums
 _PAUSE_S: Final = 0.5
 
 
-# A trainer's answer says that all it was asked for was added. The sums show whether that is so: a trainer that was
-# granted a place and computed nothing may claim it for ever. So each is asked for a few microbatches at a time, and the
-# sums are looked at before it is asked for more.
+# A trainer answers that its microbatches were added, but only the sums prove it: a trainer that computed nothing could
+# claim it forever. So each request has few microbatches, and the sums are checked before the next one.
 class ReplayRounds:
     """Has the trainers of one step send microbatches again."""
 
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep) -> None:
         self._generation, self._events = context.generation, context.events
-        self._servers = servers  # through which trainers are asked, too
+        self._servers = servers  # also calls trainers
         self._step = step
         self._replayed: Counter[Receipt] = Counter()
-        self._failures: Counter[PeerId] = Counter()  # of trainers, in a row
-        self._silences: Counter[PeerId] = Counter()  # likewise, while nothing more came to be added
-        self._num_wanted: dict[PeerId, int] = {}  # at the newest request
-        self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # servers, by the trainer that says so
-        self._claimed: dict[Receipt, Mapping[int, PeerId]] = {}  # by the newest answers, who added them, by stage
-        self._unfilled: defaultdict[Receipt, list[PeerId]] = defaultdict(list)  # the holders that lacked them after all
+        self._failures: Counter[PeerId] = Counter()  # trainer -> consecutive failures
+        self._silences: Counter[PeerId] = Counter()  # trainer -> consecutive silences without progress
+        self._num_wanted: dict[PeerId, int] = {}  # trainer -> microbatches missing at its newest request
+        self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # trainer -> servers
+        self._claimed: dict[Receipt, Mapping[int, PeerId]] = {}  # receipt -> stage -> server, by the newest answers
+        self._unfilled: defaultdict[Receipt, list[PeerId]] = defaultdict(list)  # holders that lacked it after all
 
     def number(self, receipt: Receipt) -> int:
-        """Return the number of replays asked for of a microbatch."""
+        """Return how often a replay of a microbatch was requested."""
         return self._replayed[receipt]
 
     def compare(self, ledgers: Ledgers) -> None:
-        """Compare what trainers answered with what the sums hold.
+        """Compare the trainers' answers with the sums.
 
-        A holder that is gone excuses its trainer, and so does one that reports what it was not to add.
+        A trainer is excused if the holder is gone, or if the holder reports receipts that it must not hold.
         """
         counted = set(self._step.counted)
         for receipt, holders in self._claimed.items():
@@ -65,15 +64,15 @@ class ReplayRounds:
         self._claimed = {}
 
     def barred(self, first: int, rosters: Sequence[Sequence[Member]]) -> set[PeerId]:
-        """The servers that shall not hold what is missing of a batch."""
-        # A server that does not report what it was sent may lie as well as the trainer: another one is asked, if any.
+        """Return the servers that must not hold the missing microbatches of a batch."""
+        # If a server lacks a replay, either it or the trainer is false, so another server is tried, if there is one.
         lacking = {peer for receipt, peers in self._unfilled.items() if receipt[0] == first for peer in peers}
         others = [{member.peer_id for member in roster} for roster in rosters]
         kept = set[PeerId]().union(*(roster for roster in others if roster <= lacking))
         return (lacking - kept) | self._unreached[self._step.trainer_of(first)]
 
     def never_added(self, holes: Mapping[Receipt, Mapping[int, PeerId]]) -> dict[int, set[PeerId]]:
-        """The batches that were said to be added, and were not, by place, with the servers that lack them."""
+        """Return the batches that replays failed to add: place -> servers that lack them despite the answers."""
         found: defaultdict[int, set[PeerId]] = defaultdict(set)
         for receipt in holes:
             if len(self._unfilled[receipt]) >= _MAX_UNFILLED or self._replayed[receipt] >= _MAX_REPLAYS:
@@ -81,9 +80,9 @@ class ReplayRounds:
         return dict(found)
 
     async def fill(self, holes: Mapping[Receipt, Mapping[int, PeerId]], gone: Collection[PeerId]) -> set[int]:
-        """Have microbatches in `holes` computed again and added, by stage, by the peer named there.
+        """Have the microbatches in `holes` replayed to the servers named there, a few for each trainer.
 
-        Each trainer is asked for some of its own. Returns the batches that cannot be computed again.
+        Returns the batches that cannot be computed again.
         """
         by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
         for receipt, holders in sorted(holes.items()):

@@ -1,4 +1,4 @@
-"""The servers that take part in one step, and those that do no more."""
+"""Tracks the servers that take part in one step, and excludes servers that fail."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_BLAMELESS: Final = 3
 
 
 class StepServers:
-    """The servers that take part in one step, and those that do no more.
+    """The servers that take part in one step, and the servers that were excluded from it.
 
-    A server that does not know what the step trains takes no part in it.
+    A server that did not receive the change with which the step began is excluded at once.
     """
 
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
@@ -29,52 +29,52 @@ class StepServers:
         self._step = step
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
-        self.gone: dict[PeerId, SwarmError] = {}  # those that take no part any more, and why
+        self.gone: dict[PeerId, SwarmError] = {}  # excluded server -> reason
         for peer, error in servers.unsettled.items():
             self.lose(peer, error)
 
     @property
     def rosters(self) -> list[list[Member]]:
-        """The members of each stage that are there."""
+        """The present members of each stage."""
         return self._run.present(self.gone)
 
     @property
     def peers(self) -> list[PeerId]:
-        """All servers that are there."""
+        """All present servers."""
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def lose(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server; raise the error if it is the coordinator's own."""
+        """Exclude a server from the step; raise the error if it is the coordinator's own."""
         if peer == self._own:
             raise error
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step, reason=str(error))
-            # A stranger would hold up the run again and again.
+            # Otherwise, a stranger could delay the run again and again.
             if isinstance(error, ServerSilent) and peer not in (self._run.keepers or ()):
                 self._left_out.note(peer, self._step, now_s=now_s())
         self.gone[peer] = error
 
     def suspect(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server; but not yet if it only was not heard of in time: a message may have been lost."""
+        """Exclude a server, but not after a first timeout alone, because a message may have been lost."""
         self._suspected[peer] += 1
         if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
             self.lose(peer, error)
 
     def note_blameless(self, reason: str, blamed: Collection[PeerId]) -> None:
-        """Count a round that failed although everybody was there: a message was damaged, perhaps.
+        """Count a round that failed although no server is gone; perhaps a message was damaged.
 
-        If that happens too often, go on without some; raises StepError if these are all.
+        If that happens too often, exclude the `blamed` servers, or raise StepError if these are all servers.
         """
         self._num_blameless += 1
         if self._num_blameless <= _MAX_BLAMELESS:
             return
-        error = StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
+        error = StepError(f"{self._num_blameless} rounds failed, and no server is gone: {reason}")
         if set(blamed) >= set(self.peers):
             raise error
         for peer in blamed:
             self.lose(peer, error)
 
     def look_again(self, peers: Iterable[PeerId]) -> None:
-        """Count servers as there again: they may have come back."""
+        """Include servers again, because they may have come back."""
         for peer in peers:
             self.gone.pop(peer, None)
