@@ -1,1 +1,1 @@
-"""The coordinator's part in audits: whose work is looked into, and who is convicted."""
+"""The coordinator's part in audits: chooses the work to compute again, and convicts servers of false work."""

@@ -1,4 +1,4 @@
-"""Has servers' work computed again: orders to trainers, calls on auditors, and what these found."""
+"""Has servers' work computed again: orders trainers to send it to auditors, and collects the findings."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ _MOST_AT_ONCE: Final = 64  # microbatches that a trainer sends to one auditor in
 
 @dataclass(frozen=True)
 class Assignment:
-    """Microbatches of one server's work that another one computes again."""
+    """Microbatches of one server's work that another server computes again."""
 
     unit: Unit
     auditor: PeerId
-    receipts: Sequence[Receipt]  # in the order of adding
+    receipts: Sequence[Receipt]  # ordered as they were added
     compare: bool = False  # the auditor's machine is of another kind
 
 
 @dataclass
 class TrainerResults:
-    """What trainers know of a step's microbatches."""
+    """The trainers' reports on which servers computed a step's microbatches."""
 
-    given: dict[tuple[Direction, Receipt], tuple[PeerId, bytes]] = field(default_factory=dict)  # by whom, as digests
-    # Servers that failed after they may have given something, so that others took their places.
+    given: dict[tuple[Direction, Receipt], tuple[PeerId, bytes]] = field(default_factory=dict)  # server, digest
+    # Microbatch -> servers that failed and were replaced, after they may have sent results.
     replaced: defaultdict[Receipt, set[Unit]] = field(default_factory=lambda: defaultdict(set))
 
 
 @dataclass
 class AuditResults:
-    """All that came of one run of audits."""
+    """The results of one run of audits."""
 
-    order: int  # its number
-    seed: int  # of the sketches
-    found: dict[tuple[Unit, PeerId], AuditResult] = field(default_factory=dict)  # by unit and auditor
-    sums: dict[Unit, StageProjection] = field(default_factory=dict)  # of the audited, by the same seed
+    order: int  # number of the run of audits
+    seed: int  # seed of the sketches
+    found: dict[tuple[Unit, PeerId], AuditResult] = field(default_factory=dict)  # unit, auditor -> findings
+    sums: dict[Unit, StageProjection] = field(default_factory=dict)  # audited sums, by the same seed
     failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
     lost: set[Receipt] = field(default_factory=set)  # microbatches of which no trainer has a copy
-    # Auditors, by stage, that answered pings and no audit, and the trainers that report it.
+    # Auditor that answered pings but no audit, with the stage -> trainers that report it.
     silent: defaultdict[Unit, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
 
 
@@ -73,7 +73,7 @@ class AuditRun:
     async def sketch(
         self, units: Iterable[Unit], round_: int, seed: int
     ) -> tuple[dict[Unit, StageProjection], dict[PeerId, SwarmError]]:
-        """Ask for sketches of sums; returns also the servers that do not give all of theirs."""
+        """Ask for sketches of sums; also return the servers that do not send all of their sketches."""
         wanted = sorted(units)
         request = SketchRequest(generation=self._generation, step=self._step.step, round=round_, seed=seed)
         replies = await self._servers.sketch(sorted({unit.peer for unit in wanted}), request)
@@ -86,13 +86,13 @@ class AuditRun:
                 own = [unit for unit in wanted if unit.peer == peer]
                 if lacking := [unit for unit in own if unit not in told]:
                     raise ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
-                sums.update({unit: told[unit] for unit in own})  # and none of what it does not hold
+                sums.update({unit: told[unit] for unit in own})  # sketches of other stages are ignored
             except SwarmError as error:
                 failed[peer] = error
         return sums, failed
 
     async def results(self) -> TrainerResults:
-        """Ask the step's trainers which server gave them what, as digests, and which servers failed."""
+        """Ask the step's trainers for digests of the results that servers sent, and for servers that failed."""
         request = ResultsRequest(generation=self._generation, step=self._step.step)
         trainers = sorted({self._step.trainer_of(first) for first, _, _ in self._step.counted})
         found = TrainerResults()
@@ -113,12 +113,12 @@ class AuditRun:
         return found
 
     async def audit(self, assignments: Sequence[Assignment], round_: int) -> AuditResults:
-        """Have assignments computed; what was not is missing in the results."""
+        """Have assignments computed; failed assignments are missing in the results."""
         results = AuditResults(draw_challenge(), draw_challenge())
         if not assignments:
             return results
         order, seed = results.order, results.seed
-        # Apart for each auditor: one that keeps a trainer waiting holds up no other's work.
+        # Each auditor has its own calls, so that a slow auditor delays no other auditor's work.
         await gather(
             self._order_all(trainer, results, compare, work)
             for (trainer, compare, _), work in self._by_trainer(assignments).items()
@@ -131,7 +131,7 @@ class AuditRun:
     async def ask(
         self, order: int, about: Collection[tuple[Unit, PeerId]], seed: int
     ) -> tuple[dict[tuple[Unit, PeerId], AuditResult], dict[PeerId, SwarmError]]:
-        """Ask auditors what they found of units under an order, sketched by a seed; also who does not answer."""
+        """Ask auditors for their findings on units under an order, sketched by a seed; also return failed auditors."""
         request = FindingsRequest(generation=self._generation, step=self._step.step, order=order, seed=seed)
         found, failed = dict[tuple[Unit, PeerId], AuditResult](), dict[PeerId, SwarmError]()
         auditors = sorted({auditor for _, auditor in about})
@@ -140,7 +140,7 @@ class AuditRun:
                 if isinstance(reply, SwarmError):
                     raise reply
                 told = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
-                # Nothing else is read: a few bytes may name many microbatches.
+                # Other findings are not read, because a few bytes may name many microbatches.
                 found |= {key: AuditResult.read(one) for key, one in told.items() if key in about}
             except SwarmError as error:
                 failed[auditor] = error
@@ -161,7 +161,7 @@ class AuditRun:
         return found
 
     async def _order_all(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
-        # One after the other, for an auditor keeps the inputs of what comes before its turn.
+        # Send one call after the other, because an auditor keeps inputs that arrive before their turn.
         for begin in range(0, len(work), _MOST_AT_ONCE):
             await self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
 

@@ -1,4 +1,4 @@
-"""Refuses runs and changes that no audit can look into. Pure."""
+"""Refuses runs and changes that cannot be audited. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Selection, StageMani
 
 
 def check_auditable(manifest: Manifest) -> None:
-    """Refuse an audited run whose servers exchange more than gradient sums, or of which some train nothing."""
+    """Refuse an audited run whose servers exchange more than gradient sums, or some of which train nothing."""
     if manifest.is_whole:
         raise ConfigError(
             "with `trust='audited'` the model is cut into stages, for what a trainer computes itself nobody audits: "
@@ -35,7 +35,7 @@ def check_auditable(manifest: Manifest) -> None:
 
 
 def check_trains_from_the_start(selection: Selection | None, stages: Sequence[StageManifest]) -> None:
-    """Refuse to freeze all of the first stages of an audited run: servers answer for no work there."""
+    """Refuse to freeze all of the first stages of an audited run, because no work there could be audited."""
     first = first_trained(selection, stages)
     if selection is not None and first > 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Decides what an audit shows: whether claims are true, and whether an accusation is false. Pure."""
+"""Evaluates audits: whether a server's claims are true, and whether an auditor's accusation is false. Pure."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import AuditFinding
 from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unpack_origins
 
-# Steps of a while in which the coordinator may refute a server's accusations, before it is convicted. In a step that
-# diverges, machines of two kinds may be farther apart than in all others.
+# Recent steps with refuted accusations by a server, before it is convicted. In a diverging step, the results of two
+# kinds of machines may be farther apart than in any other step.
 MAX_REFUTED: Final = 5
 
 MAX_UNPROVEN: Final = 2  # accusations of one server by another, before the coordinator audits in the other's place
@@ -32,33 +32,33 @@ MAX_UNPROVEN: Final = 2  # accusations of one server by another, before the coor
 
 @dataclass
 class Verdict:
-    """What the audits of a step came to."""
+    """The result of a step's audits."""
 
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # with the reasons
-    tainted: set[int] = field(default_factory=set)  # batches that went through false outputs, by their places
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # server -> reason
+    tainted: set[int] = field(default_factory=set)  # places of batches that passed through false outputs
     failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
-    avoided: set[PeerId] = field(default_factory=set)  # say different things of one transfer
+    avoided: set[PeerId] = field(default_factory=set)  # servers that contradict each other on a transfer
 
     @property
     def is_clean(self) -> bool:
-        """Tell whether all sums may be averaged."""
+        """True if all sums may be averaged."""
         return not (self.convicted or self.tainted or self.failed)
 
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What one auditor found of one server's work."""
+    """One auditor's findings on one server's work."""
 
-    claims: Mapping[Receipt, WorkClaim]  # as its own computation gives them
-    origins: Mapping[int, Origin]  # of their batches, by place, as the auditor had them
-    refused: frozenset[Receipt]  # the audited server did not give what it had kept of these
-    unheard: frozenset[Receipt]  # it gave no answer of these
-    sum_digest: bytes  # of the sum of what it computed
-    projection: StageProjection  # likewise
+    claims: Mapping[Receipt, WorkClaim]  # digests of the auditor's own computation
+    origins: Mapping[int, Origin]  # place of a batch -> its origin, as received by the auditor
+    refused: frozenset[Receipt]  # the audited server sent no usable tensors of these
+    unheard: frozenset[Receipt]  # the audited server gave no answer on these
+    sum_digest: bytes  # BLAKE3 of the auditor's sum
+    projection: StageProjection  # sketch of the auditor's sum
     magnitude: float
-    precision: str  # that it computed in
-    touched: bytes  # bitmap over the stage's parameters to which it gave a gradient
-    distance: float | None  # of the results from its own, relative to their norms; None: they were not compared
+    precision: str  # dtype of the computation
+    touched: bytes  # bitmap over the stage's parameters that got a gradient
+    distance: float | None  # between both servers' results, relative to their norms; None: not compared
 
     @classmethod
     def read(cls, finding: AuditFinding) -> AuditResult:
@@ -83,18 +83,18 @@ class ClaimedWork:
     """A server's commitment to its work of one step in one stage."""
 
     claims: Mapping[Receipt, WorkClaim]
-    origins: Mapping[int, Origin]  # of their batches, by place, as they were granted
+    origins: Mapping[int, Origin]  # place of a batch -> its granted origin
     sum_digest: bytes
     touched: bytes  # bitmap over the stage's parameters that have a gradient
 
     def was_given(self, found: AuditResult) -> bool:
-        """Return whether an auditor computed all microbatches, each from the inputs that are claimed."""
+        """Return whether an auditor computed all microbatches, each from its claimed inputs."""
         return len(self.given(found)) == len(self.claims)
 
     def given(self, found: AuditResult) -> list[Receipt]:
-        """Return the microbatches that an auditor computed from the inputs that are claimed."""
+        """Return the microbatches that an auditor computed from their claimed inputs."""
         misweighed = self.misweighed(found)
-        # An auditor whose inputs were others says so in its claims: the audited server may have given it these.
+        # If an auditor got other inputs, its claims show them; the audited server may have sent them.
         return [
             receipt
             for receipt, claim in self.claims.items()
@@ -109,36 +109,36 @@ class ClaimedWork:
 
 
 class WorkTolerance(NamedTuple):
-    """How far results of machines of different kinds may be apart."""
+    """The tolerance between results of machines of different kinds."""
 
     results: float  # relative distance of outputs and input gradients
     sum: Tolerance
 
     @classmethod
     def around(cls, found: AuditResult, codec_bits: float | None, dtype: str) -> WorkTolerance:
-        """Return the tolerance around what an auditor found, whose sum is of a dtype."""
+        """Return the tolerance around an auditor's findings, whose sum has this dtype."""
         allowed = tolerance_between_machines(found.precision)
         far = tolerance_between_machines(found.precision, codec_bits)
         return cls(far, deviation_of(found.magnitude, allowed, dtype))
 
     @property
     def half(self) -> WorkTolerance:
-        """Half of it."""
+        """Half of this tolerance."""
         return WorkTolerance(self.results / 2, self.sum._replace(distance=self.sum.distance / 2))
 
     def holds(self, found: AuditResult, told: StageProjection) -> bool:
-        """Return whether a server's results and sum are this close to what an auditor found."""
+        """Return whether a server's results and sum are this close to an auditor's findings."""
         return (found.distance or 0.0) <= self.results and told.agrees(found.projection, tolerance=self.sum)
 
 
 def compare(
     said: ClaimedWork, its: AuditResult, told: StageProjection, *, tolerance: WorkTolerance | None
 ) -> WorkComparison:
-    """Compare a server's claims with what an auditor found.
+    """Compare a server's claims with an auditor's findings.
 
     Args:
         said: The claims.
-        its: What the auditor found.
+        its: The auditor's findings.
         told: The sketch of the server's sum.
         tolerance: Between machines of different kinds; None: the machines are of one kind, so all bits are equal.
     """
@@ -164,15 +164,15 @@ def compare(
 
 
 class Accusation(Enum):
-    """What the coordinator's own computation shows of an accusation, if it has cleared the accused."""
+    """The coordinator's conclusion on an accusation, if its own computation cleared the accused."""
 
-    FALSE = auto()  # the auditor's results are none of its machine
-    REFUTED = auto()  # they are farther from the truth than honest machines' ever were, or differ in the last bits
-    UNPROVEN = auto()  # the accused may have given the auditor something else than the coordinator
+    FALSE = auto()  # no machine of its kind computes the auditor's results
+    REFUTED = auto()  # the results are farther off than honest machines' ever were, or differ in the last bits
+    UNPROVEN = auto()  # the accused may have sent other inputs to the auditor than to the coordinator
 
 
 class Kinds(NamedTuple):
-    """Whether the machines of three servers are of the audited server's kind."""
+    """Whether the machines of the auditor and the coordinator are of the audited server's kind."""
 
     auditor: bool
     judge: bool  # the coordinator's own
@@ -187,15 +187,15 @@ def judge_accusation(
     tolerance: WorkTolerance,
     kinds: Kinds,
 ) -> Accusation:
-    """Judge an auditor's accusation by what the coordinator's own server found of the same work.
+    """Decide on an auditor's accusation, by the findings of the coordinator's own server on the same work.
 
     Args:
         said: The claims of the accused, which are true as far as the coordinator can tell.
         told: The sketch of its sum, by the seed of both findings.
-        its: What the auditor found.
-        true: What the coordinator's own server found.
+        its: The auditor's findings.
+        true: The findings of the coordinator's own server.
         tolerance: Between machines of different kinds.
-        kinds: Of the machines.
+        kinds: The kinds of the machines.
     """
     is_whole = said.was_given(its)
     differs = any(its.claims[receipt] != true.claims.get(receipt) for receipt in said.given(its))
@@ -204,12 +204,12 @@ def judge_accusation(
         if differs or (is_whole and not agrees):
             return Accusation.FALSE
         return Accusation.REFUTED if is_whole else Accusation.UNPROVEN
-    # Between two kinds an auditor's claims name the results that it was given, which may be others.
+    # Between two kinds, an auditor's claims name the results that the audited server sent, which may differ.
     if differs or not is_whole:
         return Accusation.UNPROVEN
     if not agrees:
         return Accusation.REFUTED
-    if kinds.auditor:  # it speaks of bits, of which a machine of another kind knows nothing
+    if kinds.auditor:  # the accusation is about bits, which a machine of another kind cannot check
         return Accusation.UNPROVEN
     # The accused could choose results that are within the tolerance of one machine, and beyond that of another.
     is_close = kinds.judge or tolerance.half.holds(true, told)

@@ -17,7 +17,7 @@ class ExaminedStep:
     """The sums of all servers at one closing of a step."""
 
     ledgers: Mapping[Unit, ServerLedger]
-    claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]  # in the order in which each server added
+    claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]  # ordered as each server added them
     arithmetic: Mapping[PeerId, str]
     round: int
     unrepeatable: Collection[str] = ()  # kinds of machines that compute other bits each time
@@ -31,11 +31,11 @@ class ExaminedStep:
         ]
 
     def batches_of(self, peer: PeerId) -> set[int]:
-        """Places of the batches of which a server has computed something."""
+        """Return the places of the batches with a microbatch that a server computed."""
         return {first for unit, claims in self.claims.items() if unit.peer == peer for first, _, _ in claims}
 
     def sharing_with(self, units: Collection[Unit]) -> set[Unit]:
-        """The units of other stages that computed microbatches of these."""
+        """Return the units of other stages that computed microbatches of these units."""
         stages = {unit.stage_index for unit in units}
         receipts = {receipt for unit in units for receipt in self.claims[unit]}
         return {
@@ -45,12 +45,12 @@ class ExaminedStep:
         }
 
     def said(self, unit: Unit) -> ClaimedWork:
-        """What a server committed to."""
+        """Return a server's commitment to its work."""
         ledger = self.ledgers[unit]
         report = ledger.report
         return ClaimedWork(self.claims[unit], ledger.origins, report.sum_digest or b"", report.touched)
 
     def differ(self, one: PeerId, other: PeerId) -> bool:
-        """Tell whether two servers' machines are of different kinds, or of one that never computes the same bits."""
+        """Return whether two servers' machines are of different kinds, or of a kind that does not repeat its bits."""
         kind = self.arithmetic.get(one)
         return kind != self.arithmetic.get(other) or kind in self.unrepeatable

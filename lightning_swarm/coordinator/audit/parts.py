@@ -1,4 +1,4 @@
-"""Has the means of a round checked, each step, before its record is decided."""
+"""Checks the means of each step's averaging round before the step's record is decided."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _DRAWS: Final = secrets.SystemRandom()
 
 @dataclass(eq=False)
 class CheckedMeans:
-    """What came of checking a round. It counts if nobody failed, and nobody is convicted."""
+    """The result of checking a round, which counts if no server failed and none is convicted."""
 
     failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that did not answer
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # servers that lied, and how
-    accused: dict[PeerId, str] = field(default_factory=dict)  # servers that most of a stage contradict, and why
-    squared_norms: list[float] = field(default_factory=list)  # of the stages' means
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # servers with false reports, and the reasons
+    accused: dict[PeerId, str] = field(default_factory=dict)  # servers that most of a stage contradict, and the reasons
+    squared_norms: list[float] = field(default_factory=list)  # squared norms of the stages' means
     parts: list[Sequence[bytes]] = field(default_factory=list)  # digests of each stage's mean; empty: it was replaced
 
     @property
@@ -64,13 +64,13 @@ class _CheckedRound:
     """A round whose means all servers hold."""
 
     closed: ReconciledStep
-    seed: int  # of the projections
-    audits: StepAudits | None  # of its sums
+    seed: int  # seed of the projections
+    audits: StepAudits | None  # audits of the round's sums
 
 
 @dataclass(frozen=True)
 class _StageAnswers:
-    """What the members of one stage answered, in the roster's order."""
+    """The answers of one stage's members, in the roster's order."""
 
     index: int
     answers: Mapping[PeerId, Answer]
@@ -78,7 +78,7 @@ class _StageAnswers:
 
 
 class MeanAudit:
-    """Asks servers for projections of their sums and means, and has an examination where these do not agree."""
+    """Asks servers for projections of their sums and means, and has a stage examined if they disagree."""
 
     def __init__(self, context: CoordinatorContext, servers: ServerCalls) -> None:
         self._run, self._events, self._servers = context.run, context.events, servers
@@ -112,7 +112,7 @@ class MeanAudit:
         rosters: Sequence[Sequence[PeerId]],
         answers: Sequence[dict[PeerId, Answer]],
     ) -> None:
-        """Enter a server's answers by stage; raise SwarmError if it gave none, or other ones."""
+        """Record a server's answers by stage; raise SwarmError if it gave none, or answers for other stages."""
         if isinstance(reply, SwarmError):
             raise reply
         held = [index for index, members in enumerate(rosters) if peer in members]
@@ -123,7 +123,7 @@ class MeanAudit:
             answers[answer.stage_index][peer] = answer
 
     def _scales(self, divisor: float, selection: Selection | None) -> list[StageScale]:
-        """For each stage, how its mean follows from the sums."""
+        """Return, for each stage, how its mean follows from the sums."""
         trained = trained_names(selection) if selection is not None else set[str]()
         scales = []
         for stage in self._run.manifest.stages:
@@ -132,13 +132,13 @@ class MeanAudit:
         return scales
 
     async def _check_stage(self, stage: _StageAnswers, round_: _CheckedRound, found: CheckedMeans) -> None:
-        """Have a stage examined if its projections do not agree or it is drawn, or else the sums of some members."""
+        """Have a stage examined if its projections disagree or it is drawn, or else the sums of some members."""
         index, answers, manifest = stage.index, stage.answers, self._run.manifest
         step = round_.closed.closing.step
-        # Trainers commit to nothing, and are trusted with what they hold.
+        # Trainers send no commitments, and are trusted with their stages.
         on_trainers = manifest.stages[index].on_trainers
         sound = on_trainers or is_sound([*answers.values()], stage.scale)
-        # Projections add elements up, so a small false one may hide in the rounding of larger ones beside it.
+        # Projections add up elements, so a small false element may hide in the rounding of larger elements.
         is_drawn = not on_trainers and _DRAWS.random() < (manifest.settings.audit_share or 0.0)
         drawn = self._doubtful(stage, round_.audits) if sound and not is_drawn else None
         norm, parts = agreed_norm([*answers.values()]), next(iter(answers.values())).parts
@@ -156,7 +156,7 @@ class MeanAudit:
         found.parts.append(parts)
 
     def _doubtful(self, stage: _StageAnswers, audits: StepAudits | None) -> list[PeerId]:
-        """Choose the members whose sums are fetched: nothing else binds what they say of them, here or before."""
+        """Choose the members whose sums are fetched, because nothing else verifies their reported projections."""
         index, answers = stage.index, stage.answers
         if self._run.manifest.stages[index].on_trainers or audits is None:
             return []
@@ -184,6 +184,6 @@ class MeanAudit:
 
 
 def _told(audits: StepAudits | None, unit: Unit) -> list[ToldSketch]:
-    """What a server said of its sum when that was audited."""
+    """Return the sketches that a server reported when its sum was audited."""
     told = audits.told.get(unit, []) if audits is not None else []
     return [ToldSketch(seed=seed, values=list(one.values)) for seed, one in told]

@@ -1,4 +1,4 @@
-"""Audits the sums of a step before they are averaged: screens all, has some computed again, and convicts who lies."""
+"""Audits a step's sums before they are averaged: screens all, has some computed again, and convicts on false work."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ from lightning_swarm.protocol.messages.wire import draw_challenge
 
 _log = logging.getLogger(__name__)
 
-# Of the audits in stages that the coordinator does not hold: it fetches the weights for its own, and so finds out also
-# where all others of a stage lie together.
+# Share of the audits in other stages that the coordinator's own server does, with weights that it fetches. So a stage
+# whose servers all collude is found out, too.
 _OWN_SHARE: Final = 1 / 16
 
-_MAX_CONTESTED: Final = 2  # closings in which a server may give trainers what is not claimed, before it is left out
+_MAX_CONTESTED: Final = 2  # closings in which a server's results may contradict claims, before it is excluded
 
 _FALSE_SUM: Final = WorkComparison(wrong=frozenset({"sum"}))
 
@@ -75,9 +75,9 @@ class StepAudits:
         self._own = servers.own
         codecs = Codecs.of(context.run.manifest.settings.compression)
         bits = [codec.bits for codec in (codecs.activations, codecs.gradients) if codec is not None]
-        self._codec_bits = min(bits, default=None)  # of what servers give to others
+        self._codec_bits = min(bits, default=None)  # per element between peers
         self._step = step
-        self._trained = trained  # the parameters that the step trains, by name
+        self._trained = trained  # names of the parameters that the step trains
         self._audits = AuditRun(servers, step, context.generation)
         self._standing: Standing = context.audit_memory.standing
         self._disputes: Counter[frozenset[Unit]] = context.audit_memory.disputes
@@ -85,20 +85,20 @@ class StepAudits:
         self._silences: Silences = context.audit_memory.silences
         self._refuted: Silences = context.audit_memory.refuted
         self._unrepeatable: set[str] = context.audit_memory.unrepeatable
-        self._passed: dict[Unit, tuple[object, ...]] = {}  # with what was claimed then
+        self._passed: dict[Unit, tuple[object, ...]] = {}  # unit -> its commitment when it passed
         self._auditors: dict[Unit, PeerId] = {}
-        self._due: set[Unit] = set()  # those that are audited in this step, until they have passed
+        self._due: set[Unit] = set()  # units to audit in this step, until they pass
         self._silent: set[PeerId] = set()
-        self._accusers: set[PeerId] = set()  # those whose accusations were refuted in this step
-        self._is_disturbed = False  # it closed before, and was not clean: all that is new is audited
+        self._accusers: set[PeerId] = set()  # auditors whose accusations were refuted in this step
+        self._is_disturbed = False  # an earlier closing was not clean, so all new sums are audited
         self.screen = StepScreen(step, context.audit_memory.histories)
-        self.is_kept = False  # a snapshot of what the step makes of the weights is due
-        # What servers said of their sums, by which seed; and whose work was computed again: their sums are looked at.
+        self.is_kept = False  # a snapshot of the weights after this step is due
+        # Unit -> (seed, reported sketch of its sum); and the audited units, whose sums are examined once more.
         self.told: defaultdict[Unit, list[tuple[int, StageProjection]]] = defaultdict(list)
         self.audited: set[Unit] = set()
 
     async def examine(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int) -> Verdict:
-        """Audit the sums that nobody looked into so far."""
+        """Audit the sums that are new or have changed since they passed."""
         verdict = Verdict()
         step = self._examined(ledgers, arithmetic, round_, verdict)
         fresh = {unit for unit, ledger in step.ledgers.items() if self._passed.get(unit) != _commitment(ledger)}
@@ -115,14 +115,14 @@ class StepAudits:
         disagreements = disagreeing(step.claims)
         results = await self._audits.results()
         contested = self._compare_given(step, results, disagreements, verdict)
-        # Lots of this closing: who had the step run again has seen whom the ones before hit.
+        # Each closing draws anew, because a server that forced another closing has seen the earlier draws.
         is_worth = is_worth_a_lie(self._step.step, self._run.manifest.max_steps, is_kept=self.is_kept)
         share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random, worth_a_lie=is_worth)
         drawn = {unit for unit in sorted(fresh) if self._is_disturbed or self._is_drawn(unit, share)}
         chosen = (self._due | suspects | drawn | contested | set[Unit]().union(*disagreements.values())) & fresh
         self._due |= chosen
         passed = await self._audit(step, chosen, verdict)
-        # A suspect that did what it should may have had false inputs; and who lies may not be alone.
+        # A cleared suspect may have had false inputs, and a convicted server may have accomplices.
         cleared = {unit for unit in suspects if unit in passed or unit.peer == self._own}
         others = fresh if verdict.convicted else fresh & step.sharing_with(cleared)
         passed |= await self._audit(step, others - chosen, verdict)
@@ -142,13 +142,13 @@ class StepAudits:
         return self._distrust_failed(verdict)
 
     def _distrust_failed(self, verdict: Verdict) -> Verdict:
-        """Audit servers as new ones that did not answer while they were audited: they may have had a reason."""
+        """Audit servers that did not answer as if they were new: their silence may have hidden false work."""
         for peer in verdict.failed:
             self._standing.passed.pop(peer, None)
         return verdict
 
     def _convict_idle(self, step: ExaminedStep, sums: Mapping[Unit, StageProjection], verdict: Verdict) -> None:
-        """Convict servers whose sums hold something, and that claim to have computed nothing."""
+        """Convict servers that claim no microbatches, but whose sums are not zero."""
         for unit, told in sums.items():
             if not step.claims[unit] and not told.is_nothing and unit.peer != self._own:
                 self._convict(unit, _FALSE_SUM, verdict, step)
@@ -160,12 +160,12 @@ class StepAudits:
         disagreements: Mapping[Receipt, set[Unit]],
         verdict: Verdict,
     ) -> set[Unit]:
-        """Compare what trainers were given at the ends of the pipeline with what is claimed of it.
+        """Compare the results that trainers got at both ends of the pipeline with the servers' claims.
 
-        Batches of which something else is claimed run again. Returns the servers that claim it.
+        Batches whose results contradict a claim run again. Returns the units with such claims.
         """
-        # Nobody is convicted by that. Who gave it may be gone, and its work done by another; or it computed something
-        # twice, because a neighbour had given it something false at first.
+        # A contradiction convicts no server. The server that sent the result may be gone, and its work replayed on
+        # another one. Or it computed a microbatch twice, because a neighbour first sent it a false input.
         contested, batches = set[Unit](), defaultdict[Unit, set[int]](set)
         last = max((unit.stage_index for unit in step.claims), default=0)
         for unit, claims in step.claims.items():
@@ -176,7 +176,7 @@ class StepAudits:
                     server, digest = results.given.get((direction, receipt), (unit.peer, said))
                     if digest != said and receipt not in disagreements:
                         contested.add(unit)
-                        # Who failed may have given the server that gave it something false.
+                        # A server that failed may have sent a false input to the server of the result.
                         for giver in results.replaced.get(receipt, {Unit(unit.stage_index, server)}):
                             batches[giver].add(receipt[0])
         for giver, firsts in batches.items():
@@ -185,12 +185,12 @@ class StepAudits:
         return contested
 
     def _contest(self, unit: Unit, firsts: set[int], step: ExaminedStep, verdict: Verdict) -> None:
-        """Have batches run again without a server that gave something else of them than is claimed."""
+        """Have batches run again without a server that sent other results of them than are claimed."""
         verdict.tainted |= firsts
         verdict.avoided.add(unit.peer)
         self._standing.passed.pop(unit.peer, None)
         reason = f"it gave something else of {len(firsts)} batches than is claimed"
-        self._contested[unit.peer] += 1  # also of another kind of machine, for that is its own word
+        self._contested[unit.peer] += 1  # on any kind of machine: no tolerance applies to its own values
         # A stage's only server stays, as the run needs it.
         if self._contested[unit.peer] > _MAX_CONTESTED and unit in step.claims and step.auditors_of(unit, ()):
             del self._contested[unit.peer]
@@ -213,13 +213,13 @@ class StepAudits:
                     verdict.failed[unit.peer] = error
         return ExaminedStep(held, claims, arithmetic, round_, self._unrepeatable)
 
-    # ------------------------------------------------------------------ whose work is audited
+    # ------------------------------------------------------------------ choice of audited work
 
     def _is_drawn(self, unit: Unit, share: float) -> bool:
         return self._standing.is_drawn(unit.peer, self._step.step, share, lots.random)
 
     def watch_fellows(self, convicted: PeerId) -> None:
-        """Audit all work for a while of those that came by the same invitation as a liar, or that it audited."""
+        """Audit servers more that share an invitation with a convicted server, or that it audited."""
         self._standing.doubt(convicted)
         used = [one.peers for one in self._run.invitations or () if convicted in one.peers]
         self._standing.watch({peer for peers in used for peer in peers} - {convicted}, self._step.step)
@@ -227,18 +227,18 @@ class StepAudits:
     # ------------------------------------------------------------------ audits
 
     async def _audit(self, step: ExaminedStep, units: Collection[Unit], verdict: Verdict) -> set[Unit]:
-        """Have servers' work computed again, and convict who lies; returns those that did what they claim."""
-        # The coordinator is a keeper: there is nobody to doubt it.
+        """Have servers' work computed again, and convict on false claims; return the units whose claims are true."""
+        # The coordinator is a keeper, and keepers are trusted.
         audited = sorted(unit for unit in units if unit.peer != self._own and step.claims[unit])
         assignments = self._assigned(step, audited, verdict)
         results = await self._audits.audit(assignments, step.round)
         self._take(results, verdict)
         passed = set()
         for one in assignments:
-            if one.unit.peer in verdict.failed:  # it has gone, and others compute its work again
+            if one.unit.peer in verdict.failed:  # it is gone, and other servers compute its work again
                 if (
                     error := results.failed.get(one.unit.peer)
-                ) is not None:  # or it was left out before, and answers still
+                ) is not None:  # None: it was excluded before, and still answers
                     self._note_silence(one.unit.peer, verdict, is_late=isinstance(error, ServerSilent))
                 continue
             if not results.lost.isdisjoint(one.receipts):
@@ -251,9 +251,9 @@ class StepAudits:
         return passed
 
     def _assigned(self, step: ExaminedStep, units: Sequence[Unit], verdict: Verdict) -> list[Assignment]:
-        """Give each server's work to one other server of its stage, or to the coordinator's own."""
-        # To one alone: of several, an accomplice could say what makes the others' sums come out right. And whoever they
-        # say that they are: liars would choose their auditors by that.
+        """Assign each server's work to one auditor: another server of its stage, or the coordinator's own."""
+        # Only one: of several auditors, an accomplice could report a value that makes a false total come out right.
+        # The reported kind of machine has no influence, or malicious servers could choose their auditors by it.
         found, loads = [], Counter[PeerId]()
         for unit in units:
             others = step.auditors_of(unit, verdict.convicted)
@@ -262,7 +262,7 @@ class StepAudits:
                 others = [self._own]
             auditor = min(lots.sample(others, len(others)), key=lambda peer: loads[peer])
             if self._disputes[_pair(unit, auditor)] >= MAX_UNPROVEN:
-                auditor = self._own  # drawn again, the audited could have all honest auditors replaced
+                auditor = self._own  # another draw would let the audited server replace all honest auditors
             loads[auditor] += len(step.claims[unit])
             found.append(self._assignment(step, unit, auditor))
         return found
@@ -271,7 +271,7 @@ class StepAudits:
         return Assignment(unit, auditor, list(step.claims[unit]), compare=step.differ(unit.peer, auditor))
 
     def _compare(self, step: ExaminedStep, one: Assignment, results: AuditResults) -> WorkComparison:
-        """Compare what a server claims with what an auditor found."""
+        """Compare a server's claims with an auditor's findings."""
         its, told = results.found.get((one.unit, one.auditor)), results.sums.get(one.unit)
         if its is None or told is None:
             return WorkComparison(is_whole=False)
@@ -279,12 +279,12 @@ class StepAudits:
         return compare(step.said(one.unit), its, told, tolerance=tolerance)
 
     def _tolerance(self, unit: Unit, found: AuditResult) -> WorkTolerance:
-        """How far results of machines of different kinds may be apart."""
+        """Return the tolerance between results of machines of different kinds."""
         dtype = sum_dtype(self._run.manifest.stages[unit.stage_index], self._trained)
         return WorkTolerance.around(found, self._codec_bits, dtype)
 
     def _take(self, results: AuditResults, verdict: Verdict) -> None:
-        """Take in who does not answer, and what the others said of their sums, to which they are held later."""
+        """Record silent servers, and the reported sketches, which must match the servers' sums later."""
         verdict.failed |= results.failed
         for unit, trainers in sorted(results.silent.items()):
             if unit.peer != self._own:
@@ -298,19 +298,19 @@ class StepAudits:
     async def _decide(
         self, step: ExaminedStep, one: Assignment, results: AuditResults, comparison: WorkComparison, verdict: Verdict
     ) -> bool:
-        """Have the coordinator's own server do the whole audit, and convict who lies; True: the audited did not."""
-        # Also where an auditor does nothing, or says that it was refused: it would let an accomplice pass.
+        """Repeat the audit on the coordinator's own server, and convict on false claims; return whether they hold."""
+        # Also if the auditor did nothing, or reported a refusal: it could thus cover an accomplice.
         unit, by_other, own, again = one.unit, one.auditor != self._own, one, results
         if by_other:
             own, again = await self._audit_itself(step, unit, verdict)
         mine = self._compare(step, own, again)
-        # Nobody is convicted for bits that the coordinator's own machine does not compute twice.
+        # No server is convicted for bits that the coordinator's own machine cannot repeat.
         if not own.compare and mine.rests_on_bits and not await self._repeats(step, own, again):
             by_other, (own, again) = False, await self._audit_itself(step, unit, verdict)
             mine = self._compare(step, own, again)
         if unit.peer in verdict.failed or not self._hear(step, unit, mine, verdict):
             return False
-        # An accusation for bits is void once machines of the kind are known never to compute the same.
+        # An accusation about bits is void once machines of this kind are known not to repeat them.
         if by_other and one.compare == step.differ(unit.peer, one.auditor):
             await self._judge_auditor(step, one, results, comparison, own, again, verdict)
         return unit.peer not in verdict.convicted
@@ -322,7 +322,7 @@ class StepAudits:
         return own, again
 
     async def _repeats(self, step: ExaminedStep, own: Assignment, again: AuditResults) -> bool:
-        """Return whether the coordinator's server finds the same once more; if not, remember its kind of machine."""
+        """Return whether the coordinator's server repeats its bits; if not, record its kind as unrepeatable."""
         about, said = (own.unit, self._own), step.said(own.unit)
         second = await self._audits.audit([own], step.round)
         pair = [results.found.get(about) for results in (again, second)]
@@ -344,8 +344,8 @@ class StepAudits:
         again: AuditResults,
         verdict: Verdict,
     ) -> None:
-        """Judge an auditor's accusation of a server that the coordinator's own server has cleared."""
-        # By the same seed as before, so that nobody is asked, and can answer otherwise, once more.
+        """Decide on an auditor's accusation of a server that the coordinator's own server has cleared."""
+        # Use the same seed as before, so that no server is asked again and could answer differently.
         unit, about = one.unit, (one.unit, self._own)
         found = (await self._audits.ask(again.order, [about], results.seed))[0].get(about)
         its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
@@ -360,14 +360,14 @@ class StepAudits:
                 self._follow_accusation(one, shown, verdict)
 
     def _follow_accusation(self, one: Assignment, shown: Accusation, verdict: Verdict) -> None:
-        """Hold a false accusation against the auditor that made it."""
+        """Apply the decision on an accusation to the auditor that made it."""
         unit, accuser = one.unit, one.auditor
         said = f"said as auditor that {unit.peer} had computed stage {unit.stage_index} falsely, which it had not"
         if shown is Accusation.FALSE:
             verdict.convicted[accuser] = said
         elif shown is Accusation.REFUTED:
             self._dispute(Unit(unit.stage_index, accuser), f"{said}, as {self._own} found")
-            if accuser in self._accusers:  # once in each step, for one that diverges has many results that differ
+            if accuser in self._accusers:  # counts once a step: a diverging step has many differing results
                 return
             self._accusers.add(accuser)
             number = self._refuted.note(accuser, self._step.step)
@@ -378,7 +378,7 @@ class StepAudits:
             self._dispute(unit, f"{accuser} found other results, or was given something else, and {self._own} did not")
 
     def _hear(self, step: ExaminedStep, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
-        """Take what the coordinator's own server found of a server's work; True: that did what it claims."""
+        """Apply the coordinator's own findings on a server's work; return whether its claims are true."""
         if comparison.wrong:
             self._convict(unit, comparison, verdict, step)
         elif not comparison.is_whole:
@@ -391,14 +391,14 @@ class StepAudits:
         return comparison.is_equal
 
     def _note_silence(self, peer: PeerId, verdict: Verdict, *, is_late: bool = False) -> None:
-        """Convict who falls silent under audit again and again: by that a liar would escape each of them.
+        """Convict a server that is silent under audit again and again, or it could escape every audit.
 
-        One that is `is_late` by seconds is only audited more: it is left out of the step, and for a while.
+        A server that only `is_late` by seconds is excluded for a while and audited more, but not convicted.
         """
-        if peer in self._silent:  # in this step, already
+        if peer in self._silent:  # already counted in this step
             return
         self._silent.add(peer)
-        # Machines and links fail now and then. A liar that is audited in each step has few lies left.
+        # Machines and links fail now and then, so one silence only has all work audited, which leaves few chances.
         self._standing.watch([peer], self._step.step)
         if is_late:
             return
@@ -407,17 +407,17 @@ class StepAudits:
             verdict.convicted[peer] = f"gave no answer {number} times while it was audited"
 
     def _note_silent_auditor(self, unit: Unit, trainers: Collection[PeerId]) -> None:
-        """Give a server no audits for a while that was silent as an auditor. That convicts nobody."""
+        """Assign no audits for a while to a server that was silent as an auditor, without convicting it."""
         self._dispute(unit, f"it audited nothing in time, as {' and '.join(sorted(trainers))} found")
         self._silences.note_auditor(unit.peer, self._step.step)
 
     def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: ExaminedStep) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"
-        if comparison.has_false_outputs:  # or it may have: of all that went through it nothing is sure
+        if comparison.has_false_outputs:  # or possibly: none of its batches is certain
             verdict.tainted |= step.batches_of(unit.peer)
 
     def _leave_out(self, peers: Iterable[PeerId], unit: Unit, reason: str, verdict: Verdict) -> None:
-        """Do without servers, none of which is convicted, for nobody can tell who is right."""
+        """Exclude servers without a conviction, because it is unknown which of them is right."""
         self._dispute(unit, reason)
         error = ProtocolError(f"its work of stage {unit.stage_index} is in dispute: {reason}")
         verdict.failed |= {peer: error for peer in peers if peer != self._own}
@@ -432,9 +432,9 @@ class StepAudits:
         replaced: Mapping[Receipt, Collection[Unit]],
         verdict: Verdict,
     ) -> None:
-        """Do without what two servers say different things of, where neither was convicted."""
+        """Strike the batches on which two servers make different claims, if neither was convicted."""
         pairs = defaultdict[frozenset[Unit], list[Receipt]](list)
-        between = defaultdict[Unit, set[int]](set)  # who gave one of two something, and failed: both may be honest
+        between = defaultdict[Unit, set[int]](set)  # failed server between two honest ones -> batches
         for receipt, units in disagreements.items():
             if any(unit.peer in verdict.convicted for unit in units):
                 continue
@@ -458,7 +458,7 @@ class StepAudits:
             verdict.tainted |= {first for first, _, _ in receipts}
             others = [unit.peer for unit in pair if unit.peer != self._own]
             verdict.avoided |= {*others}
-            # Else batches would run again and again. Of several pairs with one server, one suffices: it goes with that.
+            # Otherwise, batches would run again forever. If a server is in several pairs, excluding one pair suffices.
             is_there = verdict.failed.keys().isdisjoint(unit.peer for unit in pair)
             if self._disputes[pair] > 1 and is_there and all(sizes[unit.stage_index] > 1 for unit in pair):
                 sizes.subtract(unit.stage_index for unit in pair if unit.peer != self._own)
