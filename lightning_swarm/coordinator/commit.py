@@ -1,10 +1,10 @@
-"""The end of a step: freeze, average, decide, apply.
+"""Ends a step: freezes and averages the sums, has the record decided, and has servers apply it.
 
-A server that does not answer is left out of the rest of the step, and of the next roster by its record; what it held is
-computed again elsewhere (`step/reconcile.py`), and the round is repeated.
+A server that does not answer is excluded from the rest of the step, and the step's record removes it from the rosters.
+Its microbatches are replayed on other servers (`step/reconcile.py`), and the round is repeated.
 
-A record may also order a snapshot. A stage whose last server dies takes what that one held along, so a server of
-another stage keeps a copy of its snapshots, too.
+A record may also order a snapshot. Snapshots must outlive the last server of a stage, so a server of another stage
+keeps a copy, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from lightning_swarm.protocol.queries import (
 
 _log = logging.getLogger(__name__)
 
-_GIVEN_UP_AFTER: Final = 2.0  # intervals, for a snapshot that is not through
+_GIVEN_UP_AFTER: Final = 2.0  # intervals until an incomplete snapshot is replaced
 
 
 def choose_keepers(
@@ -72,10 +72,10 @@ def choose_keepers(
     *,
     has_standbys: bool = False,
 ) -> list[PeerId | None]:
-    """Choose for each stage a server that does not hold it itself, on another host where that is known. Pure.
+    """Choose for each stage a server outside it to keep its snapshots, on another host if possible. Pure.
 
-    None where there is no such server: whoever is alive then holds the stage. And for what trainers hold, unless the
-    run has standby leads: with the trainers the loop is gone, too, and nobody could go on.
+    None if all servers hold the stage. Also None for a stage on trainers, unless the run has standby leads: without
+    trainers the run has no loop with which to continue.
     """
     servers = sorted(
         {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
@@ -103,9 +103,9 @@ def agreed_snapshots(
     version: int,
     right: Sequence[PeerId] = (),
 ) -> list[HeldSnapshot]:
-    """Choose the snapshots of a version that most of a stage's `takers` took alike, and that no record knows. Pure.
+    """Return the new snapshots of a version on which most of a stage's `takers` agree. Pure.
 
-    If servers in `right` are among them, the snapshot is the one that the first of these took, whatever most say.
+    If servers in `right` are among the takers, the snapshot of the first of them counts instead of the majority's.
     """
     told = {(one.stage_index, one.version) for one in known}
     agreed = []
@@ -127,17 +127,17 @@ class SnapshotSchedule:
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run = context.transport, context.run
-        self._interval_s = context.limits.snapshot_interval  # at least, between two snapshots; None: there are none
+        self._interval_s = context.limits.snapshot_interval  # least seconds between snapshots; None: none
         settings = context.run.manifest.settings
-        # The older of two is kept until the next is through, so a run can go back by that many steps at least.
+        # The older of two snapshots is kept until the next is complete, so a run can go back by at least these steps.
         self._num_steps = (settings.steps_to_conviction or 1) if settings.goes_back else 1
         self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
-        self._last: tuple[int, float] | None = None  # its version, and when it was ordered
-        self.hosts: dict[PeerId, str] = {}  # machines of the servers, as far as they were asked
+        self._last: tuple[int, float] | None = None  # version and time of the newest order
+        self.hosts: dict[PeerId, str] = {}  # server -> host, for servers that were asked
 
     def is_due(self, servers: Sequence[PeerId]) -> bool:
         """Return whether a snapshot should be taken soon."""
-        if self._interval_s is None or len(servers) < 2:  # a run of one server has nobody to survive it
+        if self._interval_s is None or len(servers) < 2:  # no other server could keep a copy
             return False
         if self._last is None:
             return True
@@ -150,10 +150,10 @@ class SnapshotSchedule:
         told: Collection[HeldSnapshot],
         resumable: Collection[int] | None,
     ) -> SnapshotOrder | None:
-        """Make the order for the record of `step`; None: the servers take no snapshot then.
+        """Return the snapshot order for the record of `step`, or None if no snapshot is due.
 
-        `told` are the snapshots that records tell, this one, too. `resumable` are the versions that the lead's loop
-        could go on from; None: it does not tell.
+        `told` are the snapshots named by records up to this one. `resumable` are the versions from which the lead's
+        loop could continue; None: not reported.
         """
         at_s = now_s()
         servers = sorted({member.peer_id for roster in next_roster for member in roster})
@@ -161,13 +161,13 @@ class SnapshotSchedule:
             return None
         held: Held = await ask_held(self._transport, servers, timeout=self._timeout)
         if self._run.manifest.settings.is_audited:
-            held = only_told(held, told)  # others may be what nobody took
+            held = only_told(held, told)  # a snapshot without a record may be made up
         on_trainers = self._run.on_trainers
         through = newest_safe(held, next_roster, on_trainers)
         if self._last is not None and through != self._last[0]:
             if at_s < self._last[1] + self._interval_s * _GIVEN_UP_AFTER:
-                return None  # it is on its way still, and what is on its way takes bandwidth
-            _log.warning("The snapshot of version %d never came to be kept by all: a new one is taken.", self._last[0])
+                return None  # the last snapshot is still being copied, which takes bandwidth
+            _log.warning("The snapshot of version %d was not completed in time: a new one is taken.", self._last[0])
         self._last = (step + 1, at_s)
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
         keep = version_to_keep(held, next_roster, on_trainers, resumable)
@@ -187,7 +187,7 @@ class StepCommit:
         moves: PlannedMoves,
         trainers: TrainerHandlers,
         *,
-        fence: Callable[[OpenStep, Sequence[int]], None],  # has servers give up what is under way of struck batches
+        fence: Callable[[OpenStep, Sequence[int]], None],  # makes servers abandon calls of struck batches
     ) -> None:
         self._context = context
         self._run = context.run
@@ -200,21 +200,21 @@ class StepCommit:
         self._lead = trainers.lead
         self._fence = fence
         self._events = context.events
-        self._sums: SumReconciliation | None = None  # of the newest step that closed
-        self._someone_gone = False  # in the last step, whose record left the rosters as they were
-        self._differences: dict[PeerId, str] = {}  # of servers that are gone since then, because their weights differ
+        self._sums: SumReconciliation | None = None  # sums of the newest closed step
+        self._someone_gone = False  # a server was lost in the last, late step, whose record changed no roster
+        self._differences: dict[PeerId, str] = {}  # server lost in that step -> how its weights differ
 
     async def finish(
         self, step: OpenStep, selection: Selection | None, change: StepChange, *, late: bool = False
     ) -> Record | None:
-        """Decide the record of a step, whose batches are all through, and have the servers that are there apply it.
+        """Decide the record of a step whose batches are all complete, and have the present servers apply it.
 
-        A `late` step's record changes nobody's membership, for the next step takes batches meanwhile. `change` is
-        what the step began with. Returns None where batches were struck, and the step takes others. Raises SwarmError
-        if the record could not be decided.
+        A `late` step's record changes no membership, because the next step already takes batches. `change` is the
+        change with which the step began. Returns None if batches were struck and the step takes new ones. Raises
+        SwarmError if the record could not be decided.
         """
         begun = await self._context.proposer.prepare()
-        if begun is not None:  # what others proposed was finished before this peer came to coordinate
+        if begun is not None:  # earlier proposals were finished at this peer's takeover, so this is a rival's
             raise NotCoordinator(f"step {step.step} is not for this peer to decide: a voter accepted another's record")
         sums = self._sums_of(step, selection, late=late)
         while True:
@@ -257,9 +257,9 @@ class StepCommit:
     def _step_record(
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
     ) -> Record:
-        """A record that says how to step, and what snapshots are, and nothing else."""
+        """Return a record of the optimizer step and of finished snapshots, without changes of membership."""
         version, takers = self._run.ordered_snapshot or (0, ())
-        # Servers that joined since have none; nor is one waited for that is gone.
+        # Servers that joined later have no such snapshot, and servers that are gone are not waited for.
         there = [
             set(took) & set(present)
             for took, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
@@ -294,8 +294,8 @@ class StepCommit:
         gone: Collection[PeerId],
         convicted: Mapping[PeerId, str],
     ) -> Record:
-        """Add to a record what changes of the run's membership."""
-        # A keeper is trusted: what it computes is false where its machine is broken. It goes, and may come back.
+        """Add the changes of the run's membership to a record."""
+        # Keepers are trusted, so false work means a broken machine: they leave the run, but may join again.
         spared = {*self._run.convicted, *(self._run.keepers or ())}
         convicted = {peer: reason for peer, reason in convicted.items() if peer not in spared}
         gone = {*gone, *convicted}
@@ -343,17 +343,17 @@ class StepCommit:
         ]
 
     def _goes_back(self, step: int, convicted: Collection[PeerId]) -> bool:
-        """Tell whether the run goes back because of peers: it would undo something that nobody looked into."""
+        """Return whether the run must roll back, because unaudited work of convicted servers is in its weights."""
         settings, standing = self._run.manifest.settings, self._context.audit_memory.standing
         versions = {one.version for one in self._run.snapshots}
         version = next(iter(in_turn(versions, self._run.sound_version_after(step))), 0)
-        known = {*self._run.convicted, *convicted}  # who was convicted before may have audited who is now, and so on
+        known = {*self._run.convicted, *convicted}  # audits by convicted servers prove nothing
         return (
             settings.goes_back and bool(convicted) and any(standing.has_counted(peer, version, known) for peer in known)
         )
 
     def _new_keepers(self, newcomers: Sequence[Candidate]) -> Keepers:
-        """Return the newcomers that come by a keeper's certificate, and decide from the record on; unset: none."""
+        """Return the newcomers with a keeper's certificate, which may vote from this record on; unset if none."""
         run, transport = self._run, self._context.transport
         peers = [one.member.peer_id for one in newcomers if not run.decides(one.member.peer_id)]
         room = MAX_KEEPERS - len(run.keepers or ())
@@ -363,7 +363,7 @@ class StepCommit:
         return unrecorded(self._run.bans, self._context.transport.bans)
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
-        """Return the sums of a step. One that closes again keeps its lost servers and its count of rounds."""
+        """Return the reconciliation of a step; a step that closes again keeps its lost servers and round numbers."""
         if self._sums is None or not self._sums.are_of(step):
             self._sums = SumReconciliation(
                 self._context,
@@ -381,7 +381,7 @@ class StepCommit:
     async def _average(
         self, sums: SumReconciliation, closed: ReconciledStep, change: StepChange, *, late: bool
     ) -> float | None:
-        """Average; the squared norm of the mean gradient over all stages, or None to repeat the round without some."""
+        """Average, and return the mean gradient's squared norm over all stages; None if the round must be repeated."""
         closing = closed.closing
         listening = [] if late else self._server_membership.listen(closed, change)
         choose = partial(self._choose_blamed, closing, ())
@@ -398,7 +398,7 @@ class StepCommit:
             )
             return add_up(squared_norm for _, _, squared_norm in parts)
         for task in listening:
-            task.cancel()  # they missed nothing
+            task.cancel()  # a failed round does not count as missed
         self._blame(sums.step_servers, closing, failed, answered)
         return None
 
@@ -409,11 +409,11 @@ class StepCommit:
         selection: Selection | None,
         listening: Sequence[asyncio.Task[None]],
     ) -> float | None:
-        """Have the means of a round checked; returns what `_average` does, which goes by no server's own word."""
+        """Check the means of a round, and return the squared norm like `_average`, but trust no server's report."""
         closing, checked = closed.closing, await self._means.check(closed, selection, sums.audits)
         if checked.counts:
             for peer in sorted(checked.accused.keys() - {self._servers.own}):
-                # Its sum counts: all see what it committed to. It stays where it has the only copy of a stage.
+                # Its sum still counts, because it committed to that sum. A server with a stage's only copy stays.
                 rosters = sums.step_servers.rosters
                 if not alone_in(rosters, peer, {member.peer_id for roster in rosters for member in roster}):
                     sums.step_servers.lose(peer, StepError(checked.accused[peer]))
@@ -437,7 +437,7 @@ class StepCommit:
         failed: Mapping[PeerId, SwarmError],
         answered: Mapping[PeerId, AverageReply],
     ) -> None:
-        """Suspect the servers due to which a round failed."""
+        """Suspect the servers that made a round fail."""
         failures = [*map(str, failed.values()), *(reply.failure for reply in answered.values())]
         reason = "; ".join(filter(None, failures))
         self._events.note("round_repeated", step=closing.step, reason=reason)
@@ -456,9 +456,9 @@ class StepCommit:
     def _choose_blamed(
         self, closing: Closing, failed: Collection[PeerId], unreached: Mapping[PeerId, Collection[PeerId]]
     ) -> list[PeerId]:
-        """Choose the servers that a round failed by, of those without an answer and the peers that others missed."""
+        """Choose the servers to blame for a failed round, by missing answers and by reports of unreached peers."""
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
-        # Stages that have parameters in common hear of each other, too.
+        # Servers of stages that share parameters also exchange gradients, so they can accuse each other.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
         is_audited, believed = self._run.manifest.settings.is_audited, self._run.believed
         return choose_blamed(

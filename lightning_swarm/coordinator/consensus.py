@@ -1,9 +1,9 @@
 """Deciding a record: a majority of the previous record's voters accepted it under one term.
 
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
-voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a record can be
-applied only by those that hold its round's. So before a new coordinator has a round of its own averaged, a majority
-notes that whatever lower terms proposed for the slot is dead, although some voter may have accepted it.
+voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a server can
+apply a record only with its round's. So before a new coordinator has a round of its own averaged, a majority records
+that all proposals of lower terms for the slot are dead, although some voter may have accepted one.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from lightning_swarm.protocol.methods import PREPARE, PROPOSE
 from lightning_swarm.protocol.run_state import RunState
 
 MAX_STEP: Final = 64
-"""The most by which a term's number may exceed all that a voter knows: numbers end, and nobody may use them up."""
+"""The most by which a term's number may exceed all numbers that a voter knows, so that no peer uses them all up."""
 
-_MAX_BURST: Final = 8  # new terms of one candidate; two that stand against each other may need some at once
+_MAX_BURST: Final = 8  # new terms of one candidate in quick succession: rival candidates may need several
 
 Slot = tuple[int, int]
 """``(run generation, step)``: later ones compare higher."""
 
 
 class Voter:
-    """One vote, in one life of its process: calls to another life are refused, for what that accepted is forgotten."""
+    """A voter in one life of its process. Calls to an earlier life are refused, because its votes are forgotten."""
 
     def __init__(self, boot_id: int, *, pace_s: float = 0.0) -> None:
         self._boot_id = boot_id
-        self._pace_s = pace_s  # between new terms of one candidate, on average; 0: no limit
+        self._pace_s = pace_s  # average seconds between new terms of one candidate; 0: no limit
         self.void_promises()
 
     def void_promises(self) -> None:
         """Forget all promises: their run is over, and the next run's slots are of a later generation."""
-        self.term = NO_TERM  # the highest one that it promised, or that its server follows
-        self._reached = 0  # numbers up to this one were asked for, step by step
-        self._due_s: dict[str, float] = {}  # by candidate: when all its terms would have come at the given pace
-        self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
-        # From a slot on, what is below a term is dead. Two are kept, for the newer one may be of a slot too early.
+        self.term = NO_TERM  # the highest term that it promised, or that its server follows
+        self._reached = 0  # the limit up to which repeated requests have come
+        self._due_s: dict[str, float] = {}  # candidate -> when all its terms are due at the average pace
+        self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: earlier slots are decided
+        # (slot, term): from the slot on, lower terms are dead. Two, because the newer one may be of a slot too early.
         self._fences: list[tuple[Slot, Term]] = [((-1, 0), NO_TERM)]
 
     def promise(self, request: Prepare) -> Promise:
-        """Promise to accept nothing of a lower term; refuse if its number was promised or the slot decided."""
+        """Promise to accept no record of a lower term; refuse if the number was promised or the slot decided."""
         self._check_life(request.boot_id)
         slot = (request.generation, request.step)
         if self._is_decided(slot):
@@ -63,7 +63,7 @@ class Voter:
             return Promise(promised=False, term=self.term)
         self.term = request.term
         if request.fence:
-            # No term before was higher, so a fence of this slot or a later one tells nothing beside it.
+            # No earlier term was higher, so this fence replaces the fences of this slot and of later slots.
             self._fences = [*(one for one in self._fences if one[0] < slot), (slot, request.term)][-2:]
         known = self._accepted.get(slot)
         accepted = None if known is None else Accepted(term=known[0], record=decode(known[1], Record))
@@ -71,7 +71,7 @@ class Voter:
         return Promise(promised=True, term=self.term, accepted=accepted, fence=fence)
 
     def consider(self, proposal: Proposal) -> Vote:
-        """Accept the record; or refuse it, if its term is too low or has another record, or the step was decided."""
+        """Accept the record, unless its term is too low or has another record, or the step was decided."""
         self._check_life(proposal.boot_id)
         body = encode(proposal.record)
         slot = slot_of(proposal.record)
@@ -80,26 +80,26 @@ class Voter:
         if self._refuses(proposal.term) or self._is_decided(slot) or rival or self._hurries(proposal.term):
             return Vote(accepted=False, term=self.term)
         self.term = proposal.term
-        # Older records were decided before this one could be proposed, so of them only the place is remembered.
+        # Older records were decided before this one could be proposed, so they are forgotten.
         self._accepted = {slot: (proposal.term, body)}
         return Vote(accepted=True, term=self.term)
 
     def follow(self, term: Term) -> None:
-        """Promise nothing to lower terms than the one that the voter's server follows."""
-        self._due_s.clear()  # an election came to its end
+        """Promise nothing to terms below the term that the voter's server follows."""
+        self._due_s.clear()  # the election is over
         self.term = max(self.term, term)
 
     @property
     def highest_number(self) -> int:
-        """The highest number that a term may have which this voter promises next."""
+        """The highest number of a term that this voter would promise next."""
         return max(self.term[0], self._reached) + MAX_STEP
 
     def _hurries(self, term: Term) -> bool:
-        """Return whether a term's number is too far above those known here, or its candidate had another just now."""
+        """Return whether a term's number is too far above known numbers, or its candidate has had too many terms."""
         if term == self.term:
             return False
-        # Each new term may end what another candidate has begun, and numbers that one voter alone knows of take the
-        # others long to reach: so no candidate has more of them in a while than the others together can make good.
+        # A new term may abort another candidate's election. If one voter alone knows a high number, other voters need
+        # long to reach it. So each candidate gets its terms at a pace that the other voters can keep up with.
         if self._pace_s > 0.0:
             at_s = now_s()
             due_s = max(self._due_s.get(term[1], at_s), at_s)
@@ -108,18 +108,18 @@ class Voter:
             self._due_s[term[1]] = due_s + self._pace_s
         if term[0] <= self.highest_number:
             return False
-        # Asked again it gets there: the others may have gone on without this voter.
+        # Repeated requests raise the limit, because the other voters may have gone on without this voter.
         self._reached = self.highest_number
         return True
 
     def _refuses(self, term: Term) -> bool:
-        """Return whether a term is lower, or another one of the same number."""
-        # Coordinators are told apart by their numbers: rounds, leases and places begin at multiples of it.
+        """Return whether a term is lower, or another term of the same number."""
+        # No two coordinators may have the same number, because rounds, leases and places begin at multiples of it.
         return term != self.term and term[0] <= self.term[0]
 
     def _is_decided(self, slot: Slot) -> bool:
-        """Return whether a later slot was proposed for, or two were fenced: nobody does that before it is decided."""
-        # One fence proves nothing, for it may be that of a proposer which is a slot ahead of this voter, or lies.
+        """Return whether a later slot has a proposal, or two have fences; both come only after a slot is decided."""
+        # One fence proves nothing, because its proposer may be a slot ahead of this voter, or malicious.
         is_fenced = len(self._fences) > 1 and slot < self._fences[0][0]
         return is_fenced or any(slot < later for later in self._accepted)
 
@@ -135,22 +135,22 @@ class Ballot:
 
     def __init__(
         self,
-        term: Term,  # no two lives of a peer share one
+        term: Term,  # unique to one life of a peer
         slot: Slot,
-        voters: Sequence[Member],  # those of the record before
+        voters: Sequence[Member],  # voters that the record before named
         *,
-        promised: Collection[Member] = (),  # these two: in an earlier slot, and it holds for this one
+        promised: Collection[Member] = (),  # promises and fences of an earlier slot that still hold
         fenced: Collection[Member] = (),
     ) -> None:
         self.term = term
         self.slot = slot
         self.voters = tuple(voters)
-        self.rival: Term | None = None  # of this number or a higher one, that a voter knows of
-        self.behind = False  # a voter says that the slot was decided without this proposer
+        self.rival: Term | None = None  # a voter knows it, and its number is not lower
+        self.behind = False  # a voter reports that the slot was decided without this proposer
         self._refused: set[Member] = set()
-        self._numbers: dict[Member, int] = {}  # of the terms in this one's way; 0: none
-        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: it binds, and tells nothing
-        self._settled = False  # what is to be finished, or that nothing is: other voters have heard of it
+        self._numbers: dict[Member, int] = {}  # voter -> number of a rival term; 0: none
+        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: still valid
+        self._settled = False  # a request was sent that depends on the record to finish
         self._fenced = set(fenced)
         self._proposed: bytes | None = None
         self._votes: set[Member] = set()
@@ -164,14 +164,14 @@ class Ballot:
         return Prepare(term=self.term, boot_id=voter.boot_id, generation=generation, step=step, fence=fence)
 
     def hear_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
-        """Take in the answer to `prepare`."""
+        """Record a voter's answer to `prepare`."""
         if promise.behind:
-            # If a majority promises all the same, it says what was decided.
+            # If a majority still promises, its promises have the decided record.
             self.behind = True
             self._refused.add(voter)
         if not self._counts(voter, promise.promised, promise.term):
             return
-        # What a majority accepted settles what is to be finished; what others did changes it no more.
+        # The first majority determines the record to finish, and later promises must not change it.
         self._promises.setdefault(voter, None if self._settled else promise)
         if fence:
             self._fenced.add(voter)
@@ -183,13 +183,13 @@ class Ballot:
 
     @property
     def chosen(self) -> Record | None:
-        """Once `prepared`: the record that must be finished; None: none can have been decided, and none will be."""
+        """The record that must be finished, once `prepared`; None: no lower term has decided one, or ever will."""
         accepted = [one for one in self._accepted if one.term >= self._fence]
         return max(accepted, key=lambda one: one.term).record if accepted else None
 
     @property
     def doubtful(self) -> bool:
-        """Return whether a fence voids what a voter accepted, on the word of fewer voters than could be heard."""
+        """Return whether a fence voids an accepted record, although some voters may still answer."""
         is_void = any(one.term < self._fence for one in self._accepted)
         return is_void and self.chosen is None and not self._settled and len(self._heard) < len(self.voters)
 
@@ -203,9 +203,9 @@ class Ballot:
 
     @property
     def _fence(self) -> Term:
-        """The highest term that a majority may have fenced the slot under, as far as is heard."""
-        # Who began a round was told so by a majority. All of it but those that were not heard say so again, and what
-        # fewer say is the fence of a proposer that never began, or a lie.
+        """The highest term under which a majority may have fenced the slot, by the answers so far."""
+        # Before a proposer begins a round, a majority notes its fence, and reports it now except for silent voters. A
+        # fence with fewer reports is false, or of a proposer that never began.
         fences = sorted((promise.fence for promise in self._heard), reverse=True)
         least = len(self.voters) // 2 + 1 - (len(self.voters) - len(fences))
         return fences[max(least, 1) - 1] if fences else NO_TERM
@@ -216,7 +216,7 @@ class Ballot:
         return self._is_majority(self._fenced)
 
     def proposal(self, voter: Member, record: Record) -> Proposal:
-        """Make the second request to a voter; raise ProtocolError if it is too early, or another record."""
+        """Make the second request to a voter; raise ProtocolError if it is too early or another record is due."""
         body = encode(record)
         chosen = self.chosen
         free = self.may_begin if chosen is None else encode(chosen) == body
@@ -226,7 +226,7 @@ class Ballot:
         return Proposal(term=self.term, boot_id=voter.boot_id, record=record)
 
     def hear_vote(self, voter: Member, vote: Vote) -> None:
-        """Take in the answer to `proposal`."""
+        """Record a voter's answer to `proposal`."""
         if self._counts(voter, vote.accepted, vote.term):
             self._votes.add(voter)
 
@@ -242,8 +242,8 @@ class Ballot:
 
     @property
     def number_in_the_way(self) -> int:
-        """The least number that a majority of those that were heard would not promise any more; 0: it would any."""
-        # One voter may say what it likes of its term: the others are enough, unless too few of them answer.
+        """The number above which a majority would promise any term, by the answers so far; 0: none is in the way."""
+        # A single voter may report any number; the other voters suffice, unless too few of them answer.
         numbers = sorted(self._numbers.values())
         return numbers[min(len(self.voters) // 2, len(numbers) - 1)] if numbers else 0
 
@@ -266,7 +266,7 @@ class Ballot:
 
 
 def slot_of(record: Record) -> Slot:
-    """Which slot the record is for."""
+    """Return the slot of a record."""
     return (record.closing.generation, record.step)
 
 
@@ -274,7 +274,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T", bound=WireMessage)
 
 _RETRY_S: Final = 1.0
-_GRACE_S: Final = 2.0  # for voters that may be gone, where the others do without them
+_GRACE_S: Final = 2.0  # seconds for slow voters, once a majority has answered
 _LOG_EVERY_S: Final = 60.0
 
 
@@ -282,12 +282,12 @@ def serve(
     voter: Voter,
     transport: Transport,
     may_propose: Callable[[PeerId], bool],
-    # Whether the voter misses the coordinator, or that one hands over.
+    # Whether the voter misses the coordinator, or the coordinator hands over.
     may_succeed: Callable[[PeerId], Awaitable[bool]],
     check_slot: Callable[[int, int], None],  # raises if no slot of this generation and step can be open
     check_record: Callable[[Record], Awaitable[None]],  # raises if the voter can tell that a record is wrong
 ) -> None:
-    """Answer proposers who may be one; the term must be the caller's own."""
+    """Answer proposers that may propose; the term must be the caller's own."""
 
     async def check(caller: PeerId, term: Term) -> None:
         if not may_propose(caller):
@@ -321,11 +321,11 @@ class Proposer:
     def __init__(
         self,
         transport: Transport,
-        run: RunState,  # as the coordinator's own server knows it: its voters decide its open step
+        run: RunState,  # state of the coordinator's own server; its voters decide its open step
         term: Term,
         *,
         timeout: float,  # seconds that a voter has to answer
-        patience_s: float,  # for which the voters are asked again while a majority does not answer
+        patience_s: float,  # seconds for which voters are asked again until a majority answers
         events: EventLog,
         check_record: Callable[[Record], None],
     ) -> None:
@@ -334,7 +334,7 @@ class Proposer:
         self._timeout, self._patience_s = timeout, patience_s
         self._ballot: Ballot | None = None
         self.term = term
-        self.first_round = (term[0] - 1) << 20  # in each step: beyond those of all lower terms, and nobody else's
+        self.first_round = (term[0] - 1) << 20  # number of its first round in a step, above all lower terms' rounds
 
     @property
     def number_in_the_way(self) -> int:
@@ -342,7 +342,7 @@ class Proposer:
         return 0 if self._ballot is None else self._ballot.number_in_the_way
 
     async def prepare(self) -> Record | None:
-        """Get the right to work towards the open step's record, or return what another coordinator began to decide."""
+        """Get the right to work towards the open step's record, or return a record that another coordinator began."""
         # This comes before any round of averaging, and is cheap when repeated.
         slot = (self._run.manifest.generation, self._run.version)
         if self._ballot is None:
@@ -376,8 +376,8 @@ class Proposer:
             ballot.hear_promise(voter, self._checked(ballot, voter, promise), fence=fence)
 
     def _checked(self, ballot: Ballot, voter: Member, promise: Promise) -> Promise:
-        """Take no notice of a fence or a record that no voter can have had: other records would never be decided."""
-        if promise.fence > ballot.term:  # who noted it promises lower terms nothing
+        """Ignore a fence or a record that no honest voter can have, because it would block all other records."""
+        if promise.fence > ballot.term:  # a voter with this fence promises nothing to lower terms
             _log.warning("Voter %s promises what its fence %s forbids", voter.peer_id, promise.fence)
             promise = replaced(promise, fence=NO_TERM)
         if promise.accepted is None:
@@ -403,14 +403,14 @@ class Proposer:
         try:
             body = await self._transport.call(voter.peer_id, method, encode(request), timeout=self._timeout)
             return decode(body, kind)
-        except SwarmError as error:  # whatever is wrong with one voter, a majority of the others decides
+        except SwarmError as error:  # a majority of the other voters can still decide
             _log.info("Voter %s did not answer %s: %s", voter.peer_id, method, error)
             return None
 
     async def _until(
         self, ballot: Ballot, what: str, reached: Callable[[], bool], ask: Callable[[Member], Coroutine[Any, Any, None]]
     ) -> None:
-        """Ask the voters until a majority did so; raise NotCoordinator if a higher term has them, or StepError."""
+        """Ask the voters until a majority agrees; raise NotCoordinator if a rival term has them, or StepError."""
         step, names = ballot.slot[1], ", ".join(one.peer_id for one in ballot.voters)
         deadline_s = now_s() + self._patience_s
         paused, logged_s = False, now_s()
@@ -419,7 +419,7 @@ class Proposer:
             if reached():
                 break
             if ballot.lost or ballot.behind or ballot.rival is not None:
-                # Who has promised another term may be who is missing, and does not come back to this one.
+                # A voter that promised a rival term does not come back, and may be the one that the majority lacks.
                 rival = "another one" if ballot.rival is None else f"{ballot.rival}, which a voter has promised"
                 raise NotCoordinator(f"step {step} is not for the term {self.term} to decide, but for {rival}")
             if now_s() >= deadline_s:
@@ -442,7 +442,7 @@ class Proposer:
 async def _ask_all(
     ballot: Ballot, reached: Callable[[], bool], ask: Callable[[Member], Coroutine[Any, Any, None]]
 ) -> None:
-    """Ask all voters at once; the last ones' answers are not waited for when they can change nothing."""
+    """Ask all voters at once, and stop waiting when further answers can change nothing."""
     async with asyncio.TaskGroup() as group:
         asking = {group.create_task(ask(voter)) for voter in ballot.voters}
         while asking and not reached() and not ballot.lost:

@@ -1,4 +1,4 @@
-"""A voter's check of a record: it refuses what it can tell to be wrong, whatever the coordinator says."""
+"""Checks a record for a voter, which refuses any record that contradicts its own state of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_swarm.protocol.run_state import RunState
 
 
 def check_record(run: RunState, record: Record) -> None:
-    """Refuse a record of the open step that cannot follow from the run, as it is known here."""
+    """Refuse a record of the open step that cannot follow from the run's state on this server."""
     run.check_generation(record.closing.generation)
     if record.step != run.version:
         raise ProtocolError(f"step {run.version} is decided next here, got a record of step {record.step}")
@@ -62,7 +62,7 @@ def _check_servers(run: RunState, record: Record) -> None:
 
 
 def _check_voters(run: RunState, record: Record) -> None:
-    """Voters are members, an odd number, and go on voting as long as they are there; where keepers decide, keepers."""
+    """Refuse voters unless they are an odd number of members that may vote, and include all present voters."""
     after = run.members_after(record)
     members = set(electorate(after.rosters, run.on_trainers, after.keepers))
     if not members:
@@ -82,7 +82,7 @@ def _check_voters(run: RunState, record: Record) -> None:
 
 
 def _check_trainers(run: RunState, record: Record) -> None:
-    """Refuse trainers that come or go where the run takes none, and a record without the lead."""
+    """Refuse changes to a fixed set of trainers, false enlistments, and a record that retires the lead."""
     manifest, trainers = run.manifest, set(run.trainers)
     enlisted, retired = set(record.enlisted), set(record.retired)
     if (enlisted or retired) and not manifest.open_to_trainers:
@@ -98,7 +98,7 @@ def _check_trainers(run: RunState, record: Record) -> None:
 
 
 def _check_snapshots(run: RunState, record: Record) -> None:
-    """Refuse the hash of a snapshot that was told before, or whose version is still to come."""
+    """Refuse the digest of a snapshot that is in an earlier record, or whose version does not exist yet."""
     told = [(one.stage_index, one.version) for one in record.snapshots or ()]
     for index, version in told:
         if index >= len(run.rosters) or not run.manifest.first_step < version <= record.step:

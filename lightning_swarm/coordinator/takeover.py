@@ -1,4 +1,4 @@
-"""Questions of a new coordinator: to servers, how far they are and whom they follow; to trainers, what they have."""
+"""Rebuilds a new coordinator's step state from trainers' reports, and appoints a standby if the lead is gone."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 async def gather_step_state(
     transport: Transport, run: RunState, change: StepChange, *, timeout: float, max_metric_bytes: int
 ) -> StepState:
-    """Rebuild the step state from what the trainers report. Batches of silent trainers count nowhere."""
-    # In `run`, as the new coordinator's server knows it, nothing that was accepted is left to be finished. `change`
-    # is what the open step began with there.
+    """Rebuild the step state from the trainers' reports. Batches of silent trainers count nowhere."""
+    # `run` is the state of the new coordinator's server, with no accepted record left to finish. `change` is the
+    # change with which the open step began there.
     request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
-    trainers = list(run.trainers)  # who does not answer now may register yet
+    trainers = list(run.trainers)  # a trainer that does not answer now may register later
     read = partial(decode, kind=ReportReply)
     reports = await call_each(transport, trainers, REPORT, request, read, timeout=timeout)
     if silent := [trainer for trainer in trainers if trainer not in reports]:
@@ -52,7 +52,7 @@ async def gather_step_state(
 async def fetch_metrics(
     transport: Transport, reports: Mapping[PeerId, ReportReply], *, timeout: float, max_bytes: int
 ) -> dict[tuple[int, int], Message]:
-    """Fetch the metrics that came with batches, by step and lease: of each trainer, `max_bytes` within `timeout`."""
+    """Fetch the batches' metrics, by step and lease; at most `max_bytes` and `timeout` seconds for each trainer."""
     found: dict[tuple[int, int], Message] = {}
 
     async def fetch(trainer: PeerId, leases: Sequence[Lease]) -> None:
@@ -107,12 +107,12 @@ def rebuild(
             if lease.grant.step == step.step:
                 step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
         step.strike_others()
-        if not complete:  # places may be in use that nobody here knows of; new ones begin far beyond them
+        if not complete:  # unreported places may be in use; new places begin far beyond them
             step.skip_to(run.term[0] << 32)
         if step.step in closed:
             step.ask_to_close(closed[step.step])
     due, open_ = (steps[0], steps[-1]) if steps[-1].begun and len(steps) > 1 else (None, steps[0])
-    if due is not None:  # all of its batches were through, for the next step had opened
+    if due is not None:  # all its batches were complete, because the next step had opened
         due.sealed = True
         due.settle()
     return StepState(
@@ -127,7 +127,7 @@ def rebuild(
 def _outcome(
     run: RunState, leases: Sequence[tuple[PeerId, Lease]], metrics: Mapping[tuple[int, int], Message]
 ) -> StepOutcome:
-    """Make the outcome of the newest record, with what the other trainers logged of the batches that it counts."""
+    """Make the outcome of the newest record, with the other trainers' logs and metrics of the counted batches."""
     record = run.newest
     if record is None:
         return StepOutcome()
@@ -143,14 +143,14 @@ def _outcome(
     return StepOutcome(record, logs, {first: one for first, one in found.items() if one is not None})
 
 
-# Succession of the lead. A peer that holds the state of the lead's loop rolls the run back, to the newest snapshot
-# of all stages and of the loop. The coordinator names it to all servers; from then on they release the run on its word.
-# It begins the next generation only if a majority of the voters heard its name: they vote for no record of the old one.
-# Each message may be lost, and a coordinator may fall silent between two, so naming a peer again changes nothing.
+# Failover. A standby with the state of the lead's loop rolls the run back to the newest snapshot of all stages and of
+# the loop. The coordinator names the standby to all servers, which then follow it as the lead. The next generation
+# begins only if a majority of the voters got the name, because they vote for no more records of the old generation.
+# Messages may be lost, and the coordinator may die between two, so naming the same standby again changes nothing.
 def choose_standby_lead(
     held: Held, candidates: Sequence[PeerId], num_stages: int, sound: int | None = None
 ) -> tuple[PeerId, int] | None:
-    """Choose who leads on from which version: the first whole one `in_turn`, and the first that has its loop. Pure."""
+    """Choose the next lead and its version: the first complete one `in_turn`, and a candidate with its loop. Pure."""
     loops = {peer: set(held[peer].loops or ()) for peer in candidates if peer in held}
     for version in in_turn(set().union(*loops.values()), sound):
         if all(holders_of(held, version, index) for index in range(num_stages)):
@@ -159,7 +159,7 @@ def choose_standby_lead(
 
 
 def seniority(run: RunState) -> list[PeerId]:
-    """List the servers that may lead a run, the oldest first: newcomers are the last of their rosters. Pure."""
+    """List the servers that may lead a run, the oldest first. Newcomers are last in their rosters. Pure."""
     longest = max(map(len, run.rosters))
     oldest_first = (roster[place] for place in range(longest) for roster in run.rosters if place < len(roster))
     return list(dict.fromkeys(member.peer_id for member in oldest_first if run.decides(member.peer_id)))
@@ -171,18 +171,18 @@ def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
 
 
 async def appoint(transport: Transport, run: RunState, *, timeout: float, is_last: bool = False) -> str:
-    """Have a peer take the run over. Returns why none does; "" if one was told to.
+    """Appoint a standby as the lead; return why there is none, or "" if it was notified.
 
-    A peer that was named before is not passed over while it lives, unless this is the last time that anybody is asked.
+    A standby that was named before stays the choice while it is alive, except in the last attempt.
     """
     generation = run.manifest.generation  # the run may be rolled back meanwhile
     held = await ask_held(transport, run.servers, timeout=timeout)
-    # Who was named before may have heard of it, or others may have: then it is that one, while it can.
+    # The standby that was named before, or some servers, may have got its name, so it stays the choice while it can.
     named = [run.manifest.lead] if run.is_rolling_back else []
     if not named:
         held.pop(run.manifest.lead, None)
     for former in run.manifest.former_leads or ():
-        held.pop(former, None)  # it would not hear that it was replaced
+        held.pop(former, None)  # a former lead must learn that it was replaced, so it does not lead again
     num_stages = len(run.rosters)
     chosen = choose_standby_lead(held, named, num_stages, run.sound_version)
     if chosen is None and named and not is_last and await alive_among(transport, named, timeout=timeout):
@@ -190,10 +190,10 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
         return f"{named[0]}, which was named to take it over, lives, and what it needs was not all reported"
     chosen = chosen or choose_standby_lead(held, seniority(run), num_stages, run.sound_version)
     if chosen is None:
-        found = "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
+        found = "no live peer has the state of its loop, and a snapshot of all stages to go with it"
         return f"{found}{run.keepers_remedy}"
     standby, version = chosen
-    if not has_majority(run, list(held)):  # before anybody hears its name
+    if not has_majority(run, list(held)):  # before any server gets its name
         return _no_majority(run, standby)
     body = encode(InheritRequest(generation=generation, new_lead=standby, first_step=version))
     others = [peer for peer in held if peer != standby]

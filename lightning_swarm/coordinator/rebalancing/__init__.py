@@ -1,1 +1,1 @@
-"""Peers move to the stages where they are needed: `policy.py` says which ones, and where to."""
+"""Moves servers to the stages that need them; `policy.py` chooses the servers and their new stages."""

@@ -25,8 +25,8 @@ LEAD_S = 100.0
 SILENCE_S = 10.0
 LIMITS = Limits(call_timeout=30.0, silence_timeout=SILENCE_S, lead_timeout=LEAD_S)
 WHY = (
-    r"the run is over: the lead trainer was not heard of for 100 s, and nobody takes it over: nobody who "
-    r"lives has what its loop was at.*Start the run again with `ckpt_path`.*Raise `Limits"
+    r"the run is over: the lead trainer was not heard of for 100 s, and nobody takes it over: no live "
+    r"peer has the state of its loop.*Start the run again with `ckpt_path`.*Raise `Limits"
 )
 
 
