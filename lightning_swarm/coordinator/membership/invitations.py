@@ -1,4 +1,4 @@
-"""Invitations of the peers that ask to join or to train."""
+"""Counts the uses of invitations, by peers that ask to join or to train."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WaitingList(Protocol):
 
 @dataclass(eq=False)
 class InvitationUses:
-    """Lets no more peers come by an invitation than it has uses, those that wait for a record included."""
+    """Admits no more peers by an invitation than it has uses, including peers that wait for a record."""
 
     _transport: Transport
     _run: RunState
@@ -51,7 +51,7 @@ class InvitationUses:
         by, pending = invited_by(permit), self._pending(peer)
         if not has_room(used, peer, by) or has_room(used_after(used, pending), peer, by):
             return
-        # One that downloads says nothing to the coordinator for long, so it is asked.
+        # A peer that downloads may not call the coordinator for long, so it is pinged.
         there = await alive_among(self._transport, pending)
         for one in sorted(pending.keys() - there):
             _log.info("%s is gone, and keeps no use of its invitation any more.", one)
@@ -59,16 +59,16 @@ class InvitationUses:
                 waiting.forget(one)
 
     def _pending(self, peer: PeerId) -> dict[PeerId, InvitedBy]:
-        """Return by which invitations the peers come that wait for a record, without this one."""
+        """Return the invitations of all peers that wait for a record, except this one."""
         waiting = {one for peers in self.waiting_lists for one in peers.waiting} - {peer}
         return {one: its for one, its in self._asked.items() if one in waiting}
 
     def check(self, peer: PeerId) -> None:
-        """Note by which invitation a peer comes that asks.
+        """Reserve a use of its invitation for a peer that asks to come.
 
         Raises:
             AccessDenied: Its invitation is used up, or has expired.
-            Busy: The last uses are kept for peers that wait for a record. They may not come after all.
+            Busy: The last uses are kept for peers that wait for a record, and may become free again.
         """
         used = self._run.invitations
         if isinstance(used, UnsetType):
@@ -102,7 +102,7 @@ class InvitationUses:
         self._asked[peer] = by
 
     def of(self, peers: Iterable[PeerId]) -> dict[PeerId, InvitedBy] | UnsetType:
-        """Return by which invitations these peers come, without those for which no use is left; unset: by none."""
+        """Return these peers' invitations, without peers for which no use is left; unset if the run counts no uses."""
         used = self._run.invitations
         if isinstance(used, UnsetType):
             return UNSET

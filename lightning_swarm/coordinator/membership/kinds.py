@@ -1,4 +1,4 @@
-"""Decides which stages machines of different kinds hold, and who may hold them. Pure.
+"""Decides which stages are held by machines of different kinds, and which machines may hold a stage. Pure.
 
 Machines of one kind have the same `arithmetic_of`: they compute the same bits from the same input.
 """
@@ -13,11 +13,11 @@ from lightning_swarm.protocol.messages.run import Manifest, Member
 
 
 def mixed_stages(kinds: Sequence[Collection[str]], tied: Collection[Sequence[int]] = ()) -> list[int]:
-    """Return the stages whose servers are of several kinds, and those that hold parameters in common with them.
+    """Return the stages whose servers are of several kinds, and the stages that share parameters with them.
 
     Args:
         kinds: For each stage, the kinds of its servers.
-        tied: Groups of stages that hold a parameter in common, which all of a group step.
+        tied: Groups of stages that share a parameter, on which each stage of a group steps the optimizer.
     """
     groups = [*tied, *([index] for index in range(len(kinds)))]
     mixed = {index for group in groups if len(set[str]().union(*(kinds[one] for one in group))) > 1 for index in group}
@@ -25,7 +25,7 @@ def mixed_stages(kinds: Sequence[Collection[str]], tied: Collection[Sequence[int
 
 
 def needs_one_kind(manifest: Manifest) -> str:
-    """Say why all servers of a stage must be machines of one kind; empty if they need not be."""
+    """Return why all servers of a stage must be machines of one kind; empty if they need not be."""
     if manifest.settings.deterministic:
         return "`deterministic=True` promises the same bits whichever servers compute"
     return manifest.unportable or ""
@@ -45,7 +45,7 @@ def check_one_kind(manifest: Manifest, stage_index: int, kinds: Mapping[PeerId, 
 def assign_by_kind(
     num_stages: int, servers: Sequence[Member], kinds: Mapping[PeerId, str]
 ) -> list[list[Member]] | None:
-    """Assign servers to stages so that each stage has machines of one kind, and kinds have stages as they have servers.
+    """Assign servers to stages, so that each stage has one kind of machine, and kinds get stages as they have servers.
 
     The first server has the last stage. Returns None if there are more kinds than stages, or fewer servers.
     """

@@ -1,4 +1,4 @@
-"""The coordinator's side of rebalancing: who is let go by a record, to join another stage like a new peer."""
+"""Chooses the servers that a record releases for rebalancing, which then join another stage like newcomers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Manifest
 from lightning_swarm.protocol.messages.step import Departure, Record
 
-_STATE_FACTOR: Final = 3  # bytes of a stage's state for each byte of weights: these, and two moments of an optimizer
+_STATE_FACTOR: Final = 3  # bytes of a stage's state per byte of weights: weights and two optimizer moments
 
 
 def balancer_of(manifest: Manifest, *, now_s: float) -> Balancer:
@@ -45,12 +45,12 @@ class PlannedMoves:
         self._step_aside = context.step_aside
         self._steps_aside = False
         self._put_off: tuple[list[Departure], list[StageRelease]] | None = None
-        self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
+        self._stays_among: set[PeerId] | None = None  # servers present when this one tried to hand over
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
-        """Take in what the servers reported as the open step closed."""
+        """Pass on the loads that servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
-        # Strangers would come together in one stage by saying that all others are too large for them.
+        # Otherwise, strangers could gather in one stage by reporting too little memory for all other stages.
         believes = not self._run.manifest.settings.is_audited
         self._balancer.take_loads(
             {
@@ -64,15 +64,15 @@ class PlannedMoves:
         )
 
     def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[StageRelease]]:
-        """Choose who moves with the record of the open step, or gives up a stage; those `gone` take no part in it."""
+        """Choose the servers that move or give up a stage with the open step's record, except servers in `gone`."""
         chosen, self._put_off = self._put_off, None
         if chosen is not None:
             movers, sheds = chosen
             staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
             concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
-            # If a peer went meanwhile, the swarm is not the one that this was chosen for.
+            # If a peer has left meanwhile, this was chosen for another swarm.
             return (movers, sheds) if concerned <= staying and not gone else ([], [])
-        self._steps_aside = False  # what was chosen before is done, or was never decided
+        self._steps_aside = False  # an earlier choice is done, or was never decided
         run = self._run
         num_stages = run.num_pipeline_stages
         pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
@@ -80,19 +80,19 @@ class PlannedMoves:
         rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
         leaving, joining = self._server_membership.leaving, self._server_membership.targets
         if sheds := self._balancer.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
-            return [], sheds  # who moves is decided on what that leaves
+            return [], sheds  # moves are chosen once these releases are applied
         fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
         if self._stays_among == members.keys():
-            fixed.add(run.coordinator)  # nobody took over: others move meanwhile
+            fixed.add(run.coordinator)  # no server took over, so other servers move meanwhile
         moves = self._balancer.moves(rosters, fixed=fixed, joining=joining, leader=run.coordinator, now_s=now_s())
         if any(move.peer == run.coordinator for move in moves):
-            # This role is handed over first. The next coordinator moves this peer, and decides on the others' moves.
+            # Hand over the role first. The next coordinator decides on all moves, including this peer's.
             self._steps_aside = True
             return [], []
         return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
 
     def choose_for_later(self, gone: Collection[PeerId]) -> None:
-        """Choose now; the next `choose` then returns this."""
+        """Choose now; the next `choose` returns the result."""
         movers, sheds = self.choose(gone)
         if movers or sheds or self._steps_aside:
             self._put_off = movers, sheds
@@ -103,7 +103,7 @@ class PlannedMoves:
         return self._put_off is not None
 
     def record_applied(self, record: Record) -> None:
-        """Enter a record that is decided and applied."""
+        """Record the moves and releases of an applied record."""
         if self._steps_aside:
             num_stages = self._run.num_pipeline_stages
             self._stays_among = {one.peer_id for roster in self._run.rosters[:num_stages] for one in roster}

@@ -1,4 +1,4 @@
-"""Decides who holds which stage, who votes and who trains, from one record to the next. Pure."""
+"""Decides the servers of each stage, the voters and the trainers, from one record to the next. Pure."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def next_rosters(
     sheds: Sequence[StageRelease] = (),
     newcomers: Sequence[Candidate] = (),
 ) -> list[list[Member]]:
-    """Make the rosters of the step after the one that a record decides: members in their old order, then newcomers."""
-    # Where a stage's members are all gone it has its newcomers only, or nobody: such a record must not be proposed.
+    """Make the rosters that a record sets for the next step: members in their old order, then newcomers."""
+    # A stage that lost all members has only newcomers, or no servers; such a record must not be proposed.
     staying = {member.peer_id for roster in rosters for member in roster} - set(gone)
-    # A peer is let go from all of its stages at once, the first to ask first, and only if each of them keeps a member
-    # that the record before named: a newcomer counts from the next record on, when it has applied one. The same holds
-    # of a stage that is given up by a peer that stays in another one.
+    # Leaving peers are released in the order of requests, each from all its stages at once. Each stage must keep a
+    # member of the former roster, because newcomers have not applied a record yet. The same holds if a peer gives up
+    # one stage and stays in another.
     for peer in leaving:
         if peer in staying and not alone_in(rosters, peer, staying):
             staying.discard(peer)
@@ -46,7 +46,7 @@ def next_rosters(
 
 
 def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collection[PeerId]) -> list[int]:
-    """The stages of which `peer` has the only copy among the peers that are `staying`."""
+    """Return the stages of which `peer` has the only copy among the peers that are `staying`."""
     held = [{member.peer_id for member in roster} for roster in rosters]
     return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
 
@@ -54,8 +54,8 @@ def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collect
 def trainer_changes(
     trainers: Sequence[PeerId], *, lead: PeerId, going: Collection[PeerId], coming: Sequence[PeerId]
 ) -> tuple[list[PeerId], list[PeerId]]:
-    """Return the peers that begin to train with the next step, the first to ask first, and those that end."""
-    # The lead stays, whatever becomes of it: only another run has another lead.
+    """Return the trainers that the next step adds, in the order of requests, and the trainers that it removes."""
+    # No record removes the lead; only failover replaces it.
     retired = [one for one in trainers if one in going and one != lead]
     room = MAX_TRAINERS - len(trainers) + len(retired)
     return [one for one in coming if one not in trainers][:room], retired
@@ -64,14 +64,14 @@ def trainer_changes(
 def electorate(
     rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool], keepers: Keepers = UNSET
 ) -> list[Member]:
-    """Return the members that may vote: the pipeline's servers or, if nothing is cut, all; of them, the keepers."""
+    """Return the members that may vote: the pipeline's servers, or all if there is none; in audited runs, keepers."""
     servers = [roster for roster, own in zip(rosters, on_trainers, strict=True) if not own] or rosters
     members = dict.fromkeys(member for roster in servers for member in roster)
     return [member for member in members if may_decide(member.peer_id, keepers)]
 
 
 def number_of_voters(num_members: int) -> int:
-    """Return how many of the members vote: an odd number, or none of none."""
+    """Return how many of the members vote: an odd number, or 0 without members."""
     return max(0, (min(num_members, MAX_VOTERS) + 1) // 2 * 2 - 1)
 
 
@@ -85,8 +85,8 @@ def choose_voters(
     """Choose the voters on the next record: an odd number of the electorate."""
     members = electorate(rosters, on_trainers, keepers)
     number = number_of_voters(len(members))
-    chosen = [voter for voter in voters if voter in members][:number]  # voters go on voting, as far as there is room
-    others = [member for member in members if member not in chosen]  # whose hosts have the fewest votes come first
+    chosen = [voter for voter in voters if voter in members][:number]  # present voters stay, as far as there is room
+    others = [member for member in members if member not in chosen]  # hosts with the fewest votes come first
     while len(chosen) < number:
         there = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)
         best = min(others, key=lambda member: there[hosts.get(member.peer_id, member.peer_id)])

@@ -1,7 +1,7 @@
-"""The coordinator's side of joining and leaving: who may follow a stage, who enters with which record, who goes.
+"""Admits joining servers to a stage's roster, and releases leaving servers from it, each by a record.
 
 ``JOIN -> every server meets the joiner -> it follows a member of its stage -> READY -> LISTEN in a round -> record``.
-``DRAIN -> the next record that can spare it names it no more``. Until that is applied it serves like any other.
+``DRAIN -> the next record that can spare the server removes it``. Until that is applied, it serves like any other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_MISSING: Final = 1024
 _FIRST_EXCLUSION_S: Final = 5.0
 _MAX_CANDIDATES: Final = 64
 _FIRST_READY_S: Final = 300.0
-_STALLED_S: Final = 60.0  # a stalled joiner may not ask again for so long: others take its place
+_STALLED_S: Final = 60.0  # a stalled joiner may not ask again for so long, and frees its place
 _MIN_ENTERING: Final = 2
 _MEET_TIMEOUT_S: Final = 10.0
 _MAX_PLACES: Final = 8  # addresses of a joiner that are dialed to see which peer answers there
@@ -56,13 +56,13 @@ _WENT_BACK: Final = "The run rolled back, to weights that this peer does not hav
 
 @dataclass
 class JoinBackoff:
-    """Rounds that each peer missed as it joined, however often it joined anew, and how long it must wait."""
+    """The rounds that each joining peer missed in all its attempts, and the time until its next attempt."""
 
-    # The latest miss last: how many, and until when the peer may not join.
+    # Peer -> (number of misses, time of its next attempt), the latest miss last.
     _missed: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, peer: PeerId, *, now_s: float, least_s: float = 0.0) -> None:
-        """Count one more. After a few the peer may not join for a while, with each further one for twice as long."""
+        """Count a missed round. After a few, the peer may not join for a while, which doubles with each further one."""
         count = self._missed.pop(peer, (0, 0.0))[0] + 1
         until_s = now_s + least_s
         if count >= _MAX_MISSES:
@@ -77,14 +77,14 @@ class JoinBackoff:
         return count, until_s - now_s
 
     def clear(self, peer: PeerId) -> None:
-        """Forget what a peer missed: it has joined."""
+        """Forget the misses of a peer that has joined."""
         self._missed.pop(peer, None)
 
 
 @dataclass(frozen=True, eq=False)
 class _Round:
     request: ListenRequest
-    version_hashes: Sequence[int | None]  # of each stage before the step; None: nobody was asked for it
+    version_hashes: Sequence[int | None]  # hash of each stage's weights before the step; None: not requested
 
 
 @dataclass
@@ -92,14 +92,14 @@ class _WaitingServer:
     candidate: Candidate
     arithmetic: str  # see `FreezeReply`
     last_heard_s: float
-    since_s: float  # when it first asked to join, this time
+    since_s: float  # first request of this attempt
     ready: bool = False
     caught_up: bool = False  # it was ready once
-    asked: _Round | None = None  # the last one it was asked to hold
-    holds: _Round | None = None  # whose mean gradient it has
+    asked: _Round | None = None  # the last round that it was asked to hold
+    holds: _Round | None = None  # the round whose mean gradient it has
     parts: Sequence[bytes] = ()  # digests of that mean's parts, in audited runs
     refusal: str | None = None  # the answer when it asks next
-    differs: bool = False  # because its weights are not those of its stage
+    differs: bool = False  # refused because its weights differ from its stage's
 
     @property
     def may_enter(self) -> bool:
@@ -109,14 +109,14 @@ class _WaitingServer:
 
 @dataclass(eq=False)
 class Joiners:
-    """The servers that want to join, and the rounds that peers missed as they joined. They outlive a rollback."""
+    """The joining servers, their missed rounds and their stage lots, which outlive a rollback."""
 
     waiting: dict[PeerId, _WaitingServer] = field(default_factory=dict)
     backoff: JoinBackoff = field(default_factory=JoinBackoff)
     lots: StageLots = field(default_factory=StageLots)
 
     def refuse_all(self) -> None:
-        """Have all join again, for the run was rolled back: what they downloaded is of the old generation."""
+        """Make all join again after a rollback, because their downloads are of the old generation."""
         for one in self.waiting.values():
             one.refusal = _WENT_BACK
 
@@ -143,8 +143,8 @@ class ServerMembership:
         self._left_out = context.audit_memory.left_out
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
-        self._entering: set[PeerId] = set()  # by the record that is being decided
-        self._leaving: dict[PeerId, None] = {}  # who asked first comes first; after a rollback they ask again
+        self._entering: set[PeerId] = set()  # joiners named by the record that is being decided
+        self._leaving: dict[PeerId, None] = {}  # ordered by request; after a rollback they ask again
 
     def answer(self) -> None:
         """Begin to answer servers that join or leave."""
@@ -154,29 +154,29 @@ class ServerMembership:
 
     @property
     def leaving(self) -> list[PeerId]:
-        """The members that asked to be let go, the first to ask first."""
+        """The members that asked to leave, in the order of requests."""
         return list(self._leaving)
 
     def wants_changes(self) -> bool:
-        """Return whether somebody wants to leave, or to join and may."""
+        """Return whether a server wants to leave, or wants to join and may."""
         return bool(self._leaving) or self.is_awaited()
 
     def is_awaited(self) -> bool:
-        """Return whether somebody wants to join, and may."""
+        """Return whether a server wants to join, and may."""
         return any(one.may_enter for one in self._waiting.values())
 
     @property
     def targets(self) -> dict[PeerId, int]:
-        """The stage that each peer that wants to join is to hold."""
+        """The stage of each joining peer."""
         return {peer: one.candidate.stage_index for peer, one in self._waiting.items()}
 
     @property
     def waiting(self) -> list[PeerId]:
-        """The peers that want to join."""
+        """The joining peers."""
         return list(self._waiting)
 
     def forget(self, peer: PeerId) -> None:
-        """Give up the place of a joiner that is gone, unless the record that is being decided may let it in."""
+        """Drop a joiner that is gone, unless the record that is being decided may admit it."""
         if peer not in self._entering:
             self._waiting.pop(peer, None)
 
@@ -191,7 +191,7 @@ class ServerMembership:
         stage_index = self._of_its_kind(caller, request, self._stage_for(caller, request.stage_index))
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
-        # Before anyone is told, so that of two that come at once at least one is told of the other.
+        # Added before the introductions, so that of two simultaneous joiners at least one meets the other.
         before = self._waiting.get(caller)
         since_s = now_s() if before is None or before.caught_up else before.since_s
         waiting = self._waiting[caller] = _WaitingServer(candidate, request.arithmetic, now_s(), since_s)
@@ -224,7 +224,7 @@ class ServerMembership:
                 f"{caller} cannot join run {manifest.run_id!r}: {what} in it. If another process has its identity, "
                 "give every peer one of its own."
             )
-        if not manifest.settings.is_audited:  # else liars that fill a stage could keep honest servers out for good
+        if not manifest.settings.is_audited:  # otherwise, a stage of malicious servers could exclude honest servers
             self._run.differing.check_may_join(caller)
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
@@ -237,7 +237,7 @@ class ServerMembership:
             )
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
-        """Choose the stage that a joiner shall hold: the one that it wants, or the one that needs it most."""
+        """Choose a joiner's stage: the stage that it wants, or the stage that needs it most."""
         num_stages = self._run.num_pipeline_stages
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
@@ -260,25 +260,25 @@ class ServerMembership:
         return self._balancer.stage_for(caller, staying, self.targets, now_s=now_s())
 
     def _of_its_kind(self, caller: PeerId, request: JoinRequest, chosen: int) -> int:
-        """Where a stage needs machines of one kind: the chosen stage, or another one whose machines are of its kind."""
+        """Return the chosen stage, or another one of the joiner's kind if stages need machines of one kind."""
         if not needs_one_kind(self._run.manifest):
             return chosen
         kinds, own = self.kinds(without=caller), {request.arithmetic}
         fitting = [index for index in range(self._run.num_pipeline_stages or 1) if kinds[index] <= own]
-        may_choose = not self._run.manifest.settings.is_audited  # there a lot chose
+        may_choose = not self._run.manifest.settings.is_audited  # audited runs draw the stage
         if chosen not in fitting and fitting and may_choose:
             return min(fitting, key=lambda index: len(self._run.rosters[index]))
         self._check_kind(caller, request.arithmetic, chosen)
         return chosen
 
     def _check_kind(self, peer: PeerId, arithmetic: str, stage_index: int) -> None:
-        """Refuse a joiner of another kind where a stage needs machines of one."""
+        """Refuse a joiner of another kind if a stage needs machines of one kind."""
         roster = [one.peer_id for one in self._run.rosters[stage_index]]
         known = {one: self._arithmetic[one] for one in roster if one in self._arithmetic}
         check_one_kind(self._run.manifest, stage_index, {**known, peer: arithmetic})
 
     def kinds(self, *, absent: Collection[PeerId] = (), without: PeerId | None = None) -> list[set[str]]:
-        """The kinds of machines that hold each stage, as far as they told, or come to hold it."""
+        """Return the known kinds of machines that hold each stage, or are joining it."""
         present, known = self._run.present(absent), self._arithmetic
         there = [{known[one.peer_id] for one in roster if one.peer_id in known} for roster in present]
         for peer, one in self._waiting.items():
@@ -287,11 +287,11 @@ class ServerMembership:
         return there
 
     def _forget_the_silent(self, caller: PeerId) -> None:
-        """Drop joiners that were silent for too long; where all places are taken, sooner those that never caught up."""
+        """Drop joiners that were silent for too long; if places are short, also joiners that did not catch up."""
         at_s = now_s()
         is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
         for peer, one in list(self._waiting.items()):
-            # A download may take long, but it costs nothing to ask to join, again and again.
+            # A download may take long, but asking to join again and again costs nothing, and must not hold a place.
             if is_full and not one.caught_up and one.since_s < at_s - _FIRST_READY_S:
                 self._misses.add(peer, now_s=at_s, least_s=_STALLED_S)
                 del self._waiting[peer]
@@ -310,7 +310,7 @@ class ServerMembership:
             except SwarmError as error:
                 if member:
                     refusing.add(peer)
-                # A few strangers' word keeps nobody out of an audited run.
+                # A few strangers' reports keep no server out of an audited run.
                 decides = not is_audited or self._run.decides(peer) or 2 * len(refusing) > len(servers)
                 if member and decides:
                     raise Unreachable(
@@ -340,7 +340,7 @@ class ServerMembership:
         request = decode(body, ReadyRequest)
         self._run.check_not_convicted(caller)
         if caller in self._run.servers:
-            return b""  # sent before the record that let it in came to it
+            return b""  # sent before it got the record that admitted it
         if request.generation != self._run.manifest.generation:
             raise Busy(_WENT_BACK)
         waiting = self._waiting.get(caller)
@@ -358,7 +358,7 @@ class ServerMembership:
         waiting.last_heard_s = now_s()
         return b""
 
-    # ------------------------------------------------------------------ those that leave
+    # ------------------------------------------------------------------ leaving servers
 
     async def _handle_drain(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, DrainRequest)
@@ -398,8 +398,8 @@ class ServerMembership:
         num_asked = Counter[int]()
         for one in self._waiting.values():
             index = one.candidate.stage_index
-            # All members send their parts to each joiner, so the others come with the rounds that follow; and with a
-            # later round those that became ready when nobody had been asked for the hash of their stage.
+            # All members send their parts to each joiner, so only some join in one round. A joiner also waits for a
+            # later round if it became ready too late for this one to have a hash of its stage.
             most = max(_MIN_ENTERING, len(rosters[index]))
             if one.may_enter and closed.challenge and version_hashes[index] is not None and num_asked[index] < most:
                 num_asked[index] += 1
@@ -418,7 +418,7 @@ class ServerMembership:
         stage = waiting.candidate.stage_index
         try:
             self._check_kind(member.peer_id, waiting.arithmetic, stage)
-        except ConfigError as error:  # when it asked, the stage's servers had not told theirs
+        except ConfigError as error:  # the kind of the stage's servers was unknown when it asked
             waiting.refusal = str(error)
             return
         if reply.boot_id != member.boot_id:
@@ -442,7 +442,7 @@ class ServerMembership:
         averaging_s: float,
         parts: Sequence[Sequence[bytes]] | None = None,  # digests of each stage's mean that joiners must hold
     ) -> None:
-        """Wait a little for the last joiners that listen to a round, and go on without slower ones."""
+        """Wait a little for the last joiners that listen to a round, and continue without slower joiners."""
         if not listening:
             return
         _, late = await asyncio.wait(listening, timeout=max(_GRACE_S, averaging_s))
@@ -452,7 +452,7 @@ class ServerMembership:
             if asked and one.ready and one.holds is not one.asked and one.refusal is None:
                 self._miss(one, "it did not hold the round's result in time")
             elif asked and one.holds is one.asked and parts is not None and not self._agrees(one, parts):
-                # A reducer may have given it another part than the members have.
+                # A reducer may have sent it another part than it sent to the members.
                 one.holds = None
                 self._miss(one, "it holds another mean than the members of its stage")
 
@@ -460,8 +460,8 @@ class ServerMembership:
         return list(one.parts) == list(parts[one.candidate.stage_index])
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
-        """Return the joiners that still hold the round's result: they enter with its record, which is decided next."""
-        # The record may have waited for the lead for long, so they are asked again. Who joined anew before is left out.
+        """Return the joiners that still hold the round's result, and so enter with its record."""
+        # The record may have waited long for the lead, so joiners are asked again. A joiner that came anew is excluded.
         holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
         self._entering = {one.candidate.member.peer_id for one in holding}  # they may not join anew from now on
 
@@ -478,14 +478,14 @@ class ServerMembership:
     def _miss(self, waiting: _WaitingServer, reason: str) -> None:
         peer, at_s = waiting.candidate.member.peer_id, now_s()
         self._misses.add(peer, now_s=at_s)
-        waiting.ready = False  # until it reports so again
+        waiting.ready = False  # it has to report again
         _log.info("%s missed a round: %s", peer, reason)
         count, wait_s = self._misses.missed(peer, now_s=at_s)
         if wait_s > 0:
             waiting.refusal = f"{peer} missed {count} rounds: {reason}. Join again."
 
     def let_in(self, record: Record) -> None:
-        """Enter that the newcomers' record is applied; it may also have let go some of those that leave."""
+        """Record the servers that an applied record admitted, and the leaving servers that it released."""
         for departure in record.departures:
             self._lots.know(departure.member.peer_id, departure.stage_index)
         self._entering.clear()

@@ -1,7 +1,7 @@
-"""The coordinator's side of trainers that come, go or fall silent: who trains from the next record on, what batches do.
+"""Manages trainers that come, leave or fall silent: their membership from the next record on, and their batches.
 
-``ENLIST -> the next record names the trainer -> its first place``. ``RETIRE``, or a silence, and the next record names
-it no more. One that was only silent enlists again by itself when it is told so.
+``ENLIST -> the next record names the trainer -> its first place``. After ``RETIRE`` or a silence, the next record
+removes the trainer. A trainer that was only silent enlists again once its calls are refused.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _ANEW: Final = "it was started again"
 
 
 class LeaseExpiry:
-    """Looks after batches that are under way, and does without those of trainers that are gone."""
+    """Watches batches that are under way, and completes or strikes the batches of trainers that are gone."""
 
     def __init__(
         self,
         context: CoordinatorContext,
         *,
         on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch was struck, or completed without its trainer
-        owes: Callable[[PeerId], bool],  # whether others wait for a batch that a trainer would bring
+        owes: Callable[[PeerId], bool],  # whether other trainers wait for its batch
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._events, self._spawn, self._generation = context.events, context.spawn, context.generation
         self._on_change, self._owes = on_change, owes
-        self._interval_s = context.limits.silence_timeout / 5  # for which a trainer that has a place is left alone
-        self._timeout = context.limits.call_timeout  # for which servers may take to complete a batch
+        self._interval_s = context.limits.silence_timeout / 5  # seconds between checks of a trainer
+        self._timeout = context.limits.call_timeout  # seconds that servers may take to complete a batch
         self._watched: set[PeerId] = set()
         self.gone: set[PeerId] = set()  # trainers that did not answer, and were not heard of since
         self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
@@ -76,16 +76,16 @@ class LeaseExpiry:
                 if not self._step_state.open.under_way(trainer) and not self._owes(trainer):
                     return
                 if len(self._run.trainers) < 2:
-                    continue  # nobody would take its places, so everything waits for it
+                    continue  # no other trainer could take its places, so the run waits for it
                 try:
                     await self._transport.ping(trainer)
                 except PeerError as error:
-                    if there:  # else it is gone still, while servers complete what it left behind
+                    if there:  # otherwise noted before, while servers complete its armed batches
                         self._events.note("gone", peer=trainer, step=self._step_state.open.step, reason=str(error))
                     there = False
                     self.gone.add(trainer)
                     await self.give_up(self._step_state.open, trainer, str(error))
-                    await self._on_change(self._step_state.open)  # others may bring what it owes
+                    await self._on_change(self._step_state.open)  # other trainers may bring its batches
                 else:
                     there = True
                     self.gone.discard(trainer)
@@ -93,7 +93,7 @@ class LeaseExpiry:
             self._watched.discard(trainer)
 
     async def check_overdue(self, step: OpenStep) -> None:
-        """Do without batches that a closing step waits for for too long."""
+        """Give up batches for which a closing step has waited too long."""
         since_s, timeout = self._step_state.closing_s, self._timeout
         if not step.closing or step.ready or since_s is None or now_s() < since_s + timeout:
             return
@@ -106,9 +106,9 @@ class LeaseExpiry:
             await self.give_up(step, trainer, f"{late} Raise `Limits.call_timeout` if batches take longer.")
 
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
-        """Wait no more for a trainer: its armed batches are completed without it, the others struck."""
-        # Of an armed batch all backward calls were accepted: its servers have all that they need. Of any other one they
-        # add nothing any more; its samples are free for others, and its trainer, if it comes back, runs it again.
+        """Wait no more for a trainer: its armed batches are completed without it, and its other batches are struck."""
+        # Servers have accepted all backward calls of an armed batch, so they can complete it. They add no more of any
+        # other batch. Its samples are granted again, and its trainer, if it comes back, runs it again.
         under_way = step.under_way(trainer)
         for first, receipts in under_way.items():
             if receipts is not None and (step.step, first) not in self._completing:
@@ -117,7 +117,7 @@ class LeaseExpiry:
         await self.strike(step, [first for first, receipts in under_way.items() if receipts is None], reason)
 
     async def strike(self, step: OpenStep, batches: Collection[int], reason: str) -> None:
-        """Let a step's batches, by their places, count nowhere."""
+        """Strike the step's batches at these places, so that they do not count."""
         struck = step.strike(batches)
         for first, trainer in struck.items():
             self._events.note("strike", peer=trainer, step=step.step, reason=f"its batch at {first}: {reason}")
@@ -126,12 +126,12 @@ class LeaseExpiry:
             await self._on_change(step)
 
     def fence(self, step: OpenStep, batches: Sequence[int]) -> None:
-        """Have servers give up what is under way of batches that were struck. Nothing waits for it."""
+        """Make servers abandon calls of struck batches, without waiting for them."""
         self._spawn(self._fence(step, batches))
 
     async def _fence(self, step: OpenStep, batches: Sequence[int]) -> None:
         request = FenceRequest(generation=self._generation, step=step.step, batches=list(batches))
-        # No closing will name what a server adds that is not reached.
+        # If a server is not reached and adds such a batch, no closing names it.
         await call_each(self._transport, self._run.servers, FENCE, encode(request), bytes, timeout=self._timeout)
 
     async def _complete(self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
@@ -147,7 +147,7 @@ class LeaseExpiry:
     async def _await_receipts(
         self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId
     ) -> str | None:
-        """Wait until all stages have the receipts, or the trainer came back: None. Else return what is missing."""
+        """Wait until all stages have the receipts, or the trainer is back: None. Else return a reason to strike."""
         pause_s = _FIRST_LOOK_S
         deadline = now_s() + self._timeout
         while first in step.under_way(trainer):
@@ -172,7 +172,7 @@ class LeaseExpiry:
     async def _ask_receipts(
         self, step: OpenStep, receipts: Sequence[Receipt], trainer: PeerId
     ) -> tuple[set[tuple[int, Receipt]], set[tuple[int, Receipt]]]:
-        """Ask, by stage, which microbatches are in a sum, and of which the backward is under way."""
+        """Return the pairs of stage and receipt that are in a sum, and the pairs whose backward is under way."""
         request = ReceiptsRequest(generation=self._generation, step=step.step, trainer=trainer, receipts=list(receipts))
         held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()
 
@@ -194,7 +194,7 @@ class TrainerMembership:
         context: CoordinatorContext,
         lease_expiry: LeaseExpiry,
         *,
-        epoch: Callable[[], int | None],  # of the lead's loop; None: it is not known yet
+        epoch: Callable[[], int | None],  # epoch of the lead's loop; None: not known yet
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._changes, self._events = context.changes, context.events
@@ -202,10 +202,10 @@ class TrainerMembership:
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
         self._lease_expiry, self._epoch = lease_expiry, epoch
-        self._hold_s = context.limits.call_timeout  # for which a trainer that asked is taken to be there
+        self._hold_s = context.limits.call_timeout  # seconds for which a request to enlist stays valid
         self._silence_s = context.limits.silence_timeout
         self._asked_s: dict[PeerId, float] = {}
-        self._going: dict[PeerId, str] = {}  # why
+        self._going: dict[PeerId, str] = {}  # trainer -> reason
         self._heard_s: dict[PeerId, float] = {}
 
     def answer(self) -> None:
@@ -214,23 +214,23 @@ class TrainerMembership:
         self._transport.handle_call(RETIRE, self._handle_retire)
 
     def hear(self, trainer: PeerId) -> None:
-        """Enter a sign of life of a trainer."""
+        """Record a sign of life of a trainer."""
         self._heard_s[trainer] = now_s()
         if self._going.get(trainer) == _SILENT:
             del self._going[trainer]
 
     @property
     def waiting(self) -> list[PeerId]:
-        """The peers that want to train, and do not yet."""
+        """The peers that asked to train, and are not trainers yet."""
         since_s = now_s() - self._hold_s
         return [peer for peer, at_s in self._asked_s.items() if at_s >= since_s and peer not in self._run.trainers]
 
     def forget(self, peer: PeerId) -> None:
-        """Give up the place of a peer that wanted to train and is gone."""
+        """Drop the request of a peer that asked to train and is gone."""
         self._asked_s.pop(peer, None)
 
     def changes(self, convicted: Collection[PeerId] = ()) -> tuple[list[PeerId], list[PeerId]]:
-        """Return the peers that begin to train with the next record, and those that end, as the `convicted` do."""
+        """Return the trainers that the next record adds, and the trainers that it removes, such as the `convicted`."""
         run = self._run
         if not run.manifest.open_to_trainers:
             return [], []
@@ -243,7 +243,7 @@ class TrainerMembership:
         return banned_among(peers, self._transport.bans or UNSET, self._run.invitations)
 
     def let_in(self, record: Record) -> None:
-        """Enter a record that is decided and applied."""
+        """Record the trainers that an applied record added and removed."""
         for peer in record.enlisted:
             self._asked_s.pop(peer, None)
             self._heard_s[peer] = now_s()
@@ -256,7 +256,7 @@ class TrainerMembership:
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
     async def look_after(self) -> None:
-        """Find trainers that are gone, batch under way or not, so that the others' data are not shared with them."""
+        """Find trainers that are gone, even without a batch under way, so that data are no longer shared with them."""
         own = {self._transport.peer_id, self._run.manifest.lead}
         while self._run.manifest.open_to_trainers:
             await asyncio.sleep(self._silence_s)
@@ -311,10 +311,10 @@ class TrainerMembership:
         if caller == manifest.lead:
             raise ProtocolError("the lead does not retire: it ends the run by dismissing the others")
         self._run.check_trainer(caller)
-        # Whatever its reason: only its own batches go with it.
+        # No reason is refused, because only its own batches are struck.
         self._going[caller] = request.reason
         await self._lease_expiry.give_up(self._step_state.open, caller, f"it trains no more: {request.reason}")
-        if not manifest.open_to_trainers:  # then no record changes who trains
+        if not manifest.open_to_trainers:  # no record changes the trainers of such a run
             return encode(RetireReply(retired=True))
         retired = await self._changes.until(lambda: caller not in self._run.trainers)
         return encode(RetireReply(retired=retired))
