@@ -1,4 +1,4 @@
-"""The coordinator's estimate of the stages' rates, and when it decides on moves by it. Pure: it is told the time."""
+"""Estimates the stages' rates, and decides by them when servers move. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.settings import Rebalancing
 
-_FEWEST: Final = 0.01  # changes that count as remembered at the least, however long nothing happens
-_FIRST_HORIZON_S: Final = 600.0  # how long a swarm is assumed to stay as it is, until more is known
-_MEMORY_S: Final = 7200.0  # after which what happened counts a third
+_FEWEST: Final = 0.01  # least number of remembered changes, after any quiet time
+_FIRST_HORIZON_S: Final = 600.0  # assumed time between changes of a swarm, until more is known
+_MEMORY_S: Final = 7200.0  # age at which a change counts 1/e
 
 
 class ChurnEstimate:
-    """Estimate of how long a swarm stays as it is, from the changes of the last hours on the caller's clock."""
+    """Estimate of the time between changes of a swarm, from the last hours on the caller's clock."""
 
     def __init__(self, now_s: float) -> None:
         self._now_s = now_s
@@ -39,7 +39,7 @@ class ChurnEstimate:
         self._num_changes = 1.0
 
     def note_change(self, now_s: float) -> None:
-        """Enter that peers came or went; several at a time are one change."""
+        """Record that peers came or left; several at a time are one change."""
         self._advance(now_s)
         self._num_changes += 1.0
 
@@ -55,16 +55,16 @@ class ChurnEstimate:
         self._now_s = now_s
 
 
-_SLOWEST: Final = 1e-9  # samples/s of the slowest peer that is believed; its inverse is the fastest's
+_SLOWEST: Final = 1e-9  # least plausible samples/s of a peer; its inverse is the highest plausible rate
 _SMOOTHING: Final = 0.3  # weight of the newest report in a mean that follows the reports
-# Likewise for the mean that scatter is measured from. It is slow because servers report moving averages: one report is
-# close to the next, however far both are from the truth.
+# The same for the mean from which scatter is measured. It is slow because servers report moving averages: each report
+# is close to the next one, even if both are far from the true rate.
 _SCATTER_SMOOTHING: Final = 0.05
 _FIRST_SCATTER: Final = 0.13  # standard deviation of a rate's logarithm that is assumed until reports show another
 _CORRELATED: Final = 2.0  # reports that tell about as much as one independent report would: they are moving averages
 _SIGMAS: Final = 2.4  # an error of more standard deviations than this is as good as excluded
-# Share by which a sample may cost more at one stage than at another, until a peer was at both: partitions are no more
-# even than that. Equal peers of two such stages seem to differ by as much.
+# Share by which a sample may cost more at one stage than at another, until a peer has served both. Partitions are no
+# more even than that, so equal peers of two stages may seem to differ by as much.
 _WORK_SCATTER: Final = 0.3
 
 
@@ -73,33 +73,33 @@ class ReportedLoad:
     """A server's report on one of its stages."""
 
     samples_per_s: float | None  # forward and backward, while it computes; None: not measured yet
-    queued: float = 0.0  # jobs that wait, on the average
+    queued: float = 0.0  # waiting jobs, on average
     busy_share: float | None = None  # part of the last steps' time in which it computed; None: not measured yet
-    lacks_memory: bool = False  # for one microbatch
+    lacks_memory: bool = False  # too little for one microbatch
 
     @classmethod
     def from_report(
         cls, samples_per_s: float | None, queued: float, busy_share: float | None, *, lacks_memory: bool = False
     ) -> ReportedLoad:
-        """Take from a report what can be true: nothing that a server says may harm the coordinator."""
+        """Read a report within plausible bounds, so that a false report cannot harm the coordinator."""
         believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
         share = None if busy_share is None else min(busy_share, 1.0)
         return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST), share, lacks_memory)
 
 
 class RateEstimate:
-    """Estimate of one peer's rate from the reports that it makes step after step, and of how far it may be off."""
+    """Estimate of one peer's rate from its reports at each step, and of the estimate's error."""
 
     def __init__(self, samples_per_s: float, stage: int | None) -> None:
-        self.stage = stage  # where the peer was when it reported last; None: it holds several
-        self._log = self._slow_log = math.log(samples_per_s)  # means that follow the reports soon, and slowly
+        self.stage = stage  # the peer's stage at its last report; None: it holds several
+        self._log = self._slow_log = math.log(samples_per_s)  # fast and slow moving averages of the reports
         self._num_here = self._num_reports = 1  # reports from this stage, and all
         self._variance = _FIRST_SCATTER**2  # of the reports' logarithms about the slow mean
 
     def update(self, samples_per_s: float, stage: int | None) -> None:
-        """Take in the next report."""
+        """Add a report."""
         reported = math.log(samples_per_s)
-        if stage != self.stage:  # which may be more work
+        if stage != self.stage:  # the new stage may be more work
             self.stage, self._log, self._slow_log, self._num_here = stage, reported, reported, 1
             return
         self._num_here += 1
@@ -119,28 +119,28 @@ class RateEstimate:
 
     @property
     def scatter(self) -> float:
-        """The share by which that rate may be off."""
+        """The share by which the rate may be off."""
         return min(max(SCATTER, _SIGMAS * math.sqrt(self._variance)), 1.0)
 
 
-_FIXED_S: Final = 3.0  # duration of a move at the least: a mover leaves by one record and enters by another
-_LEAST_BUSY: Final = 1 / 3  # of the time the busiest stage must compute: below it no move can save as much as that
-# A stage that dies with its only server is waited for, and then the run rolls back to a snapshot, which takes minutes.
-# But most of what changes a swarm are newcomers, and servers that leave in order.
+_FIXED_S: Final = 3.0  # least duration of a move: a mover leaves by one record and enters by another
+_LEAST_BUSY: Final = 1 / 3  # least busy share of the busiest stage: below it, faster computing saves little
+# Mean loss by a change that may hit a stage's only server. After its death, the run waits for it and then rolls back,
+# which takes minutes. But most changes are newcomers, and servers that leave in order.
 _LOST_S: Final = 100.0
-_HANDED_OVER: Final = 1.25  # times as fast a move of the coordinator must make the pipeline: its successor learns anew
+_HANDED_OVER: Final = 1.25  # least speedup by a move of the coordinator, because its successor measures anew
 _FIRST_BYTES_PER_S: Final = 12.5e6  # rate of a download, until one was seen
-_MOST_WORK: Final = math.log(100.0)  # how much more a sample may cost at one stage than at the mean of them
-_LEARNT: Final = 0.25  # share of an error in two stages' work that each takes over from a peer that was at both
-_MOST_DOWNLOADS: Final = 3  # movers to a stage for each of its members, at a time: the members send them its state
-_GIVEN_UP: Final = 10.0  # a mover is given up when it takes so many times as long as expected
+_MOST_WORK: Final = math.log(100.0)  # log of the most that a sample may cost at one stage, relative to the mean of all
+_LEARNT: Final = 0.25  # share of an error in two stages' relative work by which each is corrected
+_MOST_DOWNLOADS: Final = 3  # simultaneous movers to a stage per member, because members send them its state
+_GIVEN_UP: Final = 10.0  # a mover is given up after this many times its expected duration
 
 
 @dataclass(frozen=True)
 class _MoveInProgress:
     target: int
     began_s: float
-    until_s: float  # then it is not expected any more
+    until_s: float  # afterwards, the mover is given up
 
 
 class Balancer:
@@ -148,25 +148,25 @@ class Balancer:
 
     def __init__(self, rule: Rebalancing, interval_s: float, state_bytes: Sequence[int], *, now_s: float) -> None:
         self._rule, self._interval_s = rule, interval_s
-        self._state_bytes = state_bytes  # that a server of each stage downloads when it comes
+        self._state_bytes = state_bytes  # bytes that a newcomer of each stage downloads
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
-        self._known: dict[PeerId, RateEstimate] = {}  # also of those on their way
+        self._known: dict[PeerId, RateEstimate] = {}  # also of peers on their way
         self._log_work = [0.0] * len(state_bytes)
         self._num_compared: Counter[frozenset[int]] = Counter()  # how often a peer was at both of two stages
         self._too_large: dict[PeerId, set[int]] = {}  # stages for which each server has too little memory
         self._moving: dict[PeerId, _MoveInProgress] = {}
-        self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
+        self._left: dict[PeerId, set[int]] = {}  # peer -> stages that it left since the last change of the swarm
         self._bytes_per_s = MovingAverage(_SMOOTHING)
-        self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
-        self._peers: frozenset[PeerId] = frozenset()  # and on the way, when it was asked last
+        self._seen: frozenset[PeerId] | None = None  # peers present at the last decision
+        self._peers: frozenset[PeerId] = frozenset()  # peers present or on their way at the last request
         self._pace = ChurnEstimate(now_s)
         self._step_s = MovingAverage(_SMOOTHING)
         self._asked_s: float | None = None
         self._decided_s = now_s
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
-        """Take in what all servers reported last."""
-        # Where nobody moves, rates mean nothing: newcomers go where the fewest are.
+        """Record the newest loads of all servers."""
+        # Without moves, rates are not needed: newcomers go to the stage with the fewest servers.
         if self._rule == "none":
             return
         self._loads = {peer: dict(stages) for peer, stages in loads.items()}
@@ -183,7 +183,7 @@ class Balancer:
             del self._too_large[peer]
 
     def _learn(self, peer: PeerId, measured: Mapping[int, float]) -> None:
-        """Take in a peer's rates; if it has changed its stage, learn what a sample costs at these two."""
+        """Add a peer's rates; if it has changed its stage, correct the cost of a sample at both stages."""
         # A peer of several stages computes each sample at all of them, so their times add up.
         rate = 1.0 / math.fsum(1.0 / rate for rate in measured.values())
         index = next(iter(measured)) if len(measured) == 1 else None
@@ -193,7 +193,7 @@ class Balancer:
             return
         before, source = known.samples_per_s, known.stage
         known.update(rate, index)
-        # Otherwise peers of a stage that costs more would pass for slow ones, and change places with equals for ever.
+        # Otherwise, peers of a costly stage would pass for slow peers, and be exchanged with equal peers forever.
         if index is not None and source is not None and index != source:
             self._num_compared[frozenset((index, source))] += 1
             error = math.log(before / rate) - (self._log_work[index] - self._log_work[source])
@@ -207,7 +207,7 @@ class Balancer:
         return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** num_compared  # both stages take over `_LEARNT` of an error
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
-        """Enter that a mover has arrived."""
+        """Record that a mover has arrived."""
         move = self._moving.pop(peer, None)
         if move is not None and move.target == stage and self._state_bytes[stage]:
             took_s = max(now_s - move.began_s - self._between_s, 1e-3)
@@ -222,7 +222,7 @@ class Balancer:
         leader: PeerId | None = None,
         now_s: float,
     ) -> list[Move]:
-        """Choose who moves now: of the peers that are not `fixed`, given who is `joining` which stage."""
+        """Choose the moves of peers that are not `fixed`, given the stages of `joining` peers."""
         if self._rule == "none":
             return []
         if self._asked_s is not None:
@@ -241,9 +241,9 @@ class Balancer:
             self._seen = there if self._seen is None else self._seen
             return []
         if any(not any(peer in self._known for peer in roster) for roster in rosters):
-            return []  # of some stage nothing was measured yet
+            return []  # a stage without any measured peer
         if self._rule == "gain" and not self._computing_limits(rosters):
-            return []  # rates of computing mean nothing where it is not what takes the time
+            return []  # computing rates mean nothing if computing is not the bottleneck
         self._seen, self._decided_s = there, now_s
         return self._bounded(rosters, self._plan(rosters, fixed, joining, leader, now_s))
 
@@ -255,7 +255,7 @@ class Balancer:
         joining: Mapping[PeerId, int],
         now_s: float,
     ) -> list[StageRelease]:
-        """Choose who gives up one of several stages now; never a stage that a peer is just being sent."""
+        """Choose the peers that give up one of several stages, but no stage that a joiner is downloading."""
         if self._rule != "none" and (
             relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=leaving)[1]
         ):
@@ -268,7 +268,7 @@ class Balancer:
             for peer in roster:
                 load = self._loads.get(peer, {}).get(index)
                 if load is None or load.samples_per_s is None:
-                    return []  # nothing was measured of it yet
+                    return []  # it was not measured yet
                 rates[index][peer] = load.samples_per_s
         lone_costs = min(_LOST_S / (len(num_held) * self._pace.horizon_s(now_s)), 1.0)
         return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
@@ -290,7 +290,7 @@ class Balancer:
         return max((math.fsum(of_stage) / len(of_stage) for of_stage in shares if of_stage), default=0.0) >= _LEAST_BUSY
 
     def _bounded(self, rosters: Sequence[Sequence[PeerId]], moves: Sequence[Move]) -> list[Move]:
-        """Keep the moves whose downloads can go side by side; the others are decided on when these have arrived."""
+        """Keep the moves whose downloads can run in parallel; further moves are decided on after their arrival."""
         chosen: list[Move] = []
         room = [_MOST_DOWNLOADS * len(roster) for roster in rosters]
         for move in moves:
@@ -301,14 +301,14 @@ class Balancer:
         return chosen
 
     def note_left(self, peer: PeerId, source: int, target: int, *, now_s: float) -> None:
-        """Enter that a record let a peer go, which is to join another stage."""
+        """Record that a peer was released by a record, in order to join another stage."""
         self._left.setdefault(peer, set()).add(source)
         self._moving[peer] = _MoveInProgress(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
 
     def stage_for(
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
     ) -> int:
-        """Choose a newcomer's stage: the slowest one where computing limits, else the one of the fewest peers."""
+        """Choose a newcomer's stage: the slowest if computing is the bottleneck, else the one with the fewest peers."""
         self._forget_the_lost(joining, now_s)
         by_rates = self._rule == "paper" or self._computing_limits(rosters)
         stages = self._stages(rosters, (), joining, by_rates=by_rates)
@@ -380,9 +380,9 @@ class Balancer:
 
     @property
     def _between_s(self) -> float:
-        """Seconds of a move without its download: from one record to the next, by which who is ready enters."""
+        """Seconds of a move without its download: from one record to the next, which admits ready joiners."""
         return max(_FIXED_S, 2.0 * (self._step_s.value or 0.0))
 
     def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
-        """Give up the movers that have not even asked to join for too long."""
+        """Give up the movers that have not even asked to join in time."""
         self._moving = {peer: move for peer, move in self._moving.items() if now_s < move.until_s or peer in joining}

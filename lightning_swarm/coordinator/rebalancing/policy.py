@@ -12,17 +12,17 @@ from typing import Final, TypeAlias
 
 from lightning_swarm.network import PeerId
 
-SCATTER: Final = 0.06  # share by which a rate may be off at the least
+SCATTER: Final = 0.06  # least share by which a rate may be off
 _ROUNDING: Final = 1e-9  # share of a rate that floating-point sums may be off by
 _MOST_BACK: Final = 4  # peers of a stage that are considered for an exchange, evenly from the slowest to the fastest
 
-# A stage that may give a peer, how much more than it gets back makes both alike, and how much more it may give.
+# (stage that may give a peer, net rate whose transfer makes both stages equal, most net rate that it may give).
 _Source: TypeAlias = tuple[int, float, float]
 
 
 @dataclass(frozen=True)
 class Move:
-    """One peer is to leave the stage `source` for the stage `target`."""
+    """A move of one peer from the stage `source` to the stage `target`."""
 
     peer: PeerId
     source: int
@@ -33,9 +33,9 @@ class Move:
 class MoveCosts:
     """Costs of a move, and the time for which its gain lasts."""
 
-    move_s: Sequence[float]  # in which a mover computes nothing, by the stage that it moves to
-    horizon_s: float  # for which a gain lasts on the average: until the swarm changes, see `ChurnEstimate`
-    # Seconds that it costs when a change takes the only server of a stage, times how often it would.
+    move_s: Sequence[float]  # target stage -> seconds in which a mover computes nothing
+    horizon_s: float  # mean duration of a gain, until the swarm changes; see `ChurnEstimate`
+    # Mean seconds lost by a change that hits the only server of a stage.
     lost_s: float = 0.0
 
 
@@ -55,15 +55,15 @@ class StageRates:
     def __init__(
         self,
         num_stages: int,
-        work: Sequence[float] | None = None,  # what a sample costs at each stage, relative to the others
+        work: Sequence[float] | None = None,  # cost of a sample at each stage, relative to other stages
         work_scatter: Callable[[int, int], float] = lambda source, target: 0.0,
     ) -> None:
         self.work = work or [1.0] * num_stages
         self.work_scatter = work_scatter  # share by which the work of one stage, relative to another's, may be off
-        self.rates = [0.0] * num_stages  # in samples/s of each stage
-        self.squares = [0.0] * num_stages  # of the errors that its peers may bring into that
+        self.rates = [0.0] * num_stages  # samples/s of each stage
+        self.squares = [0.0] * num_stages  # sum of the squared errors of its peers' rates
         self.serving_rates = [0.0] * num_stages  # like `rates`, of the peers that have arrived
-        self.num_peers = [0] * num_stages  # also those on their way
+        self.num_peers = [0] * num_stages  # including peers on their way
         self._num_serving = [0] * num_stages
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
         self._where: dict[PeerId, _StagePeer] = {}
@@ -78,15 +78,14 @@ class StageRates:
         left: Collection[int] = (),
         scatter: float = SCATTER,
     ) -> None:
-        """Enter a peer that serves a stage, in place of what was known of it; its rate is at a stage of work 1."""
-        # It does not go back to a stage in `left`, from which it moved since peers came or went last: where one stage
-        # is more work than another its rate changes with every move, and two peers would change places for ever.
-        # `scatter` is the share by which its rate may be off; a gain below that would have peers move to and fro. It is
-        # a smaller share of a large stage's sum, where errors cancel.
+        """Add or replace a peer that serves a stage; `samples_per_s` is its rate at a stage of work 1."""
+        # It does not return to a stage in `left`, from which it moved since the last change of the swarm. Its rate
+        # changes with the work of its stage, so two peers could otherwise change places forever. `scatter` is the share
+        # by which its rate may be off; smaller gains would have peers move to and fro. In a large stage, errors cancel.
         self._enter(peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, left=left, scatter=scatter))
 
     def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
-        """Enter a peer on its way to a stage, in place of what was known of it: it cannot move until it is there."""
+        """Add or replace a peer on its way to a stage, which cannot move until it arrives."""
         self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, left=(), scatter=SCATTER))
 
     def _enter(self, peer: PeerId, place: _StagePeer) -> None:
@@ -103,7 +102,7 @@ class StageRates:
             return
         self._count(place, -1)
         if not self.num_peers[place.stage]:
-            self.rates[place.stage] = self.squares[place.stage] = 0.0  # and not what rounding has left
+            self.rates[place.stage] = self.squares[place.stage] = 0.0  # without rounding errors
         if not self._num_serving[place.stage]:
             self.serving_rates[place.stage] = 0.0
         if place.movable:
@@ -111,7 +110,7 @@ class StageRates:
             del there[bisect_left(there, (place.samples_per_s, peer))]
 
     def move(self, move: Move) -> None:
-        """Enter a move that was made."""
+        """Apply a move."""
         before = self._where[move.peer]
         self.put(move.peer, move.target, before.samples_per_s, left=before.left, scatter=before.scatter)
 
@@ -120,19 +119,19 @@ class StageRates:
         return stage not in self._where[peer].left
 
     def stage_of(self, peer: PeerId) -> int | None:
-        """The stage that a peer serves, or is going to."""
+        """Return the stage that a peer serves, or is moving to."""
         return self._where[peer].stage if peer in self._where else None
 
     def rate(self, peer: PeerId) -> float:
-        """A peer's rate at a stage of work 1."""
+        """Return a peer's rate at a stage of work 1."""
         return self._where[peer].samples_per_s
 
     def error(self, peer: PeerId | None) -> float:
-        """Error that a peer's rate may have; 0 without a peer."""
+        """Return the error that a peer's rate may have; 0 without a peer."""
         return 0.0 if peer is None else self.rate(peer) * self._where[peer].scatter
 
     def stays_ahead(self, move: Move) -> bool:
-        """Return whether the giver stays ahead of the other stage: else the two would only change places."""
+        """Return whether the source stays faster than the target: otherwise, the two would only change places."""
         brings = self._where[move.peer].samples_per_s / self.work[move.source]
         return self.rates[move.source] - brings > self.rates[move.target]
 
@@ -141,7 +140,7 @@ class StageRates:
         return self._movable[stage]
 
     def num_serving(self, stage: int) -> int:
-        """Number of a stage's peers that have arrived."""
+        """Return the number of a stage's peers that have arrived."""
         return self._num_serving[stage]
 
     def _count(self, place: _StagePeer, sign: int) -> None:
@@ -155,17 +154,17 @@ class StageRates:
 
 
 def stage_for(stages: StageRates) -> int:
-    """Choose the stage that a newcomer is of most use to."""
+    """Choose the stage to which a newcomer is most useful."""
     return min(range(len(stages.rates)), key=stages.rates.__getitem__)
 
 
 def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     """Plan the moves that pay, or none. No stage is left without a peer that serves it."""
-    # A pipeline is as fast as its slowest stage. So that one gets a peer: the one after whose move the slower of giver
-    # and taker is fastest. Or it exchanges one of its own peers for a faster one. That is repeated until
-    # nothing is gained, and of these moves as many are made as pay: a mover computes nothing while it downloads its
-    # stage. One that takes nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener
-    # the stages, the less the next loss takes.
+    # A pipeline is as fast as its slowest stage, so that stage gets a peer. The best move makes the slower of source
+    # and target fastest. Or the stage exchanges one of its own peers for a faster one. This is repeated until
+    # nothing is gained. Of these moves, as many are made as pay, because a mover computes nothing during its download.
+    # A move that costs the pipeline nothing is made even without a gain: with more even stages, the next loss of a
+    # peer costs less.
     draft = _MovePlan(stages, costs)
     best: list[Move] = []
     best_rate = draft.mean_rate()
@@ -179,7 +178,7 @@ def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
 
 
 def mean_rate(stages: StageRates, costs: MoveCosts, moves: Sequence[Move]) -> float:
-    """Rate of the pipeline with these moves, averaged over the time for which the swarm stays as it is."""
+    """Return the pipeline's rate with these moves, averaged over the time until the swarm changes."""
     draft = _MovePlan(stages, costs)
     for move in moves:
         draft.make(move, stages.rate(move.peer))
@@ -194,7 +193,7 @@ class _MovePlan:
         self._stages = stages
         self._costs = costs
         self._rates = list(stages.rates)
-        self._meanwhile = list(stages.rates)  # until those that move arrive
+        self._meanwhile = list(stages.rates)  # rates until the movers arrive
         self._left = [stages.num_serving(index) for index in range(len(stages.rates))]
         self._num_peers = list(stages.num_peers)
 
@@ -209,7 +208,7 @@ class _MovePlan:
         self._num_peers[move.target] += 1
 
     def mean_rate(self) -> float:
-        """Mean rate of the pipeline until the swarm changes, which may be at any moment."""
+        """Return the pipeline's mean rate until the swarm changes, which may be at any moment."""
         move_s, mean, lasts = self._costs.move_s, 0.0, 1.0
         for until_s in sorted({move_s[move.target] for move in self.moves.values()}):
             still_lasts = math.exp(-until_s / self._costs.horizon_s)
@@ -222,7 +221,7 @@ class _MovePlan:
         return mean + lasts * min(self._rates) * (1.0 - self._risk(self._num_peers))  # all have arrived
 
     def _risk(self, num_peers: Sequence[int]) -> float:
-        """Share of the time that stages of a single server cost: each change may take that server."""
+        """Return the share of time lost by stages with a single server, which each change may remove."""
         if not self._costs.lost_s:
             return 0.0
         lone = sum(number == 1 for number in num_peers)
@@ -240,14 +239,14 @@ class _MovePlan:
         return self._exchange(target, sources, [one for one in candidates if one[1] not in self.moves])
 
     def _richer(self, target: int) -> list[_Source]:
-        """List the stages that may give a peer to another one, the richest first."""
+        """List the stages that may give a peer to the target, the fastest first."""
         low, work, squares = self._rates[target], self._stages.work, self._stages.squares
         least_margin = math.sqrt(max(min(squares) + squares[target], 0.0))  # rounding may leave less than nothing
         sources = []
         for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
             ahead = self._rates[source] - low
             if ahead <= least_margin:
-                break  # by so much they may differ, and be the same in truth; and so those that have less
+                break  # this stage and all slower stages may be no faster in truth
             margin = max(math.sqrt(max(squares[source] + squares[target], 0.0)), _ROUNDING * self._rates[source])
             if self._left[source] >= 2 and ahead > margin:
                 even = ahead / (1.0 / work[source] + 1.0 / work[target])
@@ -264,14 +263,14 @@ class _MovePlan:
         for source, even, spare in sources:
             rate, serving = self._rates[source], self._stages.serving(source)
             if rate <= best_after:
-                break  # nobody's move from there helps more, nor from those that have less
+                break  # no move from this stage or a slower one helps more
             most = low + (serving[-1][0] - least) / work[target] if serving else 0.0
             if min(most, low + even / work[target]) <= best_after:
                 continue
             wanted = min(spare, even)
             for given, giver in back:
                 at = bisect_left(serving, (given + wanted,))
-                # Most often nobody fits, which the nearest two say of all others.
+                # Most often no peer fits, which the nearest two peers already show.
                 above = serving[at][0] - given if at < len(serving) else math.inf
                 below = serving[at - 1][0] - given if at else 0.0
                 is_above = above < spare and rate - above / work[source] > best_after
@@ -283,8 +282,8 @@ class _MovePlan:
                     after = min(rate - more / work[source], low + more / work[target])
                     error = self._stages.error(taker)
                     if giver is not None:
-                        # Of two that change places, the one that is faster at its own stage may only have less work
-                        # there. A lone mover brings something whatever the work.
+                        # Of two peers to exchange, the faster one may only have less work at its own stage. A lone
+                        # mover gains something in any case.
                         scatter = self._stages.work_scatter(source, target)
                         error = math.hypot(error, self._stages.error(giver), taken * scatter)
                     if error < more < spare and after > best_after:
@@ -293,7 +292,7 @@ class _MovePlan:
         return best
 
     def _near(self, serving: Sequence[tuple[float, PeerId]], at: int, target: int) -> Iterator[tuple[float, PeerId]]:
-        """The peers next below and next above a place that do not move already and may go to the target."""
+        """Yield the nearest peers below and above a place that do not move yet, and may go to the target."""
         for places in (range(at - 1, -1, -1), range(at, len(serving))):
             for place in places:
                 peer = serving[place][1]
@@ -305,7 +304,7 @@ class _MovePlan:
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
     """Plan by the paper's rule: from the stage with the shortest queue a peer moves to the one with the longest."""
     # Source: SWARM, arXiv:2301.11913, appendix D. It does not say when to stop: see `StageRates.stays_ahead`.
-    # `queued` has the samples that wait at each stage, `queues` those at each of its peers.
+    # `queued` has the samples that wait at each stage, `queues` the samples at each of its peers.
     movable = [index for index, peers in enumerate(queues) if len(peers) > 1]
     if not movable:
         return []
@@ -316,13 +315,13 @@ def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, floa
     return [Move(min(queues[source], key=queues[source].__getitem__), source, target)]
 
 
-_MANY: Final = 20  # peers a stage from which the fastest-first rule alone is within a thousandth
+_MANY: Final = 20  # peers per stage from which the fastest-first rule alone is within a thousandth
 
 
 def best_rate(rates: Iterable[float], num_stages: int) -> float:
-    """Rate of the slowest stage under an assignment of peers that is as good as can be found quickly."""
-    # The fastest peer goes first, each to the slowest stage; where they are few, they then move as long as `plan` gains
-    # by it. Exact for equal peers; else at least three quarters of the optimum, with six peers a stage nearly all.
+    """Return the rate of the slowest stage under an assignment of peers that is as good as can be found quickly."""
+    # Each peer goes to the slowest stage, the fastest peer first. Few peers then move as long as `plan` gains by it.
+    # Exact for equal peers; otherwise at least three quarters of the optimum, and nearly all with six peers a stage.
     # Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
     ordered = sorted(rates, reverse=True)
     if ordered and ordered[0] == ordered[-1]:
@@ -345,24 +344,24 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
     return min(stages.rates)
 
 
-# Giving up one stage of several. Each peer of a stage gets as many of its microbatches as the peer is fast, whatever
-# other stages it computes. So a peer with several stages holds up the newcomers of each, until it leaves them one.
+# A peer may give up one stage of several. Each peer of a stage gets microbatches in proportion to its rate there, even
+# if it computes other stages, too. So a peer with several stages delays the newcomers of each, until it leaves one.
 @dataclass(frozen=True)
 class StageRelease:
-    """One peer is to give up a stage, and to stay in its others."""
+    """The release of one peer from a stage, while it stays in other stages."""
 
     peer: PeerId
     stage: int
 
 
 def plan_shedding(
-    rates: Sequence[Mapping[PeerId, float]],  # of each stage, in samples/s if its peers computed nothing else
+    rates: Sequence[Mapping[PeerId, float]],  # stage -> peer -> samples/s if it computed nothing else
     *,
-    kept: Collection[int] = (),  # stages that nobody gives up
-    leaving: Collection[PeerId] = (),  # a stage keeps a peer that is none of these
-    lone_costs: float = 0.0,  # share of the run that is lost, on the average, where a stage is left to one server
+    kept: Collection[int] = (),  # stages that no peer gives up
+    leaving: Collection[PeerId] = (),  # peers that may not be the last of a stage
+    lone_costs: float = 0.0,  # mean share of the run that is lost if a stage is left to one server
 ) -> list[StageRelease]:
-    """Plan which peers give up a stage: where the busiest of those that share the stage has clearly less to do then."""
+    """Plan the releases after which the busiest peer of the stage clearly has less to do."""
     held = [dict(stage) for stage in rates]
     found: list[StageRelease] = []
     while choices := _choices(held, {*kept, *(one.stage for one in found)}, leaving, lone_costs):
@@ -375,7 +374,7 @@ def plan_shedding(
 def _choices(
     held: Sequence[Mapping[PeerId, float]], kept: Collection[int], leaving: Collection[PeerId], lone_costs: float
 ) -> list[tuple[float, StageRelease]]:
-    """The stages that could be given up with a gain, and the share of the busiest peer's work that is left then."""
+    """Return the releases with a gain, each with the share of the busiest peer's work that remains."""
     choices = []
     several = {peer for peer, number in Counter(peer for stage in held for peer in stage).items() if number > 1}
     for index, stage in enumerate(held):
@@ -395,5 +394,5 @@ def _choices(
 
 
 def _seconds(peer: PeerId, held: Sequence[Mapping[PeerId, float]]) -> float:
-    """Seconds that a peer computes for each sample of the run."""
+    """Return the seconds that a peer computes for each sample of the run."""
     return math.fsum(1.0 / math.fsum(stage.values()) for stage in held if peer in stage)
