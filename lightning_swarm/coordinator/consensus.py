@@ -2,8 +2,8 @@
 
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
 voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a server can
-apply a record only with its round's. So before a new coordinator has a round of its own averaged, a majority records
-that all proposals of lower terms for the slot are dead, although some voter may have accepted one.
+apply a record only with its round's. So before a new coordinator has a round of its own averaged, a majority notes
+that proposals of lower terms for the slot are dead, even if a voter accepted one.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ _MAX_FALSE_BATCHES: Final = 3
 
 @dataclass(eq=False)
 class StepOutcome:
-    """The newest record, and what came with it for the lead."""
+    """The newest record, with other trainers' logs and metrics for the lead."""
 
     record: Record | None = None  # None: the generation begins
-    logs: list[LoggedValue] = field(default_factory=list)  # by other trainers, of the batches that the record counts
-    metrics: dict[int, Message] = field(default_factory=dict)  # likewise added to metrics, by the batches' places
+    logs: list[LoggedValue] = field(default_factory=list)  # other trainers' values for the counted batches
+    metrics: dict[int, Message] = field(default_factory=dict)  # place of such a batch -> its metrics
 
     @property
     def step(self) -> int:
@@ -49,25 +49,25 @@ class StepState:
 
     open: OpenStep
     begun: bool = False  # the lead asked for its first place
-    change: StepChange = NO_CHANGE  # that the open step began with
-    outcome: StepOutcome = field(default_factory=StepOutcome)  # of the newest step that is decided
-    due: OpenStep | None = None  # where steps are delayed: the one before the open step, while its record is to come
+    change: StepChange = NO_CHANGE  # the change with which the open step began
+    outcome: StepOutcome = field(default_factory=StepOutcome)  # outcome of the newest decided step
+    due: OpenStep | None = None  # only with delayed steps: the step before the open one, until its record comes
     finishing: bool = False  # a task of the coordinator decides the open step
-    closing_s: float | None = None  # since when the open step's batches are waited for
-    order: DataOrder = field(default_factory=DataOrder)  # of the batches, where the lead has told it
+    closing_s: float | None = None  # beginning of the wait for the open step's last batches
+    order: DataOrder = field(default_factory=DataOrder)  # order of the batches, as far as the lead has sent it
 
     @classmethod
     def of(cls, run: RunState, *, begun: bool = False) -> StepState:
-        """Make the state of a run generation that begins."""
+        """Make the state of a new run generation."""
         target_batch_size = run.manifest.settings.target_batch_size
         return cls(OpenStep(run.manifest.first_step, target_batch_size, gradient_scale=run.loss_scale), begun)
 
     def selection(self, run: RunState) -> Selection | None:
-        """The selection that the open step trains."""
+        """Return the selection that the open step trains."""
         return self.change.selection or run.selection
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """Learn the order of an epoch. The first one settles which batches the open step takes, from `position` on."""
+        """Add the order of an epoch. The first order fixes the open step's batches, from `position` on."""
         begins = self.open.window is None
         if begins:
             self.open.check_numbered()
@@ -80,7 +80,7 @@ class StepState:
             self.open.plan(self.order, position)
 
     def following(self, step: OpenStep, run: RunState) -> OpenStep:
-        """Make the step after one that is over, or whose batches are all through."""
+        """Make the step after a step that is decided, or whose batches are all complete."""
         opened = OpenStep(step.step + 1, step.target_batch_size, gradient_scale=run.loss_scale)
         if step.window is not None:
             begin = step.window.end
@@ -94,13 +94,13 @@ class StepState:
 
 
 class ChangeNotifier:
-    """Holds calls until something changes, or nothing goes on here; callers wait for `timeout` seconds."""
+    """Holds calls until the state changes, or the coordinator stops; callers wait for `timeout` seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._hold_s = timeout / 2  # shorter than the caller waits
         self._condition = asyncio.Condition()
         self._is_over = False
-        self._failure: SwarmError | None = None  # why nothing goes on here: all callers get it
+        self._failure: SwarmError | None = None  # error for all callers, once the coordinator has stopped
 
     def check(self) -> None:
         """Raise the failure, if there is one."""
@@ -108,28 +108,28 @@ class ChangeNotifier:
             raise self._failure
 
     async def fail(self, error: SwarmError) -> None:
-        """Give callers an error from now on; the first one stays."""
+        """Fail calls with an error from now on; the first error stays."""
         self._failure = self._failure or error
         await self.notify()
 
     async def shut_down(self, error: SwarmError) -> None:
-        """Give callers an error from now on, in place of any earlier one."""
+        """Fail calls with an error from now on, in place of any earlier error."""
         self._failure = error
         await self.notify()
 
     async def end_generation(self) -> None:
-        """Hold no call any more: the run is in its next generation, and callers learn that when they ask again."""
-        self._is_over, self._failure = True, None  # what went wrong in this generation concerns them no more
+        """Release all calls: the run is in its next generation, and callers learn that when they ask again."""
+        self._is_over, self._failure = True, None  # an error of this generation does not concern the next one
         await self.notify()
 
     async def notify(self) -> None:
-        """Have all held calls look again."""
+        """Have all held calls check their conditions."""
         async with self._condition:
             self._condition.notify_all()
 
     async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
-        """Wait for as long as a caller may be held; return whether it was reached. Raises what the step failed with."""
-        # `reached` is looked at when something changes, and once after `look_again_s` seconds though nothing did.
+        """Wait until `reached`, as long as a caller may be held; return whether it was. Raises the failure, if any."""
+        # `reached` is checked at each change, and once after `look_again_s` seconds without a change.
         try:
             async with asyncio.timeout(self._hold_s):
                 if look_again_s is not None and look_again_s < self._hold_s:
@@ -155,30 +155,30 @@ class ChangeNotifier:
 
 @dataclass(eq=False)
 class CoordinatorContext:
-    """The run, the network, the limits, and what one coordinator has of one run generation."""
+    """The run, the network, the limits, and one coordinator's state of one run generation."""
 
     # A rollback replaces the whole object, and all parts that hold it. A call of the old generation that is still under
-    # way goes on with the old ones, and begins nothing in the new one.
+    # way continues with the old objects, and begins nothing in the new generation.
     transport: Transport
-    run: RunState  # of the coordinator's own server, which applies the records
+    run: RunState  # state of the coordinator's own server, which applies the records
     proposer: Proposer
     step_state: StepState
     limits: Limits
     events: EventLog
-    step_aside: Callable[[], asyncio.Task[None]]  # has another server coordinate in place of this one
+    step_aside: Callable[[], asyncio.Task[None]]  # hands the role over to another server
     audit_memory: AuditMemory = field(default_factory=AuditMemory)
-    arithmetic: dict[PeerId, str] = field(default_factory=dict)  # of the servers that told it, see `FreezeReply`
-    # Requests name this number, and not that of `run`: what is still under way as the run is rolled back must not pass
-    # for something of the next generation.
+    arithmetic: dict[PeerId, str] = field(default_factory=dict)  # server -> its kind, see `FreezeReply`
+    # Requests carry this number, not the one of `run`. A call under way during a rollback must not pass for a call of
+    # the next generation.
     generation: int = field(init=False)
     tasks: TaskOwner = field(init=False, default_factory=TaskOwner)
     changes: ChangeNotifier = field(init=False)
     outage: OutageWait = field(init=False)
     leases: Iterator[int] = field(init=False)  # numbers of the leases that it grants
     invitations: InvitationUses = field(init=False)
-    # Struck batches of each trainer that had a wrong weight, or receipts for nothing.
+    # Trainer -> number of its struck batches with a wrong weight, or with false receipts.
     false_batches: Counter[PeerId] = field(init=False, default_factory=Counter)
-    members: set[PeerId] = field(init=False)  # those that were in the run by the newest record
+    members: set[PeerId] = field(init=False)  # servers and trainers at the newest record
 
     def __post_init__(self) -> None:
         self.generation = self.run.manifest.generation
@@ -187,7 +187,7 @@ class CoordinatorContext:
         self.leases = itertools.count(first_lease(self.proposer.term))
         self.invitations = InvitationUses(self.transport, self.run)
         self.members = {*self.run.servers, *self.run.trainers}
-        if self.run.version > self.run.manifest.first_step:  # another one coordinated before, and knows what it audited
+        if self.run.version > self.run.manifest.first_step:  # only a former coordinator knows its audits
             for peer in self.run.servers:
                 self.audit_memory.standing.note_counted(peer, self.run.version - 1, None)
 
@@ -196,12 +196,12 @@ class CoordinatorContext:
         # `begun` is kept: trainers do not wait for the lead to begin once more.
         state, memory = StepState.of(self.run, begun=self.step_state.begun), self.audit_memory.following()
         after = replace(self, step_state=state, audit_memory=memory)
-        # No lease has the number of an earlier one: trainers keep what they logged by lease in the state of their loop.
+        # Lease numbers are not reused, because trainers keep logged values by lease in the state of their loop.
         after.leases, after.members, after.false_batches = self.leases, self.members, self.false_batches
         return after
 
     def is_excluded(self, trainer: PeerId) -> bool:
-        """Tell whether a trainer's batches were false so often that it brings no more."""
+        """Return whether a trainer is excluded, because its batches were false too often."""
         return self.false_batches[trainer] >= _MAX_FALSE_BATCHES
 
     def check_honest(self, trainer: PeerId) -> None:
@@ -214,20 +214,20 @@ class CoordinatorContext:
             )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work in a task that ends with this run generation, or with the role; raise if a call outlived that."""
+        """Run work in a task that ends with this run generation or the role; raise an error if these have ended."""
         if not self.tasks.is_running:
             work.close()
             if self.run.manifest.generation != self.generation:
-                raise Busy("the run was rolled back meanwhile")  # a trainer that retires, say, shall ask again
+                raise Busy("the run was rolled back meanwhile")  # a retiring trainer, for example, has to ask again
             raise self.not_any_more()
         return self.tasks.spawn(work)
 
     def not_any_more(self) -> NotCoordinator:
-        """The error for callers that wait here when the role ends."""
+        """Return the error for held callers when the role ends."""
         return NotCoordinator(f"{self.transport.peer_id} does not coordinate any more")
 
     async def end_generation(self) -> None:
-        """End the tasks of a run generation that is over, and hold none of its calls any more."""
+        """End the tasks of a run generation that is over, and release its held calls."""
         await self.tasks.close()
         self.outage.stage_found(step=self.run.manifest.first_step)
         await self.changes.end_generation()

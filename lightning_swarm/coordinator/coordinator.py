@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """A role of one peer, from one run generation to the next."""
+    """The coordinator's role of one peer, which outlasts run generations."""
 
     def __init__(self, context: CoordinatorContext, *, on_deposed: Callable[[], None]) -> None:
         self._on_deposed = on_deposed  # called when another peer coordinates
@@ -34,7 +34,7 @@ class Coordinator:
         self.generation = CoordinatorGeneration(context, self)
 
     def depose(self) -> None:
-        """Enter that another peer coordinates."""
+        """Record that another peer coordinates."""
         self.deposed = True
         self._on_deposed()
 
@@ -43,13 +43,13 @@ class Coordinator:
         await self.generation.start()
 
     async def retire(self) -> None:
-        """Stop because another peer coordinates; callers are told to ask that one. Raises what a task raised."""
+        """Stop because another peer coordinates, and fail held calls with that error. Raises a task's error."""
         self._is_over, context = True, self.generation.context
         await context.changes.shut_down(context.not_any_more())
         await context.tasks.close()
 
     async def close(self, *, over: bool) -> None:
-        """Stop, and tell peers that the lead may not reach if it has ended the run. Raises what a task raised."""
+        """Stop, and notify peers that the lead may not reach; `over` if it ended the run. Raises a task's error."""
         self._is_over = True
         try:
             await self.generation.dismiss_others(over=over)
@@ -57,7 +57,7 @@ class Coordinator:
             await self.generation.context.tasks.close()
 
     async def enter_generation(self) -> None:
-        """Begin with the next run generation: a step that closes is given up, and its callers are told."""
+        """Begin the next run generation: abandon a step that closes, and notify its callers."""
         before = self.generation.context
         self.joiners.refuse_all()
         self.generation = CoordinatorGeneration(before.next_generation(), self)
@@ -96,7 +96,7 @@ class CoordinatorGeneration:
         )
 
     async def start(self) -> None:
-        """Begin to answer, and go on with the steps where another coordinator left them."""
+        """Begin to answer, and continue the steps where another coordinator left them."""
         await self.context.tasks.start()
         self.server_membership.answer()
         self.trainers.answer()
@@ -112,7 +112,7 @@ class CoordinatorGeneration:
         self._spawn(self.trainers.membership.look_after())
 
     async def dismiss_others(self, *, over: bool) -> None:
-        """Tell joiners that the role ends, and trainers that hold no stage if the run is `over`."""
+        """Notify joiners that the role ends, and, if the run is `over`, trainers that hold no stage."""
         only_train = {*self._run.trainers, *self.trainers.membership.waiting} - {*self._run.servers}
         only_train -= {self._run.manifest.lead, self._transport.peer_id}
         await dismiss(self._transport, self.server_membership.waiting, timeout=self._timeout)
@@ -131,21 +131,21 @@ class CoordinatorGeneration:
         await self.trainers.fail(reason)
         waiting = {*self.server_membership.waiting, *self.trainers.membership.waiting}
         others = {*self._run.servers, *self._run.trainers, *waiting} - {own}
-        # Peers that are not told here are told by the next coordinator.
+        # The next coordinator notifies peers that are not reached here.
         await dismiss(self._transport, others, broken_off=reason, timeout=self._timeout)
         await dismiss(self._transport, [own], broken_off=reason, timeout=self._timeout)  # last: with it ends this role
 
     # ------------------------------------------------------------------ the step's end
 
     async def _on_change(self, step: OpenStep) -> None:
-        """End the step if it waited only for a batch that is through now, or will not come."""
+        """End the step if it waited only for a batch that is complete now, or will not come."""
         if step is self.step_state.open:
             self._finish_if_ready(step)
         if not step.closing:
-            await self.context.changes.notify()  # who waits for the record may have a place again
+            await self.context.changes.notify()  # callers that wait for the record may get a place again
 
     def _finish_if_ready(self, step: OpenStep) -> None:
-        """Have the open step decided, and the next one opened; at once where its record may be late."""
+        """Have the open step decided, and the next one opened, at once if the record may be late."""
         state = self.step_state
         if not step.ready or state.finishing or state.due is not None:
             return
@@ -174,7 +174,7 @@ class CoordinatorGeneration:
         except SwarmError as error:
             await self.trainers.fail(str(error), StageLost if isinstance(error, StageLost) else StepError)
         except Exception as error:
-            # A bug: it ends this server, and whoever waits shall not wait for ever.
+            # A bug: it ends this server, and held callers must not wait forever.
             await self.trainers.fail(f"internal error: {type(error).__name__}: {error}")
             raise
 
@@ -189,7 +189,7 @@ class CoordinatorGeneration:
         else:
             state.outcome = self._outcome(step, record)
             self._open_next(step)
-        await self.context.changes.notify()  # who waits for the record, or has a place again
+        await self.context.changes.notify()  # callers wait for the record, or may get a place again
 
     async def _decide_due(self, step: OpenStep) -> None:
         """Decide a step while the one after it takes batches."""
@@ -206,7 +206,7 @@ class CoordinatorGeneration:
         is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
         if not manifest.settings.delay_optimizer_step or is_last or self.step_state.change != NO_CHANGE:
             return False
-        # It must change nothing of who is in the run then: what the next step's sums hold is theirs who are.
+        # A late record must not change the membership, because the present members hold the next step's sums.
         return not self._step_commit.wants_changes()
 
     def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:

@@ -1,4 +1,4 @@
-"""Long polls of the coordinator: callers are held until something changes, and the lead is waited for."""
+"""Long polls of the coordinator: holds trainers until a step ends, and the record until the lead is ready."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import MetricsRequest, RecordReply, RecordRequest
 from lightning_swarm.protocol.messages.reports import EventCounts
 
-MAX_NEWS: Final = 1000  # peers in one answer: with all kinds of events these are four hundred kilobytes
+MAX_NEWS: Final = 1000  # peers in one answer, at most 400 kB with all kinds of events
 
 
 class EventDeltas:
     """Event counts that the lead lacks."""
 
     def __init__(self) -> None:
-        self._version = -1  # that the lead knew when it asked last; from a later one on, it has what was sent
-        self._known: dict[PeerId, EventCounts] = {}  # the peer that was sent last comes last
-        self._sent: dict[PeerId, EventCounts] = {}  # since; the answer may have been lost
+        self._version = -1  # version of the lead's last request; a later version confirms the last answer
+        self._known: dict[PeerId, EventCounts] = {}  # confirmed counts, the peer that was sent last comes last
+        self._sent: dict[PeerId, EventCounts] = {}  # counts in the last answer, which may have been lost
 
     def news(self, noted: Mapping[PeerId, EventCounts], *, version: int) -> dict[PeerId, EventCounts]:
-        """Choose the counts to send to the lead, which knows `version`. Counts only grow, so late is no harm."""
+        """Choose the counts to send to the lead, which knows `version`. Counts only grow, so delays do no harm."""
         if version != self._version:
             sent_before = {peer: one for peer, one in self._known.items() if peer not in self._sent}
             self._known = {peer: one for peer, one in (sent_before | self._sent).items() if peer in noted}
@@ -46,7 +46,7 @@ class EventDeltas:
 
 
 class LeadLiveness:
-    """Watches over the lead: whether it is there, and which record its loop is ready for."""
+    """Watches the lead: whether it is alive, and for which record its loop is ready."""
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run, self._changes = context.transport, context.run, context.changes
@@ -55,16 +55,16 @@ class LeadLiveness:
         self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)
         self._heard_s = 0.0
         self._restarted = False
-        self._appointed: PeerId | None = None  # the next lead, once it has heard of it
+        self._appointed: PeerId | None = None  # the next lead, once it was notified
         self._permits: int | None = None  # the newest step whose record its loop is ready for
-        self.stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
-        self.knows = 0  # the newest version that it does
-        self.epoch: int | None = None  # of the lead's loop, once it is known
-        self.resumable: Collection[int] | None = None  # versions of snapshots that it could go on from, if it told
-        self.deciding: int | None = None  # the step whose record was let come, and is not there yet
+        self.stepped_with: dict[int, list[dict[str, Any]]] = {}  # undecided step -> hyperparameters
+        self.knows = 0  # the newest version that the lead knows
+        self.epoch: int | None = None  # epoch of the lead's loop, once it is known
+        self.resumable: Collection[int] | None = None  # snapshots from which its loop could continue, if reported
+        self.deciding: int | None = None  # the step whose record was permitted, and is not applied yet
 
     def heard(self) -> None:
-        """Enter a sign of life."""
+        """Record a sign of life."""
         self._heard_s = now_s()
 
     def check(self) -> None:
@@ -76,12 +76,12 @@ class LeadLiveness:
             )
 
     async def until_gone(self) -> str:
-        """Have another peer lead after too long a silence, and return ""; or return why nobody does, to end the run."""
-        silence_s = self._silence_s  # between two looks, and for an answer
+        """Appoint another lead after too long a silence, and return ""; or return why the run must end instead."""
+        silence_s = self._silence_s  # between two checks, and for an answer
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
-            # Some know the next lead already. Whether it does itself, this coordinator has not heard yet.
+            # Some servers know the next lead already, but that peer has not confirmed it to this coordinator.
             is_named = self._run.is_rolling_back and self._run.manifest.lead != self._appointed
             # A lead whose loop is busy answers pings, and is waited for as long as it does.
             is_heard = not (self._restarted or is_named) and (
@@ -108,33 +108,33 @@ class LeadLiveness:
         )
 
     def note_restart(self) -> None:
-        """Enter that the lead was started again, and knows nothing of the run."""
+        """Record that the lead was started again, and knows nothing of the run."""
         self._restarted = True
 
     async def note_waiting(self, request: RecordRequest, stepped_with: Mapping[int, list[dict[str, Any]]]) -> None:
-        """Enter that the lead's loop waits for the end of a step, and the hyperparameters of this and earlier steps."""
+        """Record that the lead's loop waits for the end of a step, and its hyperparameters for steps up to this one."""
         self.epoch, self.resumable = request.epoch, request.resumable
         self.stepped_with.update(stepped_with)
         await self.permit(request.step, version=request.version)
 
     async def permit(self, step: int, *, version: int) -> None:
-        """Enter that the lead's loop, which knows `version`, is ready for the record of a step, and of those before."""
+        """Record that the lead's loop, which knows `version`, is ready for the records of all steps up to this one."""
         self._permits = step
         self.knows = max(self.knows, version)
         await self._changes.notify()
 
     def go_on(self) -> None:
-        """Enter that the lead's loop waits for no record: it validates, perhaps, until it asks again."""
+        """Record that the lead's loop waits for no record until it asks again, perhaps because it validates."""
         self._permits = None
 
     def decided(self, step: int) -> None:
-        """Enter that a step's record is applied."""
+        """Record that a step's record is applied."""
         self.deciding = None
         self.stepped_with = {of: values for of, values in self.stepped_with.items() if of > step}
 
     async def wait_until_ready(self, step: OpenStep) -> list[dict[str, Any]]:
-        """Wait until the lead's loop is ready for the record; return what to step with, for each parameter group."""
-        # So the lead sees every step, and validates frozen weights.
+        """Wait until the lead's loop is ready for the record; return the hyperparameters of each parameter group."""
+        # This way, the lead sees every step, and weights do not change while it validates.
         while self._permits is None or min(self._permits, self.knows) < step.step or step.step not in self.stepped_with:
             self.check()
             await self._changes.next(until_s=self._heard_s + self._timeout)
@@ -151,10 +151,10 @@ class StepEnds:
         self._run, self._step_state, self._changes = context.run, context.step_state, context.changes
         self._leases, self._lead, self._lease_expiry = leases, lead, lease_expiry
         self._learnt = partial(context.events.known_counts, context.transport.peer_id)
-        self._event_deltas = EventDeltas()  # to the lead
+        self._event_deltas = EventDeltas()  # event counts for the lead
 
     async def answer(self, caller: PeerId, request: RecordRequest) -> RecordReply:
-        """Answer a trainer that asks for a record; first take in what the lead sends along."""
+        """Answer a trainer that asks for a record; first record the hyperparameters in a request of the lead."""
         if caller == self._run.manifest.lead and request.step >= self._run.version:
             stepped_with = {request.step: check_hyperparameters(request)}
             if request.before:
@@ -191,7 +191,7 @@ class StepEnds:
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
 
     async def _let_record_come(self) -> bool:
-        """Wait for the record that the lead is ready for; False: it did not come, and the lead asks again."""
+        """Wait for the record that the lead permitted; return False if it did not come, so that the lead asks again."""
         if not self._run.manifest.settings.delay_optimizer_step:
             return True
         if not await self._changes.until(lambda: self._lead.deciding is None):
@@ -200,7 +200,7 @@ class StepEnds:
         return True
 
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
-        """Make the answer to a trainer that knows `version`: short on other peers, for all trainers get one."""
+        """Make the answer to a trainer that knows `version`; only the lead's has logs, metrics and event counts."""
         outcome = self._step_state.outcome
         follows = outcome.record is None or version == outcome.step
         # The record after it may be applied here already.
@@ -220,17 +220,17 @@ class StepEnds:
         return state.open.step
 
     def metrics(self, request: MetricsRequest) -> Message:
-        """Answer the lead with what a batch of the newest record added to metrics."""
+        """Return the metrics of a batch of the newest record to the lead."""
         outcome = self._step_state.outcome
         if request.step != outcome.step:
             raise ProtocolError(
                 f"the newest record is that of step {outcome.step}, got a request for step {request.step}"
             )
-        return outcome.metrics.get(request.first, Message())  # whose trainer may be gone, with the one who was told
+        return outcome.metrics.get(request.first, Message())  # may be lost with its trainer and a coordinator
 
 
 def check_hyperparameters(request: RecordRequest) -> list[dict[str, Any]]:
-    """The hyperparameters that the lead sends with a request; raises ProtocolError if it sends none."""
+    """Return the hyperparameters in a request of the lead; raise ProtocolError if it has none."""
     if not request.hyperparameters:
         raise ProtocolError("the lead says with which hyperparameters to step, got none")
     return request.hyperparameters

@@ -1,4 +1,4 @@
-"""The servers of a run, as its coordinator asks them: settle, freeze, average, apply; and trainers: replay."""
+"""The coordinator's calls to the servers of a run (settle, freeze, average, apply), and to trainers (replay)."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ from lightning_swarm.protocol.queries import MAX_TRIES, call_each, is_superseded
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
-    """Tell peers that the run is over. One that is gone is no error.
+    """Notify peers that the run is over. A peer that is gone is no error.
 
-    `broken_off` says why nobody ended the run in order; empty, the lead did. `timeout` is in seconds, for each peer.
+    `broken_off` is the reason if the run was aborted; empty: the lead ended it. `timeout` is in seconds for each peer.
     """
     method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
     # A peer that was never admitted refuses, and goes on waiting for a run.
@@ -82,10 +82,10 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
 _T = TypeVar("_T")
 
 _ROUND_TIMEOUTS: Final = 5.0
-"""A server waits for the parts of the others, then for what they made of them; with PowerSGD for both twice."""
+"""Call timeouts of a round: a server waits for other servers' parts, then for their means; twice with PowerSGD."""
 
 _REPLAY_TIMEOUTS: Final = 3
-"""A trainer finds out within one that a holder does not answer, asks it once more, and has one for the rest."""
+"""Call timeouts of a replay: one to find that a holder does not answer, one to ask again, and one for the rest."""
 
 _MAX_DAMAGED: Final = 3
 _FIRST_PAUSE_S: Final = 1.0
@@ -93,7 +93,7 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 
 class ServerSilent(DeadlineExceeded):
-    """A server that may be a stranger's answers pings, and not the coordinator's call."""
+    """A server, which may be a stranger's, answers pings but not the coordinator's call."""
 
 
 class ServerCalls:
@@ -104,11 +104,11 @@ class ServerCalls:
         self._term = context.proposer.term
         self._spawn = context.spawn
         self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
-        self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
-        self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step began with
-        # method -> durations; None unless servers may be strangers. Others are waited for until the call's timeout.
+        self._behind: dict[PeerId, Record] = {}  # server -> newest record, which it may not have applied
+        self.unsettled: dict[PeerId, SwarmError] = {}  # servers without the change with which the open step began
+        # method -> durations; None unless servers may be strangers. Without it, calls have their full timeout.
         self._durations: defaultdict[str, Durations] | None = None
-        self._durations_of = defaultdict[tuple[str, PeerId], Durations](Durations)  # likewise, of one server each
+        self._durations_of = defaultdict[tuple[str, PeerId], Durations](Durations)  # (method, server) -> durations
         if context.run.manifest.settings.is_audited:
             self._durations = defaultdict(Durations)
 
@@ -122,7 +122,7 @@ class ServerCalls:
         return (await self._transport.addresses())[0]
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have the servers begin the open step with a change. One that refuses or is not reached takes no part in it.
+        """Have the servers begin the open step with a change; a server that fails to do so is excluded from the step.
 
         Raises SwarmError if the coordinator's own server refuses, or all of a stage.
         """
@@ -135,17 +135,17 @@ class ServerCalls:
         self.unsettled = failed
 
     async def freeze(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply | SwarmError]:
-        """Have each server freeze its sums and report what they hold; one that missed a record gets it first."""
+        """Have each server freeze its sums and report its ledgers; a server that missed a record gets it first."""
 
         async def freeze(peer: PeerId, request: FreezeRequest) -> FreezeReply:
             record = self._behind.get(peer)
             if record is not None:
                 await self._apply(peer, record)
-            # A microbatch that was given to another server for its lateness may still hold the compute thread.
+            # A late microbatch, which another server has taken over, may still hold the compute thread.
             timeout = min(max(self._deadline_s(FREEZE, self._timeout, peer), UNFAMILIAR_S), self._timeout)
             answer = decode(await self._call(peer, FREEZE, encode(request), timeout=timeout), FreezeReply)
             for signed in answer.bans or ():
-                heed(self._transport, signed)  # so that the step's record tells it
+                heed(self._transport, signed)  # the step's record then includes it
             return answer
 
         return await self._each(FREEZE, {peer: partial(freeze, peer, request) for peer, request in requests.items()})
@@ -160,13 +160,13 @@ class ServerCalls:
     ) -> dict[PeerId, AverageReply | SwarmError]:
         """Run a round of averaging. If all answer well, every server of its rosters holds its stages' means.
 
-        `choose_blamed` names the servers that a round failed by, of the peers that each server did not reach.
+        `choose_blamed` names the servers to blame for a failed round, from the peers that each server did not reach.
         """
         patience_s = self._deadline_s(AVERAGE, self._timeout)
         waits = _AverageWaits(patience_s, choose_blamed)
 
         async def ask(peer: PeerId, body: bytes) -> AverageReply:
-            # So servers that wait for a silent one report it before they are late themselves.
+            # With this much time, servers that wait for a silent one report it before they are late themselves.
             timeout = patience_s if waits.has_failed else _ROUND_TIMEOUTS * patience_s
             async with waits.until_blamed(peer):
                 reply = _average_reply(await self._call(peer, AVERAGE, body, timeout=timeout))
@@ -196,7 +196,7 @@ class ServerCalls:
 
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
         """Have a trainer send microbatches again; raise SwarmError if it did not."""
-        # Not longer for more of them: what was added in the time stays, and the rest is asked for again.
+        # More microbatches get no more time: finished replays stay, and the rest is requested again.
         timeout = self._timeout * min(1 + len(request.work), _REPLAY_TIMEOUTS)
         return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
 
@@ -213,29 +213,29 @@ class ServerCalls:
     async def results(
         self, trainers: Iterable[PeerId], request: ResultsRequest
     ) -> dict[PeerId, ResultsReply | SwarmError]:
-        """Ask trainers what servers gave them."""
+        """Ask trainers for digests of the results that servers sent them."""
         bodies = dict.fromkeys(trainers, encode(request))
         return await self._ask_all(RESULTS, bodies, lambda body: decode(body, ResultsReply))
 
     async def findings(
         self, auditors: Iterable[PeerId], request: FindingsRequest
     ) -> dict[PeerId, FindingsReply | SwarmError]:
-        """Ask auditors what they found."""
+        """Ask auditors for their findings."""
         bodies = dict.fromkeys(auditors, encode(request))
         return await self._ask_all(FINDINGS, bodies, lambda body: decode(body, FindingsReply))
 
     async def avoid(self, trainers: Iterable[PeerId], request: AvoidRequest) -> None:
-        """Tell trainers which servers take no part in a step any more; one that is gone is no error."""
+        """Notify trainers of the servers that are excluded from a step; a trainer that is gone is no error."""
         await self._ask_all(AVOID, dict.fromkeys(trainers, encode(request)), lambda _: None)
 
     async def apply(self, record: Record) -> None:
-        """Have all servers that averaged, and newcomers, apply a decided record; retry with those that do not answer.
+        """Have all servers that averaged, and newcomers, apply a decided record; retry servers that do not answer.
 
         Raises SwarmError if the coordinator's own server did not.
         """
         self._behind.clear()
         self.unsettled.clear()
-        # Also the servers that it lets go: they stay until they know of it.
+        # Also the servers that it releases, because they stay until they have applied it.
         rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
         replies = await self._ask_all(APPLY, dict.fromkeys(peers, encode(record)), lambda _: None)
@@ -245,14 +245,14 @@ class ServerCalls:
             self._spawn(self._tell_again(peer, record))
 
     async def _tell_again(self, peer: PeerId, record: Record) -> None:
-        """Retry until the peer answers, or the next step closes: then it is told before it freezes."""
+        """Retry until the peer answers, or the next step closes and sends the record before the freeze."""
         pause_s = _FIRST_PAUSE_S
         while self._behind.get(peer) is record:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
                 await self._apply(peer, record)
-            except SwarmError:  # whoever cannot be told is left out by the next record
+            except SwarmError:  # the next record removes a server that stays unreachable
                 continue
 
     async def _apply(self, peer: PeerId, record: Record) -> None:
@@ -271,15 +271,15 @@ class ServerCalls:
     async def _each(
         self, method: str, works: Mapping[PeerId, Callable[[], Awaitable[_T]]]
     ) -> dict[PeerId, _T | SwarmError]:
-        """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here.
+        """Run all calls at once. Errors are returned as answers; an error of the coordinator's own server is raised.
 
-        Where servers may lie, one that is late beside the others is not waited for. Raises NotCoordinator if some
-        follow a higher term, and the voters do: one server's word deposes nobody.
+        If servers are untrusted, a server that is much later than the rest is not waited for. Raises NotCoordinator if
+        a server follows a higher term and the voters confirm it, because a single report deposes no coordinator.
         """
         replies = await gather(self._answer_of(method, peer, work) for peer, work in works.items())
         found = dict(zip(works, replies, strict=True))
         if self._durations is not None and self._are_most_late(found):
-            # The whole swarm is slow, or this peer's own link. They have twice the time, and twice that the next time.
+            # The whole swarm is slow, or this peer's own link. The calls get twice the time, and twice that next time.
             self._durations[method].note_late()
             late = [peer for peer, reply in found.items() if isinstance(reply, ServerSilent)]
             again = await gather(self._answer_of(method, peer, works[peer]) for peer in late)
@@ -314,7 +314,7 @@ class ServerCalls:
         return answer
 
     def _deadline_s(self, method: str, longest_s: float, peer: PeerId | None = None) -> float:
-        """Return how long a server may take: where servers may lie, a multiple of what it usually takes.
+        """Return the seconds that a server may take; if servers are untrusted, a multiple of its usual time.
 
         Without a `peer`, the work is done by all servers together.
         """
@@ -337,16 +337,16 @@ class ServerCalls:
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
     async def _call_undamaged(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
-        """Ask again where a message was damaged on its way: told twice, each of these calls is done once."""
+        """Call again if a message was damaged on its way; a repeated call takes effect only once."""
         for _ in range(_MAX_DAMAGED):
             with contextlib.suppress(Damaged):
                 return await self._call_as_coordinator(peer, method, body, timeout=timeout)
         return await self._call_as_coordinator(peer, method, body, timeout=timeout)
 
     async def _call_as_coordinator(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
-        """Call again a peer that had not heard that this peer coordinates.
+        """Call a peer; if it does not know this coordinator yet, announce the term and call again.
 
-        Raises NotCoordinator if it has heard of a coordinator under a higher term.
+        Raises NotCoordinator if the peer knows a coordinator under a higher term.
         """
         try:
             return await self._transport.call(peer, method, body, timeout=timeout)
@@ -358,14 +358,14 @@ class ServerCalls:
 
 
 class _AverageWaits:
-    """Ends the wait for a server that does not answer, once enough others report that it gave them nothing."""
+    """Ends the wait for a server that does not answer, once enough servers report that they got nothing from it."""
 
     def __init__(
         self, patience_s: float, choose_blamed: Callable[[Mapping[PeerId, Sequence[PeerId]]], list[PeerId]]
     ) -> None:
         self._patience_s, self._choose_blamed = patience_s, choose_blamed
-        self._unreached: dict[PeerId, Sequence[PeerId]] = {}  # the peers that a server did not reach, by server
-        self._limits: dict[PeerId, asyncio.Timeout] = {}  # of servers that have not answered
+        self._unreached: dict[PeerId, Sequence[PeerId]] = {}  # server -> peers that it did not reach
+        self._limits: dict[PeerId, asyncio.Timeout] = {}  # timeouts of servers that have not answered
         self._earliest_s = asyncio.get_running_loop().time() + patience_s
 
     @property
@@ -386,12 +386,12 @@ class _AverageWaits:
             self._limits.pop(peer, None)
 
     def note(self, peer: PeerId, unreached: Sequence[PeerId]) -> None:
-        """Enter the peers that a server did not reach."""
+        """Record the peers that a server did not reach."""
         self._unreached[peer] = unreached
         while self._limits and self.has_failed:
             waited_for = {by: [one for one in peers if one in self._limits] for by, peers in self._unreached.items()}
             blamed = self._choose_blamed(waited_for)
-            # If two accuse each other, the one that answered may be the liar.
+            # If two servers accuse each other, the one that answered may be false.
             if len(blamed) != 1 or blamed[0] not in self._limits:
                 return
             self._limits.pop(blamed[0]).reschedule(self._earliest_s)

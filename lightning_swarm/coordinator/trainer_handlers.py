@@ -85,7 +85,7 @@ class TrainerHandlers:
         self.membership = TrainerMembership(context, lease_expiry, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
-        """Begin to answer. Calls begin tasks, so these must have an owner by now: trainers may be calling already."""
+        """Begin to answer. Calls start tasks, so these must have an owner by now: trainers may be calling already."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
         self.lead.heard()
         transport.handle_call(CHANGE, self._handle_change)
@@ -102,7 +102,7 @@ class TrainerHandlers:
         transport.handle_call(RENEW, self._handle_renew)
         self.membership.answer()
 
-    # ------------------------------------------------------------------ what the open step trains, and who has a place
+    # ------------------------------------------------------------------ changes, order and places of the open step
 
     async def _handle_change(self, caller: PeerId, body: bytes) -> bytes:
         manifest = self._run.manifest
@@ -121,7 +121,7 @@ class TrainerHandlers:
                     f"a change comes before a step's first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
                 )
-            own = request.generation  # of the run, which may be rolled back meanwhile
+            own = request.generation  # the run may be rolled back meanwhile
             change = self._step_state.change.then(request.change)
             await self._servers.settle(SettleRequest(own, step.step, change=change))
             self._run.check_generation(own)
@@ -168,15 +168,15 @@ class TrainerHandlers:
             self.lead.check()
             return encode(GrantReply(wait=WaitForRecord(step=None)))
         if request.batch is not None and not await self._changes.until(lambda: state.open.window is not None):
-            return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator has not heard of the order yet
+            return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator does not have the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.leases.grant(state.open, caller, request)
-            if reply.wait is not None:  # for trainers that should have brought a batch by now: are they there?
+            if reply.wait is not None:  # trainers that owe a batch may be gone
                 for trainer in self.leases.owed_by(state.open):
                     self._lease_expiry.watch(trainer)
         if reply.wait is not None and self.leases.leaves_own(caller):
-            await self._changes.notify()  # one that waits may bring it
+            await self._changes.notify()  # a waiting trainer may bring it
         if is_lead and reply.grant is not None and state.due is not None:
             await self.lead.permit(state.due.step, version=state.due.step)  # it trains, so it does not validate
         return encode(reply)
@@ -187,8 +187,8 @@ class TrainerHandlers:
         self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
-        """Grant a place for the next batch of a trainer that knows which step is open, if that one or the next is."""
-        # The lead gets one before it trains, so this lets no record come: it may validate first.
+        """Grant a place for a trainer's next batch, if the trainer knows that this step or the next one is open."""
+        # The lead may validate before it uses this place, so the grant permits no record.
         if request.following is None or self._is_excluded(caller):
             return None
         async with self._settling:
@@ -208,7 +208,7 @@ class TrainerHandlers:
             await self.lead.permit(due.step, version=due.step)
         return b""
 
-    # ------------------------------------------------------------------ the batches that have one
+    # ------------------------------------------------------------------ granted batches
 
     async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
         request = self._read(caller, message.body, BatchMetrics)
@@ -234,11 +234,11 @@ class TrainerHandlers:
                 )
         step = self._step_state.open
         if caller == self._run.manifest.lead and request.report.position is not None:
-            for plan in request.report.plans:  # though the lead may have missed a record: it tells them once
+            for plan in request.report.plans:  # even if the lead missed a record: it sends them only once
                 self._step_state.plan(plan, self._run.position or request.report.position)
             await self._changes.notify()
         if request.step != step.step or self._step_state.finishing:
-            return b""  # a step whose record is on its way does without it
+            return b""  # a step that is being decided does not include it
         metrics = await fetch_metrics(
             self._transport,
             {caller: request.report},
@@ -254,7 +254,7 @@ class TrainerHandlers:
                 self._lease_expiry.watch(caller)
         step.strike_others()
         closed = dict(request.report.closed)
-        # A lead that lost batches to the new coordinator brings them again before it asks to close.
+        # If the new coordinator struck batches of the lead, the lead brings them again before it asks to close.
         lost = step.has_struck(lease.grant.lease for lease in request.report.leases)
         if step.step in closed and caller == self._run.manifest.lead and not lost:
             self._close(step, closed[step.step])
@@ -273,7 +273,7 @@ class TrainerHandlers:
         return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
-        """Refuse a batch's end that comes with requests about another step; nothing is entered yet."""
+        """Refuse a batch's end that comes with requests about another step, before it is recorded."""
         own = request.generation, request.step
         for what in (request.ends, request.following):
             if what is not None and (what.generation, what.step) != own:
@@ -361,18 +361,18 @@ class TrainerHandlers:
         return b""
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
-        """Give all callers an error, for the open step cannot be decided; the first reason stays."""
+        """Fail all calls because the open step cannot be decided; the first reason stays."""
         await self._changes.fail(kind(f"step {self._step_state.open.step} could not be decided: {reason}"))
 
     def _read(self, caller: PeerId, body: bytes, kind: type[_Request]) -> _Request:
-        """Read a request of a trainer, which must be of this run generation; it is a sign of life, too."""
+        """Decode a trainer's request, which must be of this run generation, and record it as a sign of life."""
         self._hear(caller)
         request = decode(body, kind)
         self._run.check_generation(request.generation)
         return request
 
     def _hear(self, caller: PeerId) -> None:
-        """Take in a trainer's call as a sign of life; raise what went wrong, if something did."""
+        """Record a trainer's call as a sign of life; raise the coordinator's failure, if there is one."""
         self._run.check_trainer(caller)
         if self._run.is_rolling_back:
             raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
@@ -392,7 +392,7 @@ class TrainerHandlers:
         raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
     def _is_beyond(self, step: int, what: str) -> bool:
-        """Return whether a step is open only where another peer coordinated; raise ProtocolError if it is nowhere."""
+        """Return whether only a former coordinator can have opened a step; raise ProtocolError if none can have."""
         number = self._step_state.open.step
         if step > number + self._run.manifest.settings.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")

@@ -1,7 +1,8 @@
 """Chooses the weights that a stage keeps if its replicas differ, and the servers to exclude. Pure.
 
-Replicas with equal bits form a group, and one group is the stage's reference: the group with most servers, then the
-group whose shared weights other stages confirm, then the group of the oldest server. Rosters list the oldest first.
+Replicas with equal bits form a group, and one group is the stage's reference. The group with most servers comes first,
+then the group whose shared weights other stages confirm, then the group of the oldest server. Rosters list the oldest
+first.
 """
 
 from __future__ import annotations
