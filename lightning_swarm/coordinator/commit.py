@@ -129,7 +129,7 @@ class SnapshotSchedule:
         self._transport, self._run = context.transport, context.run
         self._interval_s = context.limits.snapshot_interval  # least seconds between snapshots; None: none
         settings = context.run.manifest.settings
-        # The older of two snapshots is kept until the next is complete, so a run can go back by at least these steps.
+        # The older of two snapshots is kept until the next is complete, so a run can go back by this many steps.
         self._num_steps = (settings.steps_to_conviction or 1) if settings.goes_back else 1
         self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # version and time of the newest order

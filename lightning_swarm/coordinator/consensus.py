@@ -2,8 +2,8 @@
 
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
 voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a server can
-apply a record only with its round's. So before a new coordinator has a round of its own averaged, a majority notes
-that proposals of lower terms for the slot are dead, even if a voter accepted one.
+apply a record only with its round's. So before a new coordinator averages a round of its own, a majority notes that
+proposals of lower terms for the slot are dead, even if accepted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Voter:
     def void_promises(self) -> None:
         """Forget all promises: their run is over, and the next run's slots are of a later generation."""
         self.term = NO_TERM  # the highest term that it promised, or that its server follows
-        self._reached = 0  # the limit up to which repeated requests have come
+        self._reached = 0  # number to which repeated requests have raised the limit
         self._due_s: dict[str, float] = {}  # candidate -> when all its terms are due at the average pace
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: earlier slots are decided
         # (slot, term): from the slot on, lower terms are dead. Two, because the newer one may be of a slot too early.
@@ -145,11 +145,11 @@ class Ballot:
         self.term = term
         self.slot = slot
         self.voters = tuple(voters)
-        self.rival: Term | None = None  # a voter knows it, and its number is not lower
+        self.rival: Term | None = None  # another term that a voter knows, of the same number or a higher one
         self.behind = False  # a voter reports that the slot was decided without this proposer
         self._refused: set[Member] = set()
         self._numbers: dict[Member, int] = {}  # voter -> number of a rival term; 0: none
-        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: still valid
+        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: binding, without information
         self._settled = False  # a request was sent that depends on the record to finish
         self._fenced = set(fenced)
         self._proposed: bytes | None = None

@@ -189,7 +189,7 @@ class ServerCalls:
         )
 
     async def examine(self, request: ExamineRequest) -> ExamineReply:
-        """Have the coordinator's own server compare what members hold with what they answered."""
+        """Have the coordinator's own server compare the members' sums and means with their answers."""
         # It asks each of them for a sum, then for a mean, one after the other.
         timeout = self._timeout * 2 * (len(request.answers) + 1)
         return decode(await self._call(self.own, EXAMINE, encode(request), timeout=timeout), ExamineReply)

@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unp
 # kinds of machines may be farther apart than in any other step.
 MAX_REFUTED: Final = 5
 
-MAX_UNPROVEN: Final = 2  # accusations of one server by another, before the coordinator audits in the other's place
+MAX_UNPROVEN: Final = 2  # unproven accusations of one server by another, before the coordinator audits instead
 
 
 @dataclass

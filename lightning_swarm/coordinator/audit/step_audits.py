@@ -54,8 +54,8 @@ from lightning_swarm.protocol.messages.wire import draw_challenge
 
 _log = logging.getLogger(__name__)
 
-# Share of the audits in other stages that the coordinator's own server does, with weights that it fetches. So a stage
-# whose servers all collude is found out, too.
+# Share of the audits that the coordinator's own server does in stages that it does not hold, with fetched weights. So a
+# stage whose servers all collude is found out, too.
 _OWN_SHARE: Final = 1 / 16
 
 _MAX_CONTESTED: Final = 2  # closings in which a server's results may contradict claims, before it is excluded
@@ -219,7 +219,7 @@ class StepAudits:
         return self._standing.is_drawn(unit.peer, self._step.step, share, lots.random)
 
     def watch_fellows(self, convicted: PeerId) -> None:
-        """Audit servers more that share an invitation with a convicted server, or that it audited."""
+        """Audit more work of servers that share an invitation with a convicted server, or that it audited."""
         self._standing.doubt(convicted)
         used = [one.peers for one in self._run.invitations or () if convicted in one.peers]
         self._standing.watch({peer for peers in used for peer in peers} - {convicted}, self._step.step)
@@ -398,7 +398,8 @@ class StepAudits:
         if peer in self._silent:  # already counted in this step
             return
         self._silent.add(peer)
-        # Machines and links fail now and then, so one silence only has all work audited, which leaves few chances.
+        # Machines and links fail now and then, so a silence does not convict at once. But all work is audited then,
+        # which leaves a malicious server few chances.
         self._standing.watch([peer], self._step.step)
         if is_late:
             return
@@ -434,7 +435,7 @@ class StepAudits:
     ) -> None:
         """Strike the batches on which two servers make different claims, if neither was convicted."""
         pairs = defaultdict[frozenset[Unit], list[Receipt]](list)
-        between = defaultdict[Unit, set[int]](set)  # failed server between two honest ones -> batches
+        between = defaultdict[Unit, set[int]](set)  # failed server between two honest servers -> batches
         for receipt, units in disagreements.items():
             if any(unit.peer in verdict.convicted for unit in units):
                 continue

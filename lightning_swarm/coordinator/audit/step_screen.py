@@ -12,7 +12,7 @@ from lightning_swarm.protocol.messages.calls import Receipt
 
 
 class StepScreen:
-    """Compares the sums of one step with each other and with those of earlier steps."""
+    """Compares the sums of one step with each other and with earlier steps' sums."""
 
     def __init__(self, step: OpenStep, histories: dict[int, StageHistory]) -> None:
         self._step, self._histories = step, histories

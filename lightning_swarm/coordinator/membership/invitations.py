@@ -29,7 +29,7 @@ class WaitingList(Protocol):
         ...
 
     def forget(self, peer: PeerId) -> None:
-        """Give up the place of a peer that is gone, if it has one."""
+        """Free the place of a peer that is gone, if it has one."""
         ...
 
 
@@ -44,7 +44,7 @@ class InvitationUses:
     _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)
 
     async def forget_the_gone(self, peer: PeerId) -> None:
-        """Give up the places of peers that died while they waited, if a peer that asks needs one of their uses."""
+        """Free the places of peers that died while they waited, if a peer that asks needs one of their uses."""
         used, permit = self._run.invitations, self._transport.permit_of(peer)
         if isinstance(used, UnsetType) or permit is None:
             return

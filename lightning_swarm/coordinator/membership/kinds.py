@@ -45,7 +45,7 @@ def check_one_kind(manifest: Manifest, stage_index: int, kinds: Mapping[PeerId, 
 def assign_by_kind(
     num_stages: int, servers: Sequence[Member], kinds: Mapping[PeerId, str]
 ) -> list[list[Member]] | None:
-    """Assign servers to stages, so that each stage has one kind of machine, and kinds get stages as they have servers.
+    """Assign servers to stages of one kind of machine each; kinds get stages in proportion to their servers.
 
     The first server has the last stage. Returns None if there are more kinds than stages, or fewer servers.
     """

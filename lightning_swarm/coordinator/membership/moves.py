@@ -22,7 +22,7 @@ _STATE_FACTOR: Final = 3  # bytes of a stage's state per byte of weights: weight
 
 
 def balancer_of(manifest: Manifest, *, now_s: float) -> Balancer:
-    """Make the balancer of a run's stages, without those on trainers."""
+    """Make the balancer of a run's stages, without stages on trainers."""
     state_bytes = [
         _STATE_FACTOR * sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in stage.parameters)
         for stage in manifest.stages

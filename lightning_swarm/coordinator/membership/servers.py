@@ -461,7 +461,7 @@ class ServerMembership:
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
         """Return the joiners that still hold the round's result, and so enter with its record."""
-        # The record may have waited long for the lead, so joiners are asked again. A joiner that came anew is excluded.
+        # The record may have waited long for the lead, so joiners are asked again. A joiner that asked anew is skipped.
         holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
         self._entering = {one.candidate.member.peer_id for one in holding}  # they may not join anew from now on
 

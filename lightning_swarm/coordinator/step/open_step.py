@@ -293,7 +293,7 @@ class OpenStep:
         return not self._struck.isdisjoint(leases)
 
     def begin_anew(self) -> None:
-        """Restart the places of an unordered step that lost all batches, so that new ones repeat the random draws."""
+        """Restart the places of an unordered step that lost all batches, so that new batches draw the same numbers."""
         if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:
             self.skip_to(self._places_again())
 

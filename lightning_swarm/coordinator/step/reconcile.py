@@ -324,9 +324,9 @@ class SumReconciliation:
     # ------------------------------------------------------------------ what is missing
 
     # A trainer reports its gradients' weight to servers, and a server reports weight and trainer to the coordinator. If
-    # either differs from the lease, the sum begins anew, and its server is sent both values. If the server reports
-    # other values again, it is false. If the microbatches still come with another weight, their trainer is false. A
-    # batch is not blamed for gradients that another trainer sent in its name.
+    # either differs from the lease, the sum begins anew, and its server is sent the granted values. If the server
+    # reports other values again, it is excluded. If the microbatches still come with another weight, their batch is
+    # struck, and its trainer blamed. A batch is not struck for gradients that another trainer sent in its name.
     def _find_spoilt(self, ledgers: Ledgers) -> list[set[PeerId]]:
         """Find, for each stage, the servers whose sums hold gradients with another origin than granted."""
         granted = self._step.origins
