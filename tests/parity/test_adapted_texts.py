@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
+from lightning_swarm.peer import remote_model
 from lightning_swarm.peer.remote_model import prefill_in_chunks
 from tests.parity.test_served import MODES
 from tests.served import ServedSwarm, calling, make_model
@@ -195,7 +196,11 @@ PROMPTS_OF_PEFT: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")  # by peft, of its own call
 @pytest.mark.parametrize("kind", PROMPTS_OF_PEFT)
-def test_a_text_after_prompts_that_were_tuned(tmp_path: Path, swarm: ServedSwarm, kind: str) -> None:
+def test_a_text_after_prompts_that_were_tuned(
+    tmp_path: Path, swarm: ServedSwarm, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is not cut, even if it is longer than one step."""
+    monkeypatch.setattr(remote_model, "step_tokens", lambda model: PROMPTS.numel() - 1)
     torch.manual_seed(1)
     peft.get_peft_model(make_model("llama"), PROMPTS_OF_PEFT[kind]).save_pretrained(tmp_path / "adapter")
     model = remote(swarm, tmp_path / "adapter")
