@@ -1,1 +1,1 @@
-"""The records that peers exchange, each module for one kind of conversation."""
+"""The protocol between peers: messages, codecs, and the rules that all peers apply."""

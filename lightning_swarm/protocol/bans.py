@@ -1,4 +1,4 @@
-"""The bans of a run: carried by its records, and heeded by each peer's network."""
+"""The owner's bans in a run: distributed by its records, applied by each peer's transport."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from lightning_swarm.protocol.messages.run import Bans
 from lightning_swarm.trust.certificates import SignedBan, decode
 
 MAX_BANS: Final = 128
-"""Peers and invitations that the owner of a run may ever speak of: a view of the run names each twice."""
+"""Most peers and invitations that a run's owner may ban, lifted bans included; a `RunView` lists each ban twice."""
 
 _TELL_TIMEOUT_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
 BAN: Final = "peer.ban"
-"""The method by which a peer is told what the run's owner has signed."""
+"""Method that delivers a ban, or its lifting, signed by the run's owner."""
 
 
 def answer_bans(
     transport: Transport,
-    members: Callable[[], Iterable[PeerId]] = tuple,  # of the run that this peer is in
+    members: Callable[[], Iterable[PeerId]] = tuple,  # the peers of this peer's run
     spawn: Callable[[Coroutine[Any, Any, None]], Awaitable[object]] | None = None,
 ) -> None:
-    """Heed what the owner has signed, whoever carries it here, and pass it on: a banned coordinator tells nobody."""
+    """Apply bans signed by the owner, from any sender, and forward them, because a banned coordinator would not."""
 
     async def handle(caller: PeerId, body: bytes) -> bytes:
         is_new = body not in transport.bans
@@ -58,14 +58,14 @@ async def _pass_on(transport: Transport, peers: Iterable[PeerId], signed: bytes)
     async def tell(peer: PeerId) -> None:
         try:
             await transport.call(peer, BAN, signed, timeout=_TELL_TIMEOUT_S)
-        except SwarmError as error:  # the next record tells it
+        except SwarmError as error:  # the next record carries the ban
             _log.info("%s did not hear of a ban: %s", peer, error)
 
     await gather(map(tell, sorted(peers)))
 
 
 def heed(transport: Transport, signed: bytes) -> None:
-    """Heed what a member says that the owner has signed; what is not the owner's is warned of, and changes nothing."""
+    """Apply a ban received from a member; if the owner has not signed it, only log a warning."""
     try:
         transport.ban(signed)
     except AccessDenied as error:
@@ -73,7 +73,7 @@ def heed(transport: Transport, signed: bytes) -> None:
 
 
 def bans_after(known: Bans, new: Bans) -> Bans:
-    """Return all bans, with the newest of each peer and invitation; `ProtocolError` refuses what is none. Pure."""
+    """Merge bans, keeping the newest of each peer and invitation; raise `ProtocolError` for a malformed ban. Pure."""
     if isinstance(new, UnsetType):
         return known
     newest: dict[str, tuple[int, bytes]] = {}
@@ -84,12 +84,12 @@ def bans_after(known: Bans, new: Bans) -> Bans:
 
 
 def bans_in(bans: Bans) -> list[SignedBan]:
-    """Return the bans of these that hold, without those that are lifted; `ProtocolError` refuses what is none. Pure."""
+    """Return all bans that are not lifted; raise `ProtocolError` for a malformed ban. Pure."""
     return [ban for ban in map(_read, bans or ()) if not ban.is_lifted]
 
 
 def banned_among(peers: Iterable[PeerId], bans: Bans, used: Used) -> set[PeerId]:
-    """Return the peers that are banned themselves, or came by no other invitations than banned ones. Pure."""
+    """Return the peers that are banned themselves, or used only banned invitations. Pure."""
     subjects = {ban.subject for ban in bans_in(bans)}
     came = defaultdict[PeerId, set[str]](set)
     for one in used or ():
@@ -106,6 +106,6 @@ def _read(signed: bytes) -> SignedBan:
 
 
 def unrecorded(known: Bans, heard: Iterable[bytes] | UnsetType) -> list[bytes]:
-    """Return the bans that were heard of, and that a run does not know. Pure."""
+    """Return the received bans that the run does not know yet. Pure."""
     told = frozenset(known or ())
     return [signed for signed in heard or () if signed not in told]

@@ -25,25 +25,26 @@ _WARNED: Final = frozenset(
         *("went_back", "out_of_memory"),
     }
 )
-_MEMBERSHIP: Final = frozenset({"gone", "left", "joined"})  # each of these kinds ends another one's effect for a peer
+# A peer's newest event of these kinds shows whether it is a member.
+_MEMBERSHIP: Final = frozenset({"gone", "left", "joined"})
 _MAX_KEPT: Final = 256
-# Peers whose counts are kept, those heard of last: far more than a run has at a time, but in weeks others come.
+# Most peers whose counts are kept, the latest reporters. A run has far fewer at a time, but new peers over weeks.
 _MAX_LOGS: Final = 4096
 
 
-# Each peer has one `EventLog`. The code that handles a fault notes it, and decides nothing by it. Peers tell the
-# coordinator their counts; the coordinator tells the lead, whose loggers get the sum.
+# Each peer has one `EventLog`. Code that handles a fault adds an event, but never decides by events. Peers report their
+# counts to the coordinator, and the coordinator to the lead, whose loggers get the sums.
 @dataclass(frozen=True)
 class Event:
     """A fault or a recovery.
 
     Args:
-        kind: What happened.
+        kind: The kind of event.
         peer: The peer concerned, if there is one.
         stage: The stage concerned, if there is one.
         step: The step of the run, if the event belongs to one.
         reason: The reason, as text.
-        unix_time_s: When the event was noted. It does not count in comparisons.
+        unix_time_s: The time of the event. Comparisons ignore it.
     """
 
     kind: EventKind
@@ -54,7 +55,7 @@ class Event:
     unix_time_s: float = field(default_factory=time.time, compare=False)
 
     def is_like(self, other: Event) -> bool:
-        """Return whether both are of one kind, at the same peer, stage and step, for whatever reason."""
+        """Return whether both have the same kind, peer, stage and step; their reasons may differ."""
         return (self.kind, self.peer, self.stage, self.step) == (other.kind, other.peer, other.stage, other.step)
 
     def __str__(self) -> str:
@@ -72,10 +73,10 @@ class EventLog:
         self._id = secrets.randbits(62)
         self._counts: Counter[EventKind] = Counter()
         self._others: dict[PeerId, EventCounts] = {}  # the counts that other peers reported
-        self._taken: dict[int, Counter[EventKind]] = {}  # by log: the counts that `drain` has returned so far
+        self._taken: dict[int, Counter[EventKind]] = {}  # log -> counts that `drain` has returned so far
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
-        # True if another log line of this process reports the event: then it is no warning here.
+        # True if another log line of this process reports the event, so that it is no warning here.
         self.is_reported: Callable[[Event], bool] = lambda _: False
 
     @property
@@ -133,10 +134,10 @@ class EventLog:
         return EventCounts(log=self._id, counts=dict(self.counts))
 
     def learn(self, reports: Mapping[PeerId, EventCounts]) -> None:
-        """Take in other peers' counts. Of two reports of one log, the higher count of each kind is the newer one."""
+        """Merge other peers' counts. Of two reports of one log, the higher count of each kind is the newer count."""
         with self._lock:
             for peer, report in reports.items():
-                known = self._others.pop(peer, None)  # so that the peers heard of last come last
+                known = self._others.pop(peer, None)  # moves the peer to the end, as the latest reporter
                 before = known.counts if known is not None and known.log == report.log else {}
                 self._others[peer] = EventCounts(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
             while len(self._others) > _MAX_LOGS:
@@ -149,12 +150,12 @@ class EventLog:
             return {**self._others, own: report}
 
     def noted_by(self, kind: EventKind, peers: Collection[PeerId]) -> list[PeerId]:
-        """Return which of these peers have told that they noted an event of this kind."""
+        """Return which of these peers have reported an event of this kind."""
         with self._lock:
             return [peer for peer in peers if peer in self._others and self._others[peer].counts.get(kind)]
 
     def keep_only(self, members: Collection[PeerId]) -> None:
-        """Forget the counts of all other peers than these."""
+        """Forget the counts of all peers except `members`."""
         with self._lock:
             self._others = {peer: report for peer, report in self._others.items() if peer in members}
 
@@ -166,11 +167,11 @@ class EventLog:
                 *((other.log, other.counts) for other in self._others.values()),
                 (self._id, self._counts),
             ]:
-                taken = self._taken.pop(log, Counter())  # so that the logs used last come last
+                taken = self._taken.pop(log, Counter())  # moves the log to the end, as the one used last
                 fresh = Counter(counts) - taken
                 self._taken[log] = taken + fresh
                 new.update(fresh)
-            # Kept for longer than the reports: a peer that was away for long goes on counting from its old counts.
+            # Kept longer than the reports, because a peer that was away for long continues its old counts.
             while len(self._taken) > 2 * _MAX_LOGS:
                 del self._taken[next(iter(self._taken))]
         return new
@@ -183,20 +184,20 @@ _INTERVAL_S: Final = 60.0
 class _Outage:
     since_s: float
     logged_s: float = float("-inf")
-    lost_s: dict[PeerId, float] = field(default_factory=dict)  # when each server was found to be gone
+    lost_s: dict[PeerId, float] = field(default_factory=dict)  # server -> time when it was found to be gone
 
 
 @dataclass
 class OutageWait:
-    """A peer's waiting for stages without servers. Each call brings the time, so this needs no clock."""
+    """A peer's wait for stages without servers. Callers pass the time, so no clock is needed."""
 
     events: EventLog
     _: KW_ONLY
-    stage_timeout: float  # seconds that a stage may have no server
+    stage_timeout: float  # longest time without a server for a stage, in seconds
     _outages: dict[int, _Outage] = field(default_factory=dict)
 
     def keep(self, stage: int, gone: Mapping[PeerId, SwarmError], *, step: int, address: str, now_s: float) -> None:
-        """Go on waiting for a stage whose servers are all `gone`, with a warning a minute, or raise `StageLost`."""
+        """Continue to wait for a stage whose servers are all `gone`; warn once a minute, or raise `StageLost`."""
         outage = self._outages.get(stage)
         if outage is None:
             outage = self._outages[stage] = _Outage(now_s)

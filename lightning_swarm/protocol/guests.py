@@ -1,4 +1,4 @@
-"""Guests, which are members that no closing has compared yet, and servers that came to differ. Pure."""
+"""Guests, members whose weights no closing has compared yet, and servers whose weights came to differ. Pure."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _MAX_REMEMBERED: Final = 1024
 
 
 def guests_after(guests: Collection[PeerId], record: Record, rosters: Sequence[Sequence[Member]]) -> list[PeerId]:
-    """Return the guests after a record, whose closing compared all members that took part; `rosters` follow it."""
+    """Return the guests after a record, whose closing compared its participants; `rosters` are the rosters after it."""
     staying = {member.peer_id for roster in rosters for member in roster}
     left = [peer for peer in guests if peer in record.closing.absent and peer in staying]
     return list(dict.fromkeys([*left, *(one.member.peer_id for one in record.newcomers)]))
 
 
 class DifferingServers:
-    """Servers that records left out because their weights differed, until they stand a comparison again."""
+    """Servers that records left out because their weights differed, until a later comparison finds them equal."""
 
     def __init__(self) -> None:
         self._reasons: dict[PeerId, list[str]] = {}
 
     def follow(self, guests: Collection[PeerId], record: Record) -> None:
-        """Apply the next record; `guests` are those before it."""
+        """Apply the next record; `guests` are the guests before it."""
         for peer in guests:
             if peer not in record.closing.absent:
                 self._reasons.pop(peer, None)

@@ -13,19 +13,19 @@ from lightning_swarm.network.access import Permit
 from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Record
 
-# Of all invitations together. Where a run is shown, all these peers are named twice, within `MAX_CALL_BYTES`.
+# Most peers over all invitations. A `RunView` lists them twice, within `MAX_CALL_BYTES`.
 MAX_COUNTED: Final = 4096
 
-Used = Sequence[UsedInvitation] | UnsetType  # unset: peers come without invitation
+Used = Sequence[UsedInvitation] | UnsetType  # unset: the run needs no invitations
 
 
 def invited_by(permit: Permit) -> InvitedBy:
-    """Return the invitation that a peer's permit is of."""
+    """Return the invitation from which a peer's permit comes."""
     return InvitedBy(number=permit.invitation, uses=permit.uses)
 
 
 def used_after(used: Iterable[UsedInvitation], invited: Mapping[PeerId, InvitedBy]) -> list[UsedInvitation]:
-    """Count peers that come. One that came by the same invitation before uses nothing more."""
+    """Count arriving peers. A peer that used the same invitation before adds no use."""
     found = {one.number: one for one in used}
     for peer, by in invited.items():
         known = found.get(by.number) or UsedInvitation(number=by.number, uses=by.uses, peers=[])
@@ -41,12 +41,12 @@ def has_come(used: Iterable[UsedInvitation], peer: PeerId) -> bool:
 
 
 def is_full(used: Collection[UsedInvitation]) -> bool:
-    """Return whether a run counts no more peers. Those that are gone count, too, for they may come again."""
+    """Return whether a run can count no more peers. Departed peers count as well, because they may return."""
     return sum(len(one.peers) for one in used) >= MAX_COUNTED
 
 
 def has_room(used: Collection[UsedInvitation], peer: PeerId, by: InvitedBy) -> bool:
-    """Return whether a peer may come by an invitation."""
+    """Return whether a peer may use an invitation: it used it before, or there is room for another use."""
     known = next((one for one in used if one.number == by.number), None)
     if known is not None and peer in known.peers:
         return True
@@ -54,7 +54,7 @@ def has_room(used: Collection[UsedInvitation], peer: PeerId, by: InvitedBy) -> b
 
 
 def check_used(used: Used) -> None:
-    """Refuse more peers than an invitation has uses, a peer that is counted twice, and an invitation that is."""
+    """Refuse an invitation with more peers than uses, and repeated peers or invitations."""
     if isinstance(used, UnsetType):
         return
     if len({one.number for one in used}) != len(used):
@@ -68,7 +68,7 @@ def check_used(used: Used) -> None:
 
 
 def check_invited(used: Used, record: Record) -> None:
-    """Refuse a record that does not tell by which invitation each new member comes, or tells it of anybody else."""
+    """Refuse a record unless it names the invitations of its new members, and of no other peers."""
     invited = {} if isinstance(record.invited, UnsetType) else record.invited
     new = {*record.enlisted, *(one.member.peer_id for one in record.newcomers)}
     expected = set() if isinstance(used, UnsetType) else new

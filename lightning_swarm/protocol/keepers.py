@@ -1,4 +1,4 @@
-"""Who decides in an audited run, and who was convicted in it. Pure, but for what a certificate says."""
+"""Keepers, which decide in an audited run, and convictions. Pure, except for look-ups of certificates."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def may_decide(peer: PeerId, keepers: Keepers) -> bool:
 
 
 def is_certified_keeper(transport: Transport, peer: PeerId) -> bool | None:
-    """Return whether a peer's certificate is a keeper's; None: it has shown none, as in a run that takes any peer."""
+    """Return whether a peer's certificate is a keeper's; None: it has shown none, as in runs without certificates."""
     permit = transport.permit_of(peer)
     return None if permit is None else permit.role.includes(Role.KEEPER)
 
 
 def check_shown_by_keeper(transport: Transport, peer: PeerId, view: RunView) -> None:
-    """Refuse what a peer that decides nothing shows of an audited run: anybody may announce that it coordinates one."""
+    """Refuse a view of an audited run from a peer that is no keeper, because any peer may announce itself."""
     if not view.manifest.settings.is_audited:
         return
     if is_certified_keeper(transport, peer) is False or peer not in (view.seats.keepers or ()):
@@ -51,20 +51,20 @@ def check_shown_by_keeper(transport: Transport, peer: PeerId, view: RunView) -> 
 
 
 def keepers_after(keepers: Keepers, new: Keepers) -> Keepers:
-    """Return the keepers after a record that lets in new ones."""
+    """Return the keepers after a record that admits new keepers."""
     if isinstance(keepers, UnsetType) or isinstance(new, UnsetType):
         return keepers
     return [*keepers, *(peer for peer in new if peer not in keepers)]
 
 
 def convictions(convicted: Mapping[PeerId, str]) -> Convictions:
-    """Return convictions as a message carries them; unset: nobody is convicted."""
+    """Return convictions as a message carries them; unset: there are none."""
     found = [Conviction(peer=peer, reason=reason[:MAX_REASON]) for peer, reason in convicted.items()]
     return found or UNSET
 
 
 def convicted_after(known: Mapping[PeerId, str], new: Convictions) -> dict[PeerId, str]:
-    """Return the peers that were convicted, and why; the first reason of each stays. The newest are kept."""
+    """Merge convictions into peer -> reason; the first reason of each peer stays, and only the newest peers do."""
     reasons = dict(known)
     for one in new or ():
         reasons.setdefault(one.peer, one.reason)
@@ -72,7 +72,7 @@ def convicted_after(known: Mapping[PeerId, str], new: Convictions) -> dict[PeerI
 
 
 def check_not_convicted(peer: PeerId, convicted: Mapping[PeerId, str]) -> None:
-    """Refuse a peer that was convicted, by `AccessDenied` with the reason."""
+    """Raise `AccessDenied`, with the reason, if a peer was convicted."""
     if (reason := convicted.get(peer)) is not None:
         raise AccessDenied(
             "who was convicted takes no part in the run any more, nor in what goes on from its checkpoints, and "
@@ -82,7 +82,7 @@ def check_not_convicted(peer: PeerId, convicted: Mapping[PeerId, str]) -> None:
 
 
 def check_new_keepers(keepers: Keepers, record: Record) -> None:
-    """Refuse new keepers that are no newcomers."""
+    """Refuse new keepers that are not among the record's newcomers."""
     new = {one.member.peer_id for one in record.newcomers}
     named = record.keepers or ()
     if named and (isinstance(keepers, UnsetType) or not new.issuperset(named) or len(set(named)) != len(named)):
@@ -93,7 +93,7 @@ def check_new_keepers(keepers: Keepers, record: Record) -> None:
 
 
 def check_convictions(record: Record, settings: RunSettings) -> None:
-    """Refuse convictions where nothing is audited, and going back because of none."""
+    """Refuse convictions in a run without audits, and a rollback without a conviction."""
     convicted = [one.peer for one in record.convicted or ()]
     if convicted and not settings.is_audited:
         raise ProtocolError(f"only in an audited run is anybody convicted; record {record.step} has {convicted[:5]}")
@@ -107,7 +107,7 @@ def check_convictions(record: Record, settings: RunSettings) -> None:
 
 
 def check_seated(seats: SeatedMembers, new: Collection[PeerId] = ()) -> None:
-    """Refuse members of which one was convicted, or one of the `new` trainers; and keepers that were."""
+    """Refuse convicted peers among the members, the `new` trainers and the keepers."""
     convicted = {one.peer for one in seats.convicted or ()}
     if wrong := sorted(convicted & {*(seats.keepers or ())}):
         raise ProtocolError(f"keepers convict, and are not convicted, got {wrong[:5]}")

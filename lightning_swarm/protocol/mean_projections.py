@@ -1,7 +1,7 @@
-"""Decides whether the mean of a round is that of its members' sums, by random projections of both.
+"""Checks by random projections that the mean of a round is the mean of its members' sums.
 
-Pure. A mean passes that differs from the true one by no more than rounding does. Of what does not pass nobody is
-convicted by these numbers: then the coordinator's own server compares the sums and the means themselves.
+Pure. A mean passes if it differs from the true mean by no more than rounding. A failed check convicts no server; the
+coordinator's own server then compares the sums and the means themselves.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.parts import Contradiction, PartProjections, part_bounds
 from lightning_swarm.protocol.messages.run import StageManifest
 
-_NUM_BUCKETS: Final = 1024  # of all parts together, so that many members do not send much more than few
+_NUM_BUCKETS: Final = 1024  # total over all parts, so that answers hardly grow with the number of members
 _MIN_BUCKETS: Final = 16
-_UNITS: Final = {"float32": 2.0**-24, "float64": 2.0**-53}  # most that rounding changes, relative
-_SMALLEST: Final = {"float32": 2.0**-126, "float64": 2.0**-1022}  # what is below may be rounded to zero
-_DOUBLE: Final = 2.0**-52  # rounding in projections, which are in float64
+_UNITS: Final = {"float32": 2.0**-24, "float64": 2.0**-53}  # unit roundoff
+_SMALLEST: Final = {"float32": 2.0**-126, "float64": 2.0**-1022}  # smaller numbers may be rounded to zero
+_DOUBLE: Final = 2.0**-52  # rounding of the projections, which are computed in float64
 _DEVIATIONS: Final = 5.0
-_SAME: Final = 1e-9  # numbers of one vector, added up in another order
+_SAME: Final = 1e-9  # relative tolerance between sums of the same numbers in different orders
 
 DType = Literal["float32", "float64"]
 
 
 def sum_dtype(stage: StageManifest, trained: Collection[str]) -> DType:
-    """Return the dtype of a stage's gradient sums in floats, and of their mean."""
+    """Return the dtype of a stage's floating-point gradient sums, and of their mean."""
     return "float64" if any(dtype == "float64" for name, _, dtype in stage.parameters if name in trained) else "float32"
 
 
 @dataclass(frozen=True)
 class StageScale:
-    """How a stage's mean follows from its members' sums."""
+    """The relation between a stage's mean and its members' sums."""
 
     length: int  # elements of the mean
-    dtype: DType  # of the mean
-    divisor: float  # of the sum of all sums
+    dtype: DType  # the mean's dtype
+    divisor: float  # the mean is the sum of all sums divided by this
 
     def bounds(self, num_members: int) -> list[slice]:
-        """The bounds of the parts, one of which each member reduces."""
+        """Return the bounds of the mean's parts; each member reduces one part."""
         return part_bounds(self.length, num_members)
 
     def rounding(self, num_members: int) -> float:
-        """Most that rounding changes an element of a mean of so many sums, relative to the sum of their sizes."""
-        # Each addition, and up to three divisions by weight and scale, whose divisors are rounded as well.
+        """Return the largest rounding error of an element of the mean, relative to the sum of its terms' magnitudes."""
+        # Each addition rounds, and so do up to three divisions by weight and scale, and their divisors.
         return (num_members + 5) * _UNITS[self.dtype]
 
     @property
     def smallest(self) -> float:
-        """Most that an element of the mean may lose where numbers become too small for the dtype."""
+        """The largest absolute error of an element of the mean by underflow."""
         return _SMALLEST[self.dtype]
 
 
 def num_buckets(num_members: int) -> int:
-    """Return how many numbers each part is projected to; a power of two."""
+    """Return the number of buckets of each part, which is a power of two."""
     return max(_MIN_BUCKETS, _NUM_BUCKETS >> (num_members - 1).bit_length())
 
 
 def check_shape(answer: PartProjections, num_members: int) -> None:
-    """Refuse an answer that has not as many numbers as a roster of this size needs."""
+    """Refuse an answer with negative norms, or whose lengths do not match the number of members."""
     wanted = num_members * num_buckets(num_members)
     found = [len(answer.sums), len(answer.norms), len(answer.means), len(answer.parts), len(answer.given)]
     if found != [wanted] * 3 + [num_members] * 2:
@@ -74,9 +74,9 @@ def check_shape(answer: PartProjections, num_members: int) -> None:
 
 
 def is_sound(answers: Sequence[PartProjections], scale: StageScale) -> bool:
-    """Tell whether all members, in the roster's order, hold the same mean, and that is the mean of their sums.
+    """Return whether all members hold the same mean, and it is the mean of their sums.
 
-    Numbers that are not finite show nothing, so they do not pass.
+    `answers` are in the roster's order. Numbers that are not finite prove nothing, so they do not pass.
     """
     first = answers[0]
     if any(answer.parts != first.parts for answer in answers):
@@ -90,36 +90,36 @@ def is_sound(answers: Sequence[PartProjections], scale: StageScale) -> bool:
 
 
 def _is_mean(answers: Sequence[PartProjections], part: int, bounds: slice, scale: StageScale) -> bool:
-    """Tell whether one part of the mean that each member holds is that of all members' sums.
+    """Return whether each member's copy of one part is the mean of all members' sums.
 
-    Signs are drawn after all of it is settled, so roundings ``e`` of a bucket's elements add up to no more than
-    ``t * norm(e)`` but for one of ``exp(t*t/2)/2`` draws (Hoeffding), whatever they are.
+    The signs are drawn after all vectors are settled. So the rounding errors ``e`` in a bucket add up to more than
+    ``t * norm(e)`` with a probability of at most ``2 * exp(-t*t/2)``, for any ``e`` (Hoeffding).
     """
     count = len(answers)
     size = num_buckets(count)
     rows = math.ceil((bounds.stop - bounds.start) / size)
-    # Of one element's `count - 1` additions and its divisions, each rounds by itself.
+    # The `count - 1` additions and the divisions of one element round independently.
     relative = _UNITS[scale.dtype] * math.sqrt(count + 5) + _DOUBLE * math.sqrt(rows + 5)
     absolute = scale.smallest * scale.divisor * math.sqrt(rows)
     for place in range(part * size, (part + 1) * size):
         total = sum(answer.sums[place] for answer in answers)
         allowed = _DEVIATIONS * (relative * sum(answer.norms[place] for answer in answers) + absolute)
-        # What overflows shows nothing, either.
+        # An overflow proves nothing, so it does not pass.
         if not all(abs(answer.means[place] * scale.divisor - total) <= allowed < math.inf for answer in answers):
             return False
     return True
 
 
 def agreed_norm(answers: Sequence[PartProjections]) -> float:
-    """Return the squared norm of a mean that passed: the middle one of those that are told."""
+    """Return the squared norm of a mean that passed: the median of the members' reports."""
     return sorted(answer.squared_norm for answer in answers)[len(answers) // 2]
 
 
 def choose_accused(contradictions: Sequence[Contradiction], num_members: int) -> dict[PeerId, str]:
-    """Choose the members whom most of a stage's members contradict, with the last of the reasons; none if it is all.
+    """Choose the members that most of a stage's members contradict, with the last reasons; none if that is all members.
 
-    That proves nothing, so they are not convicted. But the run goes on without them, for all are given another mean
-    in each step in which members contradict each other.
+    Contradictions prove nothing, so these members are not convicted. But the run continues without them, because each
+    step with contradictions needs a replacement of the mean.
     """
     against: dict[PeerId, set[PeerId]] = {}
     reasons: dict[PeerId, str] = {}
@@ -132,13 +132,15 @@ def choose_accused(contradictions: Sequence[Contradiction], num_members: int) ->
 
 
 def same_numbers(said: Sequence[float], found: Sequence[float], sizes: Sequence[float] | None = None) -> bool:
-    """Tell whether numbers are those found of the same vectors, perhaps added up in another order.
+    """Return whether two lists of sums are equal, except for rounding in another order of summation.
 
-    `sizes` are those of what is added up; None: of the numbers themselves, none of which is negative.
+    `sizes` are the magnitudes to which the tolerance is relative; None: the sums themselves, none of which is negative.
     """
     return all(
         abs(one - other) <= _SAME * size
         or one == other
-        or not (math.isfinite(one) or math.isfinite(other))  # infinities of both signs may meet, or not
+        or not (
+            math.isfinite(one) or math.isfinite(other)
+        )  # infinities of both signs may cancel to NaN, depending on the order
         for one, other, size in zip(said, found, found if sizes is None else sizes, strict=True)
     )

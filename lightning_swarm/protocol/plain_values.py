@@ -1,4 +1,4 @@
-"""Messages from values that loops and callbacks keep, without pickle: only the following kinds can travel.
+"""Serializes values that loops and callbacks keep, without pickle. It supports only the following kinds.
 
 =================================  =======================================================
 value                              in the structure
@@ -17,7 +17,7 @@ path                               ``["path", text]``
 `Awaited`                          ``["awaited", name]``
 =================================  =======================================================
 
-The structure travels as one more tensor of bytes, for it may be larger than the body of a call.
+The structure is sent as one more tensor of bytes, because it may be larger than the body of a call.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _DTYPES: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinsta
 
 
 class NotPlain(SwarmError):
-    """A value holds something that cannot travel. The message says what, and where."""
+    """A value contains an object of an unsupported kind. The message names its type and place."""
 
 
 @dataclass(frozen=True, eq=False)
 class Awaited:
-    """A placeholder for a tensor that another peer has, by its name; None: for the optimizer's state."""
+    """A placeholder for a tensor that another peer has, by name; None: a placeholder for the optimizer's state."""
 
     name: str | None
 
@@ -72,7 +72,7 @@ def pack(value: Any) -> list[Tensor]:
 
 
 def unpack(tensors: Sequence[Tensor]) -> Any:
-    """Convert tensors from `pack`, or from a stranger, back into a value; refuse malformed ones."""
+    """Convert untrusted tensors, as `pack` returns them, back into a value; refuse malformed tensors."""
     if not tensors or tensors[0].dtype != torch.uint8 or tensors[0].dim() != 1:
         raise ProtocolError("a value must begin with the bytes of its structure, got others")
     if tensors[0].nbytes > MAX_STRUCTURE_BYTES:

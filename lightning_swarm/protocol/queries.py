@@ -1,4 +1,4 @@
-"""Questions to other peers: versions and clocks, which run and coordinator they follow, which snapshots they hold."""
+"""Queries to other peers: their versions and clocks, their run and coordinator, and the snapshots that they hold."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _T = TypeVar("_T")
 
 ASK_TIMEOUT_S: Final = 10.0
 MAX_TRIES: Final = 3
-"""Of a call that a live peer should not miss, and that changes nothing when it comes twice."""
-GRACE_S: Final = 2.0  # seconds that peers which may be gone are waited for, if the others can go on without them
+"""Most attempts of an idempotent call that must reach every living peer."""
+GRACE_S: Final = 2.0  # longest wait for peers that may be gone and are not needed, in seconds
 
 Held = Mapping[PeerId, HeldSnapshots]  # the snapshots that each server reports to hold
 
@@ -46,9 +46,9 @@ async def call_each(
     read: Callable[[bytes], _T],
     *,
     timeout: float,
-    tries: int = 1,  # of each peer, while it answers pings: either the call or its answer may be lost
+    tries: int = 1,  # attempts per peer, while it answers pings: a call or its answer may be lost
 ) -> dict[PeerId, _T]:
-    """Call peers at once, `timeout` seconds each, and return the answers in the peers' order; failures are logged."""
+    """Call peers in parallel, `timeout` seconds each; return the answers in the peers' order, and log failures."""
     answers: dict[PeerId, _T] = {}
 
     async def ask(peer: PeerId, tries: int) -> None:
@@ -78,15 +78,15 @@ def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Se
 
 
 def newest_complete(held: Held, num_stages: int, sound: int | None = None) -> int | None:
-    """Return the newest version of which servers hold every stage, or the first as `in_turn` orders them. Pure."""
+    """Return the first version, in the order of `in_turn`, of which servers hold every stage. Pure."""
     complete = (v for v in _held_versions(held) if all(holders_of(held, v, index) for index in range(num_stages)))
     return next(iter(in_turn(complete, sound)), None)
 
 
 def in_turn(versions: Iterable[int], sound: int | None) -> list[int]:
-    """Order versions as a run goes back to them: the newest first. Pure.
+    """Order versions by preference for a rollback: the newest first. Pure.
 
-    Later ones than `sound`, if it is given, come last, and of these the oldest first: false work may be in them.
+    Versions after `sound` may contain false work, so they come last, the oldest of them first.
     """
     known = set(versions)
     later = {one for one in known if sound is not None and one > sound}
@@ -101,13 +101,13 @@ def version_to_keep(
 ) -> int | None:
     """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure.
 
-    One that is not `resumable` is kept only where there is no other: the lead's loop could not go on from it.
+    A version that is not `resumable` is kept only if there is no other: the lead's loop could not resume from it.
     """
     if resumable is not None:
         kept = version_to_keep(only_versions(held, resumable), rosters, on_trainers)
         if kept is not None:
             return kept
-    # After a keeper's death no version may outlive every stage, but the next death may need the rest.
+    # After the death of a server with copies no version may be safe, but a complete version may still be needed.
     safe = newest_safe(held, rosters, on_trainers)
     return safe if safe is not None else newest_complete(held, len(rosters))
 
@@ -124,7 +124,7 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
 def taken_alike(
     claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, right: Sequence[PeerId]
 ) -> bytes | None:
-    """Return the digest that the first of `right` gives which took the snapshot, or else most takers do. Pure."""
+    """Return a snapshot's digest as claimed by the first of `right` among its takers, or else by most takers. Pure."""
     judge = next((peer for peer in right if peer in takers), None)
     if judge is not None:
         return claimed.get(judge)
@@ -133,13 +133,13 @@ def taken_alike(
 
 
 def only_told(held: Held, told: Iterable[HeldSnapshot]) -> dict[PeerId, HeldSnapshots]:
-    """Leave only snapshots that records tell. Pure."""
+    """Keep only snapshots that records list. Pure."""
     right = set(told)
     return _only(held, lambda one: one in right)
 
 
 def only_versions(held: Held, versions: Collection[int]) -> dict[PeerId, HeldSnapshots]:
-    """Leave only snapshots of these versions. Pure."""
+    """Keep only snapshots of these versions. Pure."""
     return _only(held, lambda one: one.version in versions)
 
 
@@ -152,7 +152,7 @@ def _held_versions(held: Held) -> set[int]:
 
 
 async def ask_view(transport: Transport, peer: PeerId, *, timeout: float) -> RunView | None:
-    """Ask a peer for the run that it is in; None if it is in none, or does not answer."""
+    """Ask a peer for a view of its run; None if it is in no run, or does not answer."""
     try:
         return decode(await transport.call(peer, VIEW, b"", timeout=timeout), RunView)
     except SwarmError as error:
@@ -161,17 +161,17 @@ async def ask_view(transport: Transport, peer: PeerId, *, timeout: float) -> Run
 
 
 async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: float) -> dict[PeerId, HeldSnapshots]:
-    """Ask servers which snapshots they hold, and return the answers that come in time."""
+    """Ask servers for the list of their snapshots, and return the answers that come in time."""
     return await call_each(transport, servers, HELD, b"", partial(decode, kind=HeldSnapshots), timeout=timeout)
 
 
 async def watch(transport: Transport, peer: PeerId, request: WatchRequest, *, timeout: float) -> WatchReply:
-    """Ask a server at which version it is, and which coordinator it follows."""
+    """Ask a server for its version and its coordinator's term; the answer may wait as `WatchRequest` says."""
     return decode(await transport.call(peer, WATCH, encode(request), timeout=timeout), WatchReply)
 
 
 async def ask_servers(transport: Transport, run: RunState, *, timeout: float) -> dict[PeerId, WatchReply]:
-    """Ask all other servers what `watch` asks, and return the answers that come soon."""
+    """Call `watch` on all other servers, and return the answers that come within `GRACE_S`."""
     replies: dict[PeerId, WatchReply] = {}
     request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
 
@@ -190,20 +190,20 @@ async def ask_servers(transport: Transport, run: RunState, *, timeout: float) ->
     return replies
 
 
-# Nothing is signed, so what a coordinator says of its promises proves nothing, and neither does what a server says of a
-# coordinator. Who hears of a higher term asks the voters: one call to each, only when the coordinator changes. If each
-# voter told all peers instead, it would do so for elections that come to nothing, too, and tell again who missed it.
+# Promises are not signed, so neither a coordinator nor another server can prove them. A peer that learns of a higher
+# term therefore asks the voters: one call to each, and only when the coordinator changes. If voters notified all peers
+# instead, they would also do so after failed elections, and repeat it for peers that missed it.
 async def find_promised(
     transport: Transport,
     run: RunState,
     heard: Iterable[Term],
     *,
     timeout: float,
-    own: Callable[[Term], bool] | None = None,  # whether this peer as a voter agrees to a term; None: it is asked, too
+    own: Callable[[Term], bool] | None = None,  # this peer's own vote on a term; None: it is asked like all voters
 ) -> Term | None:
-    """Return the highest of these terms, of those above the run's, that a majority of the voters promised.
+    """Return the highest of these terms that is above the run's and promised by a majority of the voters.
 
-    Voters that do not answer count as gone, so one voter's word is not enough while another one answers.
+    Voters that do not answer count as gone. One voter's promise is not enough while another voter answers.
     """
     above = sorted({term for term in heard if term > run.term and run.decides(PeerId(term[1]))}, reverse=True)
     if not above:
@@ -220,14 +220,14 @@ async def find_promised(
     answers = await _ask_promised(
         transport, run, electorate, lambda found: newest(found, len(electorate)) is not None, GRACE_S
     )
-    if not answers:  # the voters that are known here may all be gone: then any server may know others
+    if not answers:  # all voters known here may be gone, and any server may know newer voters
         others = [peer for peer in run.servers if run.decides(peer)]
         answers = await _ask_promised(transport, run, others, lambda found: False, timeout)
     return newest(answers, len(answers))
 
 
 async def is_superseded(transport: Transport, run: RunState, term: Term, *, timeout: float) -> bool:
-    """Return whether so many voters promised a higher term than a coordinator's that it has no majority any more."""
+    """Return whether enough voters promised higher terms that a coordinator has lost its majority."""
     voters = [voter.peer_id for voter in run.voters]
 
     def is_certain(found: Mapping[PeerId, Term]) -> bool:
@@ -244,9 +244,9 @@ async def _ask_promised(
     run: RunState,
     peers: Iterable[PeerId],
     is_enough: Callable[[Mapping[PeerId, Term]], bool],
-    timeout: float,  # for the first answer; the others are waited for a little longer
+    timeout: float,  # seconds until the first answer; further answers have `GRACE_S` after it
 ) -> dict[PeerId, Term]:
-    """Ask peers for the term that each promised."""
+    """Ask peers for the term that each promised, until the answers are enough."""
     found: dict[PeerId, Term] = {}
     request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
 
@@ -269,7 +269,7 @@ async def _ask_promised(
     return found
 
 
-HANDSHAKE: Final = "peer.hello"  # in every version: by its answer peers of different versions tell what is wrong
+HANDSHAKE: Final = "peer.hello"  # equal in every version, so that peers of different versions can report the mismatch
 
 _PACKAGES: Final = ("torch", "lightning", "hivemind")
 _NUM_TRIES: Final = 5
@@ -277,11 +277,11 @@ _NUM_TRIES: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class GreetingResult:
-    """A peer's greeting, and how it compares."""
+    """A peer's greeting, the round trip of the call, and the difference of the clocks."""
 
     greeting: Greeting
     round_trip_s: float
-    ahead_s: float  # seconds by which that peer's clock is ahead of this one's, exact to half a round trip
+    ahead_s: float  # seconds by which the peer's clock is ahead of this process's, exact to half a round trip
 
 
 def own_greeting(now_s: float) -> Greeting:
@@ -303,7 +303,7 @@ def answer_greetings(transport: Transport, *, now: Callable[[], float] = time.ti
 async def greet(
     transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time
 ) -> GreetingResult:
-    """Greet a peer a few times, `timeout` seconds each, and keep the quickest answer: it compares the clocks best."""
+    """Greet a peer a few times, `timeout` seconds each; return the quickest answer, which compares the clocks best."""
     loop = asyncio.get_running_loop()
     meetings = []
     for _ in range(_NUM_TRIES):
@@ -331,7 +331,7 @@ def _installed_versions() -> dict[str, str]:
 
 
 def _kind_of_cpu() -> str:
-    """Name this machine's CPU and torch's code for it, as far as they decide how results are rounded."""
+    """Return this machine's architecture and torch's CPU capability, which decide how results are rounded."""
     import torch
 
     return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

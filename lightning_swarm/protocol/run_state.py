@@ -1,4 +1,4 @@
-"""`RunState`: a run at one version, which is the manifest and the changes of the records since then."""
+"""`RunState`: the state of a run at one version, from its manifest and the records applied since then."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 
 
 def check_open(manifest: Manifest) -> None:
-    """Refuse to train in a run that its starter trains alone."""
+    """Raise `ConfigError` if a run takes no further trainers."""
     if not manifest.open_to_trainers:
         raise ConfigError(
             f"run {manifest.run_id!r} takes no trainers beside those that it began with: its starter must have "
@@ -64,7 +64,7 @@ def check_open(manifest: Manifest) -> None:
 def check_protocol_version(
     version: int, *, there: str = "there", here: str = "in the run", refuse: type[SwarmError] = ConfigError
 ) -> None:
-    """Refuse another version of the protocol than this process speaks."""
+    """Refuse a version of the protocol that differs from this process's."""
     if version != PROTOCOL_VERSION:
         raise refuse(
             f"`protocol_version` is {version} {there} and {PROTOCOL_VERSION} {here}. "
@@ -73,13 +73,13 @@ def check_protocol_version(
 
 
 def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
-    """Order the trainers' lanes: a lane is a trainer's share of an epoch to read ahead, every n-th batch."""
-    # Lanes are a hint: the trainer that has read a batch first may bring it.
+    """Return the trainers in the order of their lanes; a lane is every n-th batch of an epoch, read ahead by one."""
+    # Lanes are only a hint. A trainer may bring a batch of another lane if it has read it first.
     return [lead, *(peer for peer in trainers if peer != lead)]
 
 
 def next_in_lane(begin: int, index: int, lanes: Sequence[PeerId], own: PeerId) -> int:
-    """Return the first batch of a trainer's lane from `index` on, in an epoch that is read from `begin` on."""
+    """Return the first batch of a trainer's lane at or after `index`; lanes are counted from batch `begin`."""
     rank = lanes.index(own) if own in lanes else len(lanes) - 1
     return index + (rank - (index - begin)) % len(lanes)
 
@@ -94,42 +94,42 @@ _MAX_NAMED = 10
 
 
 class RunState:
-    """The members of a run and its other state at one version. Records change it, and terms change the coordinator."""
+    """The members of a run and its other state at one version. Records change it; terms change the coordinator."""
 
-    # A process has one for each role that it plays: its server's and its trainer's may be a record apart.
+    # The server and the trainer of a process have one each, because they may be a record apart.
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.is_rolling_back = False  # a new lead is about to roll the run back: nothing of the open step will count
+        self.is_rolling_back = False  # a new lead is about to roll the run back, so the open step will not count
         self.ties = TiedTensors(manifest.stages)
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
-        # The lead, then the others in the order in which they joined. They may ask for leases, computations and state.
+        # The lead, then all other trainers as they joined. They may request leases, computations and state.
         self.trainers = list(manifest.trainers)
-        self.scaling = manifest.scaling  # of losses in the open step
-        self.invitations = manifest.invitations  # with the peers that ever came by each
+        self.scaling = manifest.scaling  # the loss scaling of the open step
+        self.invitations = manifest.invitations  # each with all peers that ever used it
         self.bans = manifest.bans
-        self.keepers = manifest.keepers  # also those that are gone; unset: all servers may decide
-        self.convicted = convicted_after({}, manifest.convicted)  # why, by peer
+        self.keepers = manifest.keepers  # includes departed keepers; unset: all servers may decide
+        self.convicted = convicted_after({}, manifest.convicted)  # peer -> reason
         self._heed_ban: Callable[[bytes], None] = lambda _: None
         self.guests: list[PeerId] = []
         self.differing = DifferingServers()
-        self.snapshots: list[HeldSnapshot] = []  # as records know them, of the versions that are kept
-        # The version of the newest snapshot that a record ordered, and the members that take it; None: not known here.
+        self.snapshots: list[HeldSnapshot] = []  # the recorded snapshots of the kept versions
+        # The newest snapshot that a record ordered: its version and the rosters that take it; None: not known here.
         self.ordered_snapshot: tuple[int, list[list[Member]]] | None = None
-        self.seats_before = self.seats  # before the newest record
+        self.seats_before = self.seats  # the members before the newest record
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
-        self._counted: dict[int, tuple[range, ...]] = {}  # by step: the places of the batches that its record counts
-        self._digests: dict[int, bytes] = {}  # by step: of its record, in an audited run
-        self.newest: Record | None = None  # the record that was applied last
+        self._counted: dict[int, tuple[range, ...]] = {}  # step -> places of its counted batches
+        self._digests: dict[int, bytes] = {}  # step -> digest of its record, in an audited run
+        self.newest: Record | None = None  # the newest record that was applied
         self.sound_version: int | None = None  # see `sound_version_after`; None: no false work is known to have counted
-        self._positions: dict[int, BatchNumber | None] = {}  # by version
-        self.selection = manifest.selection  # what trains now; of a run that was only `from_view`: at its beginning
+        self._positions: dict[int, BatchNumber | None] = {}  # version -> first batch of the open step
+        self.selection = manifest.selection  # the parameters that train now; after `from_view`: at the run's beginning
 
     @classmethod
     def from_view(cls, view: RunView, version: int) -> RunState:
-        """Make the state of a run from another peer's view, as if that view were of `version`."""
+        """Return the state of a run from another peer's view, taken as the state at `version`."""
         run = cls(view.manifest)
         run.version = version
         run.set_members(view.seats)
@@ -139,7 +139,7 @@ class RunState:
 
     @property
     def is_shared(self) -> bool:
-        """Return whether several trainers may train in the run, now or later, whose rules then hold from the start."""
+        """Return whether several trainers may train, now or later; the rules for several then hold from the start."""
         return self.manifest.open_to_trainers or len(self.manifest.trainers) > 1
 
     @property
@@ -151,7 +151,7 @@ class RunState:
 
     @property
     def position(self) -> BatchNumber | None:
-        """The first batch of the open step, if a record tells it."""
+        """The first batch of the open step, if a record names it."""
         return self.position_at(self.version)
 
     def position_at(self, version: int) -> BatchNumber | None:
@@ -179,7 +179,7 @@ class RunState:
         return self.seats if version == self.version else self.seats_before
 
     def set_members(self, seats: SeatedMembers) -> None:
-        """Set the members of the run, without the records that made it so."""
+        """Set the members of the run directly, without the records that led to them."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
         self.scaling, self.invitations, self.snapshots = seats.scaling, seats.invitations, list(seats.snapshots or ())
         self.keepers, self.convicted = seats.keepers, convicted_after({}, seats.convicted)
@@ -189,7 +189,7 @@ class RunState:
             self.heed_bans(self._heed_ban)
 
     def heed_bans(self, heed: Callable[[bytes], None]) -> None:
-        """Have each ban heeded, those of later records, too."""
+        """Call `heed` with each ban of the run now, and again whenever a record changes the bans."""
         self._heed_ban = heed
         for signed in self.bans or ():
             heed(signed)
@@ -221,17 +221,17 @@ class RunState:
         )
 
     def _snapshots_after(self, record: Record) -> list[HeldSnapshot]:
-        # A joiner may know from its view what a record tells that it is yet to apply.
+        # A joiner's view may already list the snapshots of a record that it has yet to apply.
         order, known = record.snapshot, list(dict.fromkeys([*self.snapshots, *(record.snapshots or ())]))
         return known if order is None else [one for one in known if one.version == order.keep]
 
     def digest_of(self, stage_index: int, version: int) -> bytes | None:
-        """Return the digest of a stage's snapshot, if a record tells it."""
+        """Return the digest of a stage's snapshot, if a record lists it."""
         found = (one.digest for one in self.snapshots if (one.stage_index, one.version) == (stage_index, version))
         return next(found, None)
 
     def takers_of(self, stage_index: int, version: int) -> list[PeerId]:
-        """Return the servers that took a stage's snapshot of this version, if it is the newest that was ordered."""
+        """Return the servers that took a stage's snapshot of this version, if it is the newest ordered version."""
         if self.ordered_snapshot is None or self.ordered_snapshot[0] != version:
             return []
         return [member.peer_id for member in self.ordered_snapshot[1][stage_index]]
@@ -249,11 +249,11 @@ class RunState:
         ]
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
-        """Return for each stage the members that take part in a round."""
+        """Return for each stage the members that take part in a round: all that are not `absent`."""
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Go on to the version after a record; it may be of a later step if `seats`, the members then, are given."""
+        """Advance to the version after a record. With `seats`, the members at that version, records may be skipped."""
         self.seats_before = self.seats
         self.differing.follow(self.guests, record)
         self.set_members(seats or self.members_after(record))
@@ -283,7 +283,7 @@ class RunState:
         return max(step - 1, self.manifest.first_step)
 
     def sound_version_after(self, step: int) -> int:
-        """Return the newest version that has no false work, as far as is known, of servers convicted in a step."""
+        """Return the newest version that presumably contains no false work of servers convicted in a step."""
         num_steps = self.manifest.settings.steps_to_conviction
         return self.manifest.first_step if num_steps is None else step + 1 - num_steps
 
@@ -305,23 +305,23 @@ class RunState:
         return True
 
     def decides(self, peer: PeerId) -> bool:
-        """Return whether a peer may vote, coordinate and lead: in an audited run a keeper, and else any server."""
+        """Return whether a peer may vote, coordinate and lead: in an audited run only keepers, otherwise any server."""
         return may_decide(peer, self.keepers)
 
     @property
     def believed(self) -> list[PeerId]:
-        """In an audited run, the peers that need nobody to confirm what they say of a stage; the first weighs most."""
+        """In an audited run, the peers whose reports about a stage need no confirmation; the first prevails."""
         if not self.manifest.settings.is_audited:
             return []
         return list(dict.fromkeys([self.coordinator, *(self.keepers or ())]))
 
     @property
     def keepers_remedy(self) -> str:
-        """What to add to an error where nobody is left to decide; empty where every server may."""
+        """The remedy to add to an error about missing voters; empty if any server may decide."""
         return "" if isinstance(self.keepers, UnsetType) else f"; {KEEPERS_REMEDY}"
 
     def check_decides(self, peer: PeerId, does: str) -> None:
-        """Refuse what a peer `does` that may not decide."""
+        """Refuse an act of a peer that may not decide; `does` names the act."""
         if not self.decides(peer):
             raise ProtocolError(
                 f"{ONLY_KEEPERS}: {peer} is none, and must not {does}. If it should, have it join by an invitation "
@@ -329,11 +329,11 @@ class RunState:
             )
 
     def check_not_convicted(self, peer: PeerId) -> None:
-        """Refuse a peer that was convicted, by `AccessDenied` with the reason."""
+        """Raise `AccessDenied`, with the reason, if a peer was convicted."""
         check_not_convicted(peer, self.convicted)
 
     def check_coordinator(self, caller: PeerId) -> None:
-        """Refuse a caller that is not the coordinator: by `NotCoordinator` a server, which may have been it before."""
+        """Raise `NotCoordinator` for a server that does not coordinate (any more), `ProtocolError` for a stranger."""
         if caller == self.coordinator:
             return
         if caller in self.servers:
@@ -350,14 +350,14 @@ class RunState:
         )
         self.version = request.first_step
         self.set_members(request.seats)
-        self.snapshots, self.ordered_snapshot = [], None  # of the generation before
+        self.snapshots, self.ordered_snapshot = [], None  # both belonged to the previous generation
         self._counted.clear()
         self._digests.clear()
         self._positions.clear()
         self.newest, self.selection = None, request.selection
 
     def change_lead(self, new_lead: PeerId) -> None:
-        """Take another peer for the lead, which is gone: nothing that the former lead brings counts any more."""
+        """Replace the lead, which is gone, by another peer; batches of the former lead count no more."""
         manifest = self.manifest
         former = [peer for peer in (*(manifest.former_leads or ()), manifest.lead) if peer != new_lead][
             -MAX_FORMER_LEADS:
@@ -372,7 +372,7 @@ class RunState:
             raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
 
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Refuse a record that would empty a stage, changes one that is not there, or lets in who is not invited."""
+        """Refuse a record that empties a stage, changes an unknown stage, or admits a peer without invitation."""
         if seats is None:
             check_invited(self.invitations, record)
             check_new_keepers(self.keepers, record)
@@ -385,9 +385,9 @@ class RunState:
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
 
     def check_seats(self, seats: SeatedMembers, enlisted: Collection[PeerId] = ()) -> None:
-        """Refuse members without the lead, with a stage too many, too few or empty, with a peer twice, or uninvited.
+        """Refuse members without the lead, with a duplicate, an empty stage, or a wrong number of stages.
 
-        And those that were convicted, also among trainers that were `enlisted` just now.
+        Refuse also overused invitations, and convicted peers, even among the trainers that were just `enlisted`.
         """
         check_used(seats.invitations)
         bans_after(UNSET, seats.bans)
@@ -405,7 +405,7 @@ class RunState:
             )
 
     def view(self) -> RunView:
-        """Show the run, for a peer that asks."""
+        """Return the view of the run for other peers."""
         return RunView(
             manifest=self.manifest,
             version=self.version,
@@ -416,16 +416,16 @@ class RunState:
 
     @property
     def on_trainers(self) -> list[bool]:
-        """True for each stage that is the trainers'."""
+        """For each stage, whether the trainers hold it."""
         return [stage.on_trainers for stage in self.manifest.stages]
 
     @property
     def num_pipeline_stages(self) -> int:
-        """The number of stages that microbatches go through: all but one on trainers, which would be the last."""
+        """The number of stages in the pipeline: all but a last stage on trainers."""
         return self.on_trainers.count(False)
 
     def lacks_model(self, trainer: PeerId) -> bool:
-        """Return whether a trainer computes the whole model itself, and the run does not hold its server's copy."""
+        """Return whether the model is not cut, and a trainer's own server, which would hold it, is not in the run."""
         return self.manifest.is_whole and trainer not in self.servers
 
     @property
@@ -434,7 +434,7 @@ class RunState:
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def check_counted(self, step: int, first: int) -> None:
-        """Tell the trainer of a batch, which was silent until the step was decided, by an error unless it counts."""
+        """Raise an error unless a batch counts in a decided step, to a trainer that was silent until the decision."""
         if step not in self._counted:
             raise StepError(
                 f"step {self.version} is open, and which batches step {step} counted is not known any more: a trainer "
@@ -449,13 +449,13 @@ class RunState:
         return runs is not None and all(any(first in places for places in runs) for first in firsts)
 
     def decided(self, step: int) -> bytes:
-        """Return the digest of the record of a step; a `ProtocolError` if it is not known (any more)."""
+        """Return the digest of the record of a step; raise `ProtocolError` if it is not known (any more)."""
         if step not in self._digests:
             raise ProtocolError(f"this peer is at version {self.version}, and does not know what step {step} came to")
         return self._digests[step]
 
     def check_trainer(self, caller: PeerId) -> None:
-        """Refuse a caller that does not train in this run; tell a former lead that it was replaced."""
+        """Refuse a caller that does not train in this run; raise `Replaced` for a former lead."""
         if caller in (self.manifest.former_leads or ()) and caller not in self.trainers:
             raise Replaced(replaced_by(self.manifest))
         if caller not in self.trainers:
@@ -465,18 +465,18 @@ class RunState:
             )
 
     def check_holds(self, member: Member, stage_index: int) -> None:
-        """Refuse work for a stage on a peer that is not in the stage's roster (yet), for it would not count."""
+        """Refuse work for a stage on a peer that is not in the stage's roster (yet), because it would not count."""
         if member not in self.rosters[stage_index]:
             raise NotMember(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
 
 
 def record_digest(record: Record) -> bytes:
-    """Return SHA-256 of a record."""
+    """Return the SHA-256 digest of a record."""
     return hashlib.sha256(encode(record)).digest()
 
 
 def replaced_by(manifest: Manifest) -> str:
-    """Tell a former lead that another peer leads the run now."""
+    """Return the error text for a former lead that was replaced."""
     return (
         f"peer {manifest.lead} leads run {manifest.run_id!r} by now, for this one was silent for too long, and has "
         "rolled it back: what was done here since then does not count. Start this program again with `initial_peers`, "

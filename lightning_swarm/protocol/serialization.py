@@ -1,6 +1,6 @@
-"""Nested values as a flat list of tensors and a structure that can travel.
+"""Converts nested values to a flat list of tensors and a structure that can be sent, and back.
 
-A *tree* is what a stage takes and returns: nested tuples, lists and dicts with string keys, whose leaves are tensors,
+A *tree* is an input or output of a stage: nested tuples, lists and dicts with string keys, whose leaves are tensors,
 `None`, booleans, numbers and strings. Its *structure* is the same nesting in plain builtins, with each tensor replaced
 by its index in the flat list:
 
@@ -15,7 +15,7 @@ a list             ``["list", *children]``
 a dict             a dict of its children
 =================  =========================================
 
-Only lists and dicts are used, because msgpack does not tell a tuple from a list.
+Only lists and dicts are used, because msgpack does not distinguish tuples from lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_swarm.network.tensors import TensorSpec, parse_spec
 
 
 def named(names: Sequence[str], values: Any) -> dict[str, Any]:
-    """Return values by their names, of which there must be as many, all different."""
+    """Return a dict from names to values; refuse a different number of values, and equal names."""
     if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
         raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
     return dict(zip(names, values, strict=True))
@@ -42,19 +42,19 @@ def named(names: Sequence[str], values: Any) -> dict[str, Any]:
 Tree: TypeAlias = Any  # nested tuples, lists and dicts of tensors and constants
 Structure: TypeAlias = Any  # the nesting of a tree in builtins that msgpack can encode
 
-MAX_DEPTH: Final = 32  # containers within containers: deeper structures overflow decoders written in C
-MAX_PARTS: Final = 8  # of an encoded tensor
+MAX_DEPTH: Final = 32  # nested containers; deeper structures overflow decoders written in C
+MAX_PARTS: Final = 8  # most parts of an encoded tensor
 _MAX_CODEC_CHARS: Final = 32
 _CONSTANTS: Final = frozenset({type(None), bool, int, float, str})
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor in encoded form, in its place in a tree."""
+    """An encoded tensor, as a leaf of a tree."""
 
     codec: str  # name
     spec: TensorSpec  # dtype and shape of the tensor
-    parts: tuple[Tensor, ...]  # as the codec made them
+    parts: tuple[Tensor, ...]  # the codec's output
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,13 +68,13 @@ class Encoded:
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
-    """Part a tree into its structure and its tensors, in order, also twice the same; refuse what cannot travel."""
+    """Split a tree into its structure and its tensors, in order and with repetitions; refuse unsupported values."""
     tensors: list[Tensor] = []
     return _flatten(tree, tensors, None, 0), tensors
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
-    """Put tensors back into a structure, which may come from a stranger: `ProtocolError` refuses a malformed one."""
+    """Rebuild a tree from its tensors and an untrusted structure; raise `ProtocolError` if that is malformed."""
     missing = set(range(len(tensors)))
     tree = _unflatten(structure, tensors, missing, 0)
     if missing:
@@ -105,7 +105,7 @@ def _collect(tree: Tree, found: list[Tensor | Encoded]) -> None:
 
 
 def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]) -> Tree:
-    """Return the tree with each tensor changed. The tree must be one that `flatten` takes."""
+    """Return the tree with `change` applied to each tensor. `flatten` must accept the tree."""
     kind = type(tree)
     if kind is tuple or kind is list:
         changed = [transform(child, change) for child in tree]
@@ -116,12 +116,12 @@ def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]
 
 
 def is_differentiable(leaf: Tensor | Encoded) -> bool:
-    """Return whether a leaf's dtype allows gradients. Codecs take only real numbers, which do."""
+    """Return whether a leaf's dtype allows gradients; encoded tensors have real floating-point dtypes, which do."""
     return isinstance(leaf, Encoded) or leaf.is_floating_point() or leaf.is_complex()
 
 
-# A place in a tree: the place of its container, and its key there. Formatted only where it is refused: each call of a
-# stage flattens a few trees.
+# A place in a tree: the place of its container, and its key there. It is formatted only for errors, because each call
+# of a stage flattens a few trees.
 _Place: TypeAlias = "tuple[_Place, str | int] | None"
 
 
@@ -143,7 +143,7 @@ def _flatten(tree: Tree, tensors: list[Tensor], place: _Place, depth: int) -> St
         tensors.extend(tree.parts)
         places = range(len(tensors) - len(tree.parts), len(tensors))
         return ["encoded", tree.codec, tree.spec.dtype, list(tree.spec.shape), *places]
-    # Exact types: a namedtuple or an enum would come back as something else.
+    # Exact types, because a namedtuple or an enum would come back as another type.
     kind = type(tree)
     if kind in _CONSTANTS:
         if kind is int and not -(2**63) <= tree < 2**64:
@@ -200,7 +200,7 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
     if tag == "encoded":
         return _encoded(children, tensors, missing)
     if tag not in ("tuple", "list"):
-        # The tag may come from a stranger, so only one line's worth of it goes into a log.
+        # The tag is untrusted, so logs get only its beginning.
         raise ProtocolError(
             f"a tag in a structure must be tensor, tuple or list, got {str(tag)[:40]!r}. The message was refused."
             if type(tag) is str
@@ -211,7 +211,7 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
 
 
 def tensor_at(children: Sequence[Any], tensors: Sequence[Tensor], missing: set[int]) -> Tensor:
-    """Return the tensor that a node of a structure names by its index, which no other node may name."""
+    """Return the tensor to which a node of a structure refers by its index; no other node may refer to it."""
     if len(children) != 1 or type(children[0]) is not int or children[0] not in missing:
         raise ProtocolError(
             f"a structure must name each of its {len(tensors)} tensors once, by its index, "

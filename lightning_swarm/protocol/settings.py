@@ -1,4 +1,4 @@
-"""The settings that all peers of a run share: the starter's arguments make them, and the manifest carries them."""
+"""Settings that all peers of a run share: set by the starter's arguments, distributed in the manifest."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from msgspec.structs import asdict, force_setattr
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMessage
 
-# Which servers move to another stage: none; by the paper's rule; those whose move gains more than it costs.
+# Moves of servers to other stages: none; by the paper's rule; if a move gains more than it costs.
 Rebalancing = Literal["none", "paper", "gain"]
 RobustAveraging = Literal["none", "centered_clip"]
 OnConviction = Literal["go_on", "go_back"]
 CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]  # "none": tensors travel as they are
-AveragingName = Literal[CodecName, "powersgd"]  # with matrices as products of thin ones
+AveragingName = Literal[CodecName, "powersgd"]  # "powersgd": matrices travel as products of two thin matrices
 
 MAX_RANK: Final = 1024
 AUDIT_SHARE: Final = 1 / 16
@@ -26,7 +26,7 @@ AUDIT_SHARE: Final = 1 / 16
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """The codecs by which tensors travel between peers.
+    """The codecs of the tensors that peers send each other.
 
     Args:
         activations: Codec of hidden states: the outputs of stages, and floating-point inputs of the first stage. Small
@@ -35,7 +35,7 @@ class Compression:
         averaging: Codec of the gradient sums that the servers of a stage exchange. ``"powersgd"`` sends each matrix as
             the product of two thin ones, by PowerSGD (arXiv:1905.13727), where that is smaller.
         rank: Columns of these thin matrices.
-        error_feedback: Add to the next step's sums what encoding lost of this step's. None: with PowerSGD only.
+        error_feedback: Add the encoding error of this step's sums to the next step's sums. None: with PowerSGD only.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -49,7 +49,7 @@ class Compression:
 
     @classmethod
     def parse(cls, given: CodecName | Compression | Mapping[str, Any]) -> Compression:
-        """Read what a user gives: one codec for all, or a record.
+        """Read a user's argument: one codec for all tensors, or a record.
 
         Raises:
             ConfigError: A field is unknown, or its value out of range.
@@ -100,14 +100,14 @@ class _CompressionMessage(WireMessage, frozen=True):
 if TYPE_CHECKING:
     _CompressionField: TypeAlias = Compression
 else:
-    # msgspec would ignore unknown fields of a dataclass, and fill in missing ones.
+    # msgspec would ignore unknown fields of a dataclass, and fill in missing fields.
     _CompressionField = _CompressionMessage
 
 
 class WithCompression(WireMessage, frozen=True, kw_only=True):
     """Base of the messages that carry a `Compression`. No field of it may be unknown or missing."""
 
-    compression: _CompressionField = NO_COMPRESSION  # of the run's tensors
+    compression: _CompressionField = NO_COMPRESSION  # codecs of the run's tensors
 
     def __post_init__(self) -> None:
         decoded: Any = self.compression
@@ -115,8 +115,8 @@ class WithCompression(WireMessage, frozen=True, kw_only=True):
             force_setattr(self, "compression", Compression(**asdict(decoded)))
 
 
-# Settings that the programs of all trainers, and of standby leads, must give as the run has them. The others they take
-# from the manifest.
+# Settings in which the programs of all trainers, or of standby leads, must agree with the run. They take all other
+# settings from the manifest.
 SET_BY_EACH_TRAINER: Final = ("target_batch_size",)
 SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "deterministic")
 
@@ -124,16 +124,18 @@ SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "determi
 class RunSettings(WithCompression, frozen=True):
     """The settings that all peers of a run share. Each field is an argument of `SwarmStrategy` with the same name."""
 
-    # A new setting needs a field here, with its check, that argument, and its place in the documentation.
+    # A new setting needs a field here with its check, an argument of `SwarmStrategy`, and documentation.
     target_batch_size: NumSamples | None  # samples of one optimizer step; None: the lead closes each step
-    microbatch_size: NumSamples | None = None  # samples routed at once; None: as large as keeps the stages busy
+    microbatch_size: NumSamples | None = None  # samples routed together; None: chosen to keep the stages busy
     delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
-    deterministic: bool = False  # gradients add up to the same bits, whichever server adds up which of them
+    deterministic: bool = False  # sums of gradients have the same bits, independent of the servers that add them
     rebalancing: Rebalancing = "none"
     rebalance_interval: Positive = 300.0  # seconds between two decisions on moves, at the latest
-    audit_share: float | None = None  # of the servers' work of each step, computed again by others; None: nothing is
-    on_conviction: OnConviction = "go_back"  # what the run does when a server is convicted whose work counted unaudited
-    robust_averaging: RobustAveraging = "none"  # what takes the place of the mean
+    audit_share: float | None = (
+        None  # share of the servers' work in each step that other servers recompute; None: no audits
+    )
+    on_conviction: OnConviction = "go_back"  # reaction if unaudited work of a convicted server counted
+    robust_averaging: RobustAveraging = "none"  # replacement of the mean
 
     @property
     def goes_back(self) -> bool:
@@ -142,20 +144,20 @@ class RunSettings(WithCompression, frozen=True):
 
     @property
     def steps_to_conviction(self) -> int | None:
-        """Return in how many steps 19 of 20 servers are found out that lie in each; None: nobody is drawn."""
+        """Steps within which audits find 19 of 20 servers that do false work in every step; None: no work is drawn."""
         return math.ceil(3 / self.audit_share) if self.audit_share else None
 
     @property
     def is_audited(self) -> bool:
-        """Return whether servers commit to their work, and others compute some of it again."""
+        """Return whether servers commit to their work, and other servers recompute a share of it."""
         return self.audit_share is not None
 
     def first_difference(self, other: RunSettings, names: tuple[str, ...]) -> str | None:
-        """Name the first of these settings in which two records differ."""
+        """Return the name of the first of these settings that differs; None if all agree."""
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
     def __post_init__(self) -> None:
-        # A `ConfigError` about a message that is decoded comes out of `decode` as a `ProtocolError`.
+        # While a message is decoded, a `ConfigError` from here becomes a `ProtocolError` of `decode`.
         super().__post_init__()
         for name in ("microbatch_size", "target_batch_size"):
             check_whole_or_none(name, getattr(self, name))
@@ -198,7 +200,7 @@ class RunSettings(WithCompression, frozen=True):
             self._check_audited()
 
     def _check_audited(self) -> None:
-        """Refuse a share that is none, and what no audit can look into."""
+        """Refuse an invalid share, and settings that cannot be audited."""
         share: object = self.audit_share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise ConfigError(
@@ -223,7 +225,7 @@ class RunSettings(WithCompression, frozen=True):
             )
 
     def _check_robust(self) -> None:
-        """Refuse what a mean that is not the true one cannot keep."""
+        """Refuse settings that require the true mean."""
         reasons = {
             "`deterministic=True`": (self.deterministic, "its result depends on which servers compute what"),
             "`trust='audited'`": (self.is_audited, "audits find liars out, and check that means are true"),
@@ -240,7 +242,7 @@ class RunSettings(WithCompression, frozen=True):
                 )
 
     def _check_deterministic(self) -> None:
-        """Refuse what makes the weights depend on which peers take part."""
+        """Refuse settings that make the weights depend on the participating peers."""
         if self.microbatch_size is None:
             raise ConfigError(
                 "`deterministic=True` needs `microbatch_size`: by default batches are cut into as many microbatches as "
@@ -263,6 +265,6 @@ def check_whole_or_none(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], description: str) -> None:
-    """Refuse a setting that is none of its choices, which the error describes."""
+    """Refuse a value that is none of the choices; the error contains their `description`."""
     if value not in choices:
         raise ConfigError(f"`{name}` must be {description}, got {value!r}. Choose one of them.")

@@ -1,4 +1,4 @@
-"""Tickets: a ticket is a future by name, for tensors that a peer holds or will hold, and that others fetch."""
+"""Tickets: futures by name, by which peers fetch tensors that another peer holds or will hold."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lightning_swarm.protocol.messages.wire import Count, Seconds, WireMessage, 
 WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"
 
-_HOLD_S = 10.0  # a long poll is answered "pending" after this, so that a dead consumer is not served for ever
-_MAX_EARLY = 4096  # names that one peer asks for before they are promised; it can wait for no more calls than that
+_HOLD_S = 10.0  # seconds after which a long poll is answered "pending", so that polls of dead consumers end
+_MAX_EARLY = 4096  # most unpromised names that one peer may wait for; it has no more open calls than that
 _MAX_EARLY_IN_ALL = 32_768
-_REPLY_MARGIN_S = 5.0  # if an answer is later than this, the consumer asks again
+_REPLY_MARGIN_S = 5.0  # seconds after which the consumer repeats an unanswered poll
 
 
 Readers = Callable[[PeerId, bytes | None], bool]
-"""``(caller, the key that it shows)``: whether it may read. It is asked each time."""
+"""``(caller, presented key) -> whether the caller may read``, called at each access."""
 
 
 def with_key(key: TicketKey) -> Readers:
-    """Let all peers read that show `key`."""
+    """Return `Readers` that admit all peers that present `key`."""
     return lambda _, shown: shown is not None and hmac.compare_digest(shown, key)
 
 
@@ -37,16 +37,16 @@ class WaitRequest(WireMessage, frozen=True):
 
     name: TicketName
     hold_s: Seconds
-    take_bytes: Count | None = None  # send the tensors along if they have no more bytes; None: do not send them
+    take_bytes: Count | None = None  # include tensors of at most this size in the answer; None: include none
     ticket_key: TicketKey | None = None
 
 
 class WaitReply(WireMessage, frozen=True):
-    """A producer tells a consumer whether the tensors exist."""
+    """A producer's answer to a consumer: whether the tensors exist."""
 
     ready: bool
-    report: bytes = b""  # the producer's own message about them
-    taken: bytes | None = None  # the body that belongs to the tensors with this reply; None: there are none
+    report: bytes = b""  # the producer's message about the tensors
+    taken: bytes | None = None  # the body that belongs to the tensors in this reply; None: the reply has no tensors
 
 
 class FetchRequest(WireMessage, frozen=True):
@@ -58,8 +58,8 @@ class FetchRequest(WireMessage, frozen=True):
 
 @dataclass
 class _Entry:
-    readers: Readers | None = None  # None: it is not promised
-    asked_by: PeerId | None = None  # the first peer that asked before the promise, whose account it is on
+    readers: Readers | None = None  # None: not promised
+    asked_by: PeerId | None = None  # the first peer that asked before the promise; the entry counts toward its limit
     message: Message | Callable[[], Message] | None = None
     error: SwarmError | None = None
     report: bytes = b""
@@ -70,13 +70,13 @@ class _Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that are there, and of their body."""
+        """Bytes of the tensors and their body, as far as they exist."""
         return self.message.num_tensor_bytes + len(self.message.body) if isinstance(self.message, Message) else 0
 
 
 # A producer promises a name and fulfils it later. A consumer waits by a small long poll that holds no stream. Small
-# tensors come with the answer, others are fetched then. A consumer may ask before the promise: calls of one microbatch
-# are sent to all stages at once.
+# tensors come with the answer; larger tensors are fetched afterwards. A consumer may ask before the promise, because
+# calls of one microbatch are sent to all stages at once.
 class TicketStore:
     """Holds this peer's tensors for other peers, and waits for theirs."""
 
@@ -84,17 +84,17 @@ class TicketStore:
         self._transport = transport
         self._max_bytes = max_bytes
         self._entries: dict[str, _Entry] = {}
-        self._early = Counter[PeerId]()  # names that are not promised yet, by who asked first
-        self._num_early = 0  # of all peers
+        self._early = Counter[PeerId]()  # peer -> unpromised names that it asked for first
+        self._num_early = 0  # unpromised names, over all peers
         transport.handle_stream(WAIT_METHOD, self._handle_wait, max_bytes=0)
         transport.handle_stream(FETCH_METHOD, self._handle_fetch, max_bytes=0)
 
     # ------------------------------------------------------------------ the producer's side
 
     def promise(self, name: str, readers: Readers) -> bool:
-        """Promise that `name` will exist, for its `readers`. Return False if it is promised, and not failed or gone."""
+        """Promise `name` to its `readers`. Return False if a promise exists that has neither failed nor gone."""
         entry = self._entries.setdefault(name, _Entry())
-        if entry.error is not None or entry.gone:  # the call was sent again, so neither is final
+        if entry.error is not None or entry.gone:  # the call was sent again, so the promise starts anew
             entry = self._entries[name] = _Entry()
         if entry.readers is not None:
             return False
@@ -107,10 +107,10 @@ class TicketStore:
     ) -> None:
         """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch.
 
-        `message` may be a function. It is called at the first fetch. The answer to a wait never carries its result.
+        `message` may be a function, which is called at the first fetch. No answer to a wait carries its result.
         """
         entry = self._entries.get(name)
-        if entry is None or entry.readers is None or entry.done.is_set():  # what was dropped meanwhile stays dropped
+        if entry is None or entry.readers is None or entry.done.is_set():  # a dropped name stays dropped
             return
         entry.message, entry.report, entry.once = message, report, once
         entry.done.set()
@@ -121,7 +121,7 @@ class TicketStore:
         self.fulfil(name, message)
 
     def fail(self, name: str, error: SwarmError) -> None:
-        """Break a promise: every consumer that waits gets the error."""
+        """Fail a promise: every waiting consumer gets the error."""
         entry = self._entries.get(name)
         if entry is None or entry.readers is None or entry.done.is_set():
             return
@@ -129,7 +129,7 @@ class TicketStore:
         entry.done.set()
 
     def withdraw(self, name: str) -> None:
-        """Take a promise back as if it had never been given. Consumers go on waiting, for the next one."""
+        """Withdraw a promise as if it had never been made. Waiting consumers wait for the next promise of the name."""
         entry = self._entries.get(name)
         if entry is None:
             return
@@ -149,7 +149,7 @@ class TicketStore:
     # ------------------------------------------------------------------ the consumer's side
 
     async def wait(self, ticket: Ticket, *, timeout: float) -> bytes:
-        """Wait until the tensors exist, or existed, and return the producer's report; raise what they failed with."""
+        """Wait until the tensors exist, or existed, and return the producer's report; if they failed, raise why."""
         if ticket.peer_id == self._transport.peer_id:
             return (await self._own(ticket.name, timeout)).report
         return (await self._wait(ticket, None, timeout))[0].report
@@ -177,11 +177,11 @@ class TicketStore:
             reply = decode(answer.body, WaitReply)
             if reply.ready:
                 return reply, Message(reply.taken or b"", answer.tensors)
-            await asyncio.sleep(held_s - now_s())  # a producer that answers too early must not be asked without pause
+            await asyncio.sleep(held_s - now_s())  # if the producer answers too early, do not poll it without pause
         raise DeadlineExceeded(f"{ticket.name} did not appear at {ticket.peer_id} within {timeout:g} s")
 
     async def fetch(self, ticket: Ticket, *, timeout: float) -> Message:
-        """Wait for the tensors and fetch them; raise what `wait` raises. This peer's own tensors are not copied."""
+        """Wait for the tensors and fetch them; raises the errors of `wait`. This peer's own tensors are not copied."""
         return (await self.fetch_reported(ticket, timeout=timeout))[0]
 
     async def fetch_reported(self, ticket: Ticket, *, timeout: float) -> tuple[Message, bytes]:
@@ -205,7 +205,7 @@ class TicketStore:
             entry = await self._done(request.name, min(request.hold_s, _HOLD_S), caller, request.ticket_key)
         except DeadlineExceeded:
             return Message(encode(WaitReply(ready=False)))
-        if entry.error is not None:  # raised out here, for it may be a `DeadlineExceeded`, too
+        if entry.error is not None:  # raised outside the `try`, because it may also be a `DeadlineExceeded`
             raise entry.error
         is_made = entry.message is None or isinstance(entry.message, Message)
         if request.take_bytes is None or not is_made or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
@@ -230,12 +230,12 @@ class TicketStore:
         if not isinstance(entry.message, Message):
             entry.message = entry.message()
         message = entry.message
-        if entry.once:  # the report stays; who fetches again gets `TicketGone`, and can call again
+        if entry.once:  # the report stays; a second fetch raises `TicketGone`, and the consumer can repeat the call
             entry.message, entry.gone = None, True
         return message
 
     async def _own(self, name: str, timeout: float) -> _Entry:
-        """Wait until this peer's own tensors exist, or raise what they failed with."""
+        """Wait until this peer's own tensors exist; if they failed, raise the error."""
         entry = await self._done(name, timeout, self._transport.peer_id, None)
         if entry.error is not None:
             raise entry.error
@@ -261,7 +261,7 @@ class TicketStore:
         return entry
 
     def _asked_early(self, caller: PeerId) -> _Entry:
-        """Make the entry of a name that nobody promised yet, on the account of the peer that asks for it."""
+        """Create the entry of an unpromised name; it counts toward the limit of the peer that asks for it."""
         if self._early[caller] >= _MAX_EARLY or self._num_early >= _MAX_EARLY_IN_ALL:
             raise Busy(
                 f"{self._early[caller]} names that are not promised yet are asked for by {caller}, of at most "
@@ -272,7 +272,7 @@ class TicketStore:
         return _Entry(asked_by=caller)
 
     def _discharge(self, entry: _Entry) -> None:
-        """Take a name that is promised, or forgotten, off the account of the peer that asked for it first."""
+        """Stop counting a promised or forgotten name toward the limit of the peer that asked for it first."""
         if entry.asked_by is not None:
             self._num_early -= 1
             self._early[entry.asked_by] -= 1
@@ -281,6 +281,6 @@ class TicketStore:
             entry.asked_by = None
 
     def _check_reads(self, entry: _Entry, name: str, caller: PeerId, key: bytes | None) -> None:
-        """Refuse a caller that may not read what is promised. Of what is not, the readers are not known yet."""
+        """Refuse a caller that may not read the promised tensors. Before the promise the readers are unknown."""
         if entry.readers is not None and caller != self._transport.peer_id and not entry.readers(caller, key):
             raise TicketGone(f"{name} is not for {caller}: it is held for others, or for those that show its key")

@@ -1,4 +1,4 @@
-"""Codecs, by which tensors travel in fewer bits, and their use for the large tensors of a tree."""
+"""Codecs, which encode tensors in fewer bits, and their use for the large tensors of a tree."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def from_message(message: Message) -> tuple[serialization.Tree, list[bool]]:
     return serialization.unflatten(computed.structure, list(message.tensors)), computed.flags
 
 
-SMALLEST: Final = 1024  # elements of a tensor that is encoded: losses of a microbatch stay exact, and take no room
+SMALLEST: Final = 1024  # fewest elements of a tensor to encode, so that a microbatch's losses stay exact
 
 
 @dataclass(frozen=True)
 class Codecs:
-    """The codecs of a run. None: these tensors are not encoded."""
+    """The codecs of a run; None: no encoding."""
 
-    activations: Codec | None = None  # of hidden states
-    gradients: Codec | None = None  # of hidden states' gradients
-    averaging: Codec | None = None  # of gradient sums between the servers of a stage
-    rank: int | None = None  # of the products that PowerSGD sends in place of matrices. None: whole matrices are sent
-    error_feedback: bool = False  # add what averaging loses to the next step
+    activations: Codec | None = None  # hidden states
+    gradients: Codec | None = None  # gradients of hidden states
+    averaging: Codec | None = None  # gradient sums between the servers of a stage
+    rank: int | None = None  # rank of the products that PowerSGD sends for matrices; None: matrices are sent whole
+    error_feedback: bool = False  # add the encoding error of averaging to the next step
 
     @classmethod
     def of(cls, compression: Compression) -> Codecs:
-        """Find the codecs of a run's settings."""
+        """Return the codecs that a run's settings name."""
         by_rank = compression.averaging == "powersgd"
         return cls(
             activations=codec(compression.activations),
@@ -76,28 +76,28 @@ class Codecs:
         )
 
 
-PLAIN: Final = Codecs()  # without any encoding
+PLAIN: Final = Codecs()  # no encoding
 
 
 def encoded(tree: Tree, by: Codec | None) -> Tree:
-    """Encode a tree's tensors, except small ones and those with NaN or infinity, whose step is skipped anyway."""
+    """Encode a tree's large tensors, except tensors with NaN or infinity, whose step is skipped anyway."""
     if by is None:
         return tree
     return serialization.transform(tree, lambda leaf: _encoded(leaf, by))
 
 
 def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
-    """Decode a tree's tensors on `device`; refuse a tensor that another codec encoded, or that is damaged."""
+    """Decode a tree's tensors on `device`; refuse damaged tensors, and tensors of another codec."""
     return serialization.transform(tree, lambda leaf: _decoded(leaf, by, device))
 
 
 def on_cpu(tree: Tree, *, copy: bool = False) -> Tree:
-    """Bring a tree's tensors to the CPU, from where they are sent; with `copy`, copy those that are there unencoded."""
+    """Move a tree's tensors to the CPU for sending; with `copy`, also copy unencoded tensors that are already there."""
     return serialization.transform(tree, lambda leaf: _on_cpu(leaf, copy=copy))
 
 
 def number_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of one number of the largest tensor that may be encoded; 0: there is none."""
+    """Return the element size in bytes of the largest tensor that may be encoded; 0: there is no such tensor."""
     real = [tensor for tensor in tensors if tensor.is_floating_point()]
     return max(real, key=Tensor.numel).element_size() if real else 0
 
@@ -109,10 +109,10 @@ def _on_cpu(leaf: Tensor | Encoded, *, copy: bool) -> Tensor | Encoded:
 
 
 def to_cpu(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Bring a tensor to the CPU; with `copy`, also one that is there."""
+    """Move a tensor to the CPU; with `copy`, copy it even if it is already there."""
     if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=copy)
-    # Into pinned memory, which torch keeps: new memory has to be mapped page by page, which took 40 times as long.
+    # torch keeps pinned memory for reuse. New memory has to be mapped page by page, which took 40 times as long.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 

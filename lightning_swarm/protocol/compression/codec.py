@@ -23,18 +23,18 @@ class NotFinite(ValueError):
 
 
 class Codec(ABC):
-    """Writes tensors of real numbers in fewer bits, and reads them again, in the same way on every device."""
+    """Encodes tensors of real numbers in fewer bits, and decodes them equally on every device."""
 
-    # The same tensor gives the same bytes, and the same bytes give the same bits again: decoding adds and multiplies
-    # element by element, and computes nothing whose order a device may choose.
-    name: str  # in `Compression`
-    bits: float  # that an element of a large tensor takes, on average
-    cpu_s: float  # seconds of a core to write and read such an element, measured by `benchmarks.codecs`
+    # Encoding a tensor twice gives equal bytes, and decoding gives equal bits everywhere: it adds and multiplies
+    # element by element, without any sum whose order a device may choose.
+    name: str  # the name in `Compression`
+    bits: float  # average bits per element of a large tensor
+    cpu_s: float  # seconds of one core to encode and decode such an element, measured by `benchmarks.codecs`
     signed: Sequence[int] = ()  # indices of the parts with floats that may be negative
 
     @abstractmethod
     def layout(self, numel: int) -> Layout:
-        """Return the parts that `encode` makes from a tensor of `numel` elements."""
+        """Return the dtype and length of each part that `encode` returns for `numel` elements."""
 
     @abstractmethod
     def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
@@ -42,7 +42,7 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """Decode parts that are as `layout` says, into ``[n]`` in float32."""
+        """Decode parts that match `layout` into ``[n]`` in float32."""
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Encode a tensor of real numbers, read as float32, into flat parts on its device, or raise `NotFinite`."""
@@ -56,7 +56,7 @@ class Codec(ABC):
             return self._encode(flat, tensor.shape)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Decode a tensor on the device of its parts, which may come from a stranger."""
+        """Decode a tensor on the device of its parts, which are untrusted."""
         numel = math.prod(shape)
         found = tuple((part.dtype, part.numel()) for part in parts)
         flat = all(part.dim() == 1 for part in parts)
@@ -85,14 +85,14 @@ class Codec(ABC):
 
 
 def _as_written(device: torch.device) -> AbstractContextManager[Any]:
-    """Turn autocast off, for a caller may be in its context, and it would choose other dtypes."""
+    """Disable autocast, which would choose other dtypes if the caller has enabled it."""
     if not torch.amp.autocast_mode.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def are_within(tensor: Tensor, low: float, high: float) -> bool:
-    """Return whether all elements of a tensor that is not empty are within bounds. NaN is not."""
+    """Return whether all elements of a non-empty tensor are within bounds; NaN is not."""
     lowest, highest = torch.aminmax(tensor)  # many times as fast as `isfinite`
-    # In float64, for a narrow format may turn the bounds into infinity, and so let infinity pass.
+    # Compared in float64, because a narrow format may round a bound to infinity, and then infinity would pass.
     return bool((lowest.double() >= low) & (highest.double() <= high))

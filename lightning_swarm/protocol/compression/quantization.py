@@ -1,4 +1,4 @@
-"""The codecs by their names."""
+"""All codecs: float16, bfloat16, and quantization to 8, 6 and 4 bits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ BLOCK: Final = 256
 class Blockwise8Bit(Codec):
     """Rounds blocks of 256 elements, each scaled by its largest element, to the 256 values of the dynamic map."""
 
-    # The largest element is exact. An element's error is at most 2**-7 of the largest element of its block; of
-    # normally distributed elements about a hundredth is lost. Both sides know the 256 values: these do not travel.
-    # bitsandbytes chooses codes on a GPU otherwise than on a CPU, within that error; decoding is the same everywhere.
+    # The largest element is exact. An element's error is at most 2**-7 of the largest element of its block. For
+    # normally distributed elements the norm of the error is about a hundredth of the block's. Both sides know the 256
+    # values, so these are not sent. bitsandbytes chooses other codes on a GPU than on a CPU, within that error;
+    # decoding is the same everywhere.
     name = "8bit"
     bits = 8 + 32 / BLOCK
     cpu_s = 9.6e-9
@@ -55,7 +56,7 @@ class Blockwise8Bit(Codec):
 
     @override
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        # Not by bitsandbytes, which rounds the tiniest numbers differently on GPUs.
+        # bitsandbytes' own decoding rounds the tiniest numbers differently on GPUs.
         scales, codes = parts
         flat = dynamic_map(codes.device).index_select(0, codes.int())
         whole = len(flat) // BLOCK
@@ -65,9 +66,9 @@ class Blockwise8Bit(Codec):
 
 
 def _bitsandbytes() -> Any:
-    """Import bitsandbytes' functions, late because that takes seconds, and without its advice to install more."""
+    """Import bitsandbytes' functions, late because it takes seconds, and without its advice to install more."""
 
-    def is_needed(record: logging.LogRecord) -> bool:  # products of 4-bit matrices are not: no codec computes them
+    def is_needed(record: logging.LogRecord) -> bool:  # products of 4-bit matrices are not needed by any codec
         return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
@@ -91,7 +92,7 @@ def dynamic_map(device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-_HIGHEST: Final = 14  # the largest elements are scaled to this power of two, for float16 goes up to 65504
+_HIGHEST: Final = 14  # exponent of the power of two to which the largest elements are scaled; float16 ends at 65504
 
 
 class Float16(Codec):
@@ -122,7 +123,7 @@ class Float16(Codec):
 
 
 class BFloat16(Codec):
-    """Rounds to the nearest bfloat16, and what is above its largest number to that number."""
+    """Rounds to the nearest finite bfloat16."""
 
     # An element's error is at most 2**-8 of it.
     name = "bfloat16"
@@ -146,28 +147,28 @@ class BFloat16(Codec):
 
 ROTATED_BLOCK: Final = 128
 _SEED: Final = 2301_11913
-_NUM_BINS: Final = 1024  # the nearest value is looked up in a table: a search takes several times as long
+_NUM_BINS: Final = 1024  # size of the look-up table for the nearest value; a search takes several times as long
 
-SLICE: Final = 1 << 17  # elements that are rotated together, so that they stay in a processor's cache
+SLICE: Final = 1 << 17  # elements that are rotated together, few enough to stay in a processor's cache
 _HIGHEST_ROTATED: Final = 2.0**120
 _LOWEST: Final = 2.0**-100
 _CPU: Final = torch.device("cpu")
 
 
 class _Tables(NamedTuple):
-    signs: Tensor  # [BLOCK, 1], of the rotation
-    values: Tensor  # of each code
-    nearest: Tensor  # the code of each bin
+    signs: Tensor  # [BLOCK, 1], the signs of the rotation
+    values: Tensor  # code -> value
+    nearest: Tensor  # bin -> code
 
 
 # The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) spreads outliers over their block, so
-# that they become something like noise. Blocks below 2**-93 become zero; elements above 2**120 are refused. Source:
+# that they resemble noise. Blocks below 2**-93 become zero; elements above 2**120 are refused. Source:
 # Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
 class Rotated(Codec):
-    """Rotates blocks of 128 elements, and rounds each to the nearest of a few values times its block's scale."""
+    """Rotates blocks of 128 elements, and rounds each element to one of a few values times its block's scale."""
 
-    num_bits: int  # of an element
-    positive: Sequence[float]  # half of the values, ascending; the others are their opposites. Only ratios matter
+    num_bits: int  # bits per element
+    positive: Sequence[float]  # the positive half of the symmetric values, ascending; only their ratios matter
 
     def __init__(self) -> None:
         signs = torch.randint(2, (ROTATED_BLOCK, 1), generator=torch.Generator("cpu").manual_seed(_SEED), device=_CPU)
@@ -202,8 +203,8 @@ class Rotated(Codec):
         num_blocks = -(-len(flat) // ROTATED_BLOCK)
         padded = flat.new_zeros(num_blocks * ROTATED_BLOCK)
         padded[: len(flat)] = flat
-        # A block is best made of similar elements: a vector's neighbours, or few of a hidden state's features at many
-        # positions, which are the columns if a slice is read as a matrix of 128 rows.
+        # A block should consist of similar elements: neighbours in a vector, or a few features of a hidden state at
+        # many positions. The latter are the columns if a slice is read as a matrix of 128 rows.
         blocks = (
             padded.view(num_blocks, ROTATED_BLOCK).t().contiguous()
             if is_vector
@@ -248,10 +249,10 @@ class Rotated(Codec):
 
 
 class Rotated4Bit(Rotated):
-    """Rounds to 16 values, which lose the least if elements are normally distributed."""
+    """Rounds to 16 values, which are optimal for normally distributed elements."""
 
-    # An element of the rotated block is off by at most an eighth of the largest element there; of the whole block about
-    # a tenth is lost, whatever its distribution. Source of the values: J. Max, 1960, Quantizing for Minimum Distortion.
+    # The error of a rotated element is at most an eighth of the block's largest. The norm of the error is about a tenth
+    # of the block's, for any distribution. Source of the values: J. Max, 1960, Quantizing for Minimum Distortion.
     name = "4bit"
     num_bits = 4
     bits = num_bits + 16 / ROTATED_BLOCK
@@ -269,10 +270,10 @@ class Rotated4Bit(Rotated):
 
 
 class Rotated6Bit(Rotated):
-    """Rounds to 64 values at equal distances: in so small a block other values would lose no less."""
+    """Rounds to 64 values at equal distances; in blocks this small, other values would not be more accurate."""
 
-    # An element of the rotated block is off by at most a fiftieth of the largest element there; of the whole block
-    # about a fortieth is lost, whatever its distribution.
+    # The error of a rotated element is at most a fiftieth of the block's largest. The norm of the error is about a
+    # fortieth of the block's, for any distribution.
     name = "6bit"
     num_bits = 6
     bits = num_bits + 16 / ROTATED_BLOCK
@@ -291,7 +292,7 @@ class Rotated6Bit(Rotated):
 
 
 def _rotate(blocks: Tensor) -> None:
-    """Transform columns by Walsh-Hadamard in place, without its factor, by sums of two, whose order is fixed."""
+    """Apply the unnormalized Walsh-Hadamard transform to columns in place, by sums of two in a fixed order."""
     distance = 1
     while distance < ROTATED_BLOCK:
         pairs = blocks.view(ROTATED_BLOCK // (2 * distance), 2, -1)
@@ -309,5 +310,5 @@ CODECS: Final[dict[str, type[Codec]]] = {
 
 @cache
 def codec(name: CodecName) -> Codec | None:
-    """Return the codec of that name; None for "none": tensors travel without encoding."""
+    """Return the codec of that name; None for "none", which leaves tensors unencoded."""
     return None if name == "none" else CODECS[name]()
