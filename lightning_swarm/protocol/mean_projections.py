@@ -139,8 +139,6 @@ def same_numbers(said: Sequence[float], found: Sequence[float], sizes: Sequence[
     return all(
         abs(one - other) <= _SAME * size
         or one == other
-        or not (
-            math.isfinite(one) or math.isfinite(other)
-        )  # infinities of both signs may cancel to NaN, depending on the order
+        or not (math.isfinite(one) or math.isfinite(other))  # infinities of both signs may cancel to NaN, or not
         for one, other, size in zip(said, found, found if sizes is None else sizes, strict=True)
     )

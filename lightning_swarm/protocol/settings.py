@@ -131,9 +131,7 @@ class RunSettings(WithCompression, frozen=True):
     deterministic: bool = False  # sums of gradients have the same bits, independent of the servers that add them
     rebalancing: Rebalancing = "none"
     rebalance_interval: Positive = 300.0  # seconds between two decisions on moves, at the latest
-    audit_share: float | None = (
-        None  # share of the servers' work in each step that other servers recompute; None: no audits
-    )
+    audit_share: float | None = None  # share of the servers' work in each step to recompute; None: no audits
     on_conviction: OnConviction = "go_back"  # reaction if unaudited work of a convicted server counted
     robust_averaging: RobustAveraging = "none"  # replacement of the mean
 

@@ -177,7 +177,7 @@ class TicketStore:
             reply = decode(answer.body, WaitReply)
             if reply.ready:
                 return reply, Message(reply.taken or b"", answer.tensors)
-            await asyncio.sleep(held_s - now_s())  # if the producer answers too early, do not poll it without pause
+            await asyncio.sleep(held_s - now_s())  # no polling without pause, even if the producer answers too early
         raise DeadlineExceeded(f"{ticket.name} did not appear at {ticket.peer_id} within {timeout:g} s")
 
     async def fetch(self, ticket: Ticket, *, timeout: float) -> Message:

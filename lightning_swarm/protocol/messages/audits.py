@@ -1,7 +1,7 @@
-"""Messages by which servers' work is checked: sketches of sums, microbatches that others compute again, findings.
+"""Messages by which servers' work is audited: sketches of sums, orders to recompute microbatches, and findings.
 
-``FREEZE (claims) -> SKETCH -> orders to trainers -> AUDIT calls on other servers -> FINDINGS -> a verdict``. What a
-server claims is settled before anybody knows what is looked at.
+``FREEZE (claims) -> SKETCH -> orders to trainers -> AUDIT calls on other servers -> FINDINGS -> a verdict``. Servers
+commit to their claims before the work to audit is drawn.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from lightning_swarm.protocol.messages.wire import (
 
 DIGEST_BYTES: Final = 32
 CLAIM_BYTES: Final = 4 * DIGEST_BYTES
-"""Digests of a microbatch's input, output, the output's gradient and the input's gradient, in this order."""
+"""Bytes of a claim: the digests of a microbatch's input, output, output's gradient and input's gradient."""
 
 ORDER_BYTES: Final = 4
-"""Of a microbatch's place in the order of adding."""
+"""Bytes of a microbatch's place in the order in which a server added gradients."""
 
 SKETCH_LENGTH: Final = 64
 _MAX_WORK: Final = 1 << 16
@@ -57,7 +57,7 @@ def pack_order(receipts: Iterable[Receipt]) -> bytes:
 
 
 def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
-    """Return receipts in their packed order; `ProtocolError` refuses anything but an order of exactly these."""
+    """Return receipts in their packed order; raise `ProtocolError` unless it is a permutation of them."""
     known = sorted(receipts)
     places = [
         int.from_bytes(packed[begin : begin + ORDER_BYTES], "little") for begin in range(0, len(packed), ORDER_BYTES)
@@ -71,11 +71,11 @@ def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
 
 
 class SketchRequest(WireMessage, frozen=True):
-    """The coordinator asks a server for sketches of its frozen sums, by a seed drawn once they were settled."""
+    """The coordinator asks a server for sketches of its frozen sums, by a seed drawn after they were settled."""
 
     generation: Count
     step: Count
-    round: Count  # of the freeze
+    round: Count  # round of the freeze
     seed: Challenge
 
 
@@ -93,126 +93,125 @@ class SketchReply(WireMessage, frozen=True):
 
 
 class AuditWork(WireMessage, frozen=True):
-    """A microbatch that one server counted in its sum of a stage, and that another one shall compute again."""
+    """A microbatch in a server's sum of a stage, which another server is to recompute."""
 
     receipt: Receipt
     stage_index: Count
     audited: PeerId
     auditor: PeerId
-    place: Count  # in the order in which the audited server added
+    place: Count  # position in the order in which the audited server added
 
 
 class AuditOrder(WireMessage, frozen=True):
-    """The coordinator has a trainer send microbatches to auditors, from its copies."""
+    """The coordinator orders a trainer to send microbatches to auditors, from its copies."""
 
     generation: Count
     step: Count
-    order: Challenge  # names what the auditors find
+    order: Challenge  # identifies the auditors' findings
     work: Annotated[list[AuditWork], msgspec.Meta(max_length=_MAX_WORK)]
     compare: bool = False  # the auditor computes on another kind of machine: it compares numbers, not digests
 
 
 class AuditOrderReply(WireMessage, frozen=True):
-    """A trainer tells the coordinator which microbatches no auditor computed."""
+    """A trainer reports to the coordinator which microbatches no auditor computed."""
 
-    undone: dict[Count, Annotated[str, msgspec.Meta(max_length=500)]]  # reasons, by their places in the order
-    lost: list[Receipt]  # those of which the trainer has no copy
-    # Auditors that answered pings, and not an audit in time.
+    undone: dict[Count, Annotated[str, msgspec.Meta(max_length=500)]]  # index in the order's work -> reason
+    lost: list[Receipt]  # microbatches of which the trainer has no copy
+    # Auditors that answered pings, but not an audit in time.
     silent: Annotated[list[PeerId], msgspec.Meta(max_length=4096)] = msgspec.field(default_factory=list)
 
 
 class AuditRequest(WireMessage, frozen=True):
-    """A trainer asks a server to compute once more what another one did for a microbatch in one stage."""
+    """A trainer asks a server to recompute another server's work on a microbatch in one stage."""
 
     key: CallKey
     stage_index: Count
     mode: ComputeMode
-    weight: Positive  # of the batch
+    weight: Positive  # the batch's weight
     audited: PeerId
     order: Challenge
-    place: Count  # the auditor adds in the order of these, so that sums are equal to the bit
+    place: Count  # the auditor adds in the order of places, so that sums are equal to the bit
     compare: bool
     # Tree of a pair, whose tensors come with the message. First: (inputs or None, extras) as in `ForwardRequest`.
-    # Second: the gradient or None of each output leaf. What is None is at the audited server.
+    # Second: the gradient or None of each output leaf. The audited server has the parts that are None.
     structure: Any
-    patience_s: Seconds = (
-        sys.float_info.max
-    )  # for which the auditor may wait for the audited server; at most a call's timeout
+    # Longest wait of the auditor for the audited server; at most a call's timeout.
+    patience_s: Seconds = sys.float_info.max
 
 
 class KeptWorkRequest(WireMessage, frozen=True):
-    """An auditor asks a server for what of a microbatch's work the trainer does not know."""
+    """An auditor asks a server for the tensors of a microbatch that the trainer does not have."""
 
     generation: Count
     step: Count
     stage_index: Count
     receipt: Receipt
     input: bool
-    gradients: bool  # of the output
-    results: bool  # the output and the input's gradient, to be compared
+    gradients: bool  # gradients of the output
+    results: bool  # the output and the input's gradient, for comparison
 
 
 class KeptWorkReply(WireMessage, frozen=True):
-    """A server sends an auditor what it asked for."""
+    """A server sends an auditor the requested tensors."""
 
     # Tree of four: the input, the output's gradient, the output and the input's gradient; None where not asked for.
     structure: Any
-    wants_grad: Annotated[list[bool], msgspec.Meta(max_length=1 << 16)]  # for each tensor of the input
-    requires_grad: Annotated[list[bool], msgspec.Meta(max_length=1 << 16)]  # for each of the output
+    wants_grad: Annotated[list[bool], msgspec.Meta(max_length=1 << 16)]  # one flag per tensor of the input
+    requires_grad: Annotated[list[bool], msgspec.Meta(max_length=1 << 16)]  # one flag per tensor of the output
 
 
 class FindingsRequest(WireMessage, frozen=True):
-    """The coordinator asks an auditor what it found under an order."""
+    """The coordinator asks an auditor for its findings under an order."""
 
     generation: Count
     step: Count
     order: Challenge
-    seed: Challenge  # of the sketches
+    seed: Challenge  # seed of the sketches
 
 
 class AuditFinding(WireMessage, frozen=True):
-    """An auditor tells what it computed of one server's work in one stage."""
+    """An auditor's results of recomputing one server's work in one stage."""
 
     audited: PeerId
     stage_index: Count
-    receipts: Receipts  # that it computed
-    origins: Origins  # of their batches, as they came: weights scale what is added to the sum
-    claims: Claims  # of these in order, as its own computation gives them
-    refused: Receipts  # the audited server did not give what it had kept of these
-    unheard: Receipts  # it gave no answer of these
-    sum_digest: SumDigest  # of the sum of what it computed
-    values: Sketch  # likewise
-    magnitude: NotNegative  # the norms of what it added up, added up: what rounding is measured by
-    precision: ShortText  # dtype that it computed in
+    receipts: Receipts  # the recomputed microbatches
+    origins: Origins  # origins of their batches, as received; the weights scale the gradients in the sum
+    claims: Claims  # claims by the auditor's own computation, in the order of the receipts
+    refused: Receipts  # microbatches whose kept tensors the audited server did not send
+    unheard: Receipts  # microbatches about which the audited server did not answer
+    sum_digest: SumDigest  # digest of the recomputed sum
+    values: Sketch  # sketch of the recomputed sum
+    magnitude: NotNegative  # sum of the norms of the added gradients, to which rounding errors are relative
+    precision: ShortText  # dtype of the computation
     touched: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # bitmap over the parameters that have a gradient
-    # Where numbers are compared: the largest relative distance of an output, and of an input's gradient.
+    # If numbers are compared: the largest relative distance of an output or an input's gradient.
     distance: NotNegative | msgspec.UnsetType = msgspec.UNSET
 
 
 class FindingsReply(WireMessage, frozen=True):
-    """An auditor tells all that it found under an order."""
+    """An auditor reports all its findings under an order."""
 
     findings: Annotated[list[AuditFinding], msgspec.Meta(max_length=4096)]
 
 
 class ResultsRequest(WireMessage, frozen=True):
-    """The coordinator asks a trainer what servers gave it in a step: nobody else claims to have got that."""
+    """The coordinator asks a trainer for the results that servers sent it in a step, which no other server received."""
 
     generation: Count
     step: Count
 
 
 class GivenResults(WireMessage, frozen=True):
-    """What one server gave a trainer at one end of the pipeline: outputs, or gradients of inputs."""
+    """Results that one server sent a trainer at one end of the pipeline: outputs, or gradients of inputs."""
 
     server: PeerId
     direction: Direction
     receipts: Receipts
-    digests: Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * DIGEST_BYTES)]  # of these, in order
+    digests: Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * DIGEST_BYTES)]  # one digest per receipt, in order
 
 
 class ReplacedServer(WireMessage, frozen=True):
-    """A server that failed in some microbatches, so that another one of its stage took its place."""
+    """A server that failed in some microbatches, so that another server of its stage took its place."""
 
     server: PeerId
     stage_index: Count
@@ -220,17 +219,17 @@ class ReplacedServer(WireMessage, frozen=True):
 
 
 class ResultsReply(WireMessage, frozen=True):
-    """A trainer tells all that it was given in a step, and who failed there."""
+    """A trainer reports all results that it received in a step, and the servers that failed."""
 
     results: Annotated[list[GivenResults], msgspec.Meta(max_length=1 << 13)]
     replaced: Annotated[list[ReplacedServer], msgspec.Meta(max_length=1 << 13)]
 
 
 class AvoidRequest(WireMessage, frozen=True):
-    """The coordinator tells a trainer which servers take no part in a step any more."""
+    """The coordinator notifies a trainer of servers that take no part in a step any more."""
 
     generation: Count
     step: Count
     peers: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]
-    lost: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]  # those that the step goes on without altogether
+    lost: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]  # all servers without which the step continues
     reason: ShortText

@@ -35,7 +35,7 @@ def fold(logs: Iterable[LoggedValue]) -> list[LoggedValue]:
 def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
     batch_size = min(one.batch_size + other.batch_size, MAX_WEIGHT)
     if one.reduce == "mean":
-        # Two batches of size 0 have no mean; whatever it is, it weighs nothing.
+        # Two batches of size 0 have no mean. Any value will do, because its weight is 0.
         value = (one.value * one.batch_size + other.value * other.batch_size) / (batch_size or 1)
     elif one.reduce == "sum":
         value = one.value + other.value
@@ -44,12 +44,12 @@ def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
     return msgspec.structs.replace(one, value=value, batch_size=batch_size)
 
 
-# Twice the first place of the highest term. A place that is added to another one fits into a message still.
+# Twice the first place of the highest term, so that the sum of two places still fits into a message.
 Place = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ChangeRequest(WireMessage, frozen=True):
-    """The lead tells the coordinator what step `step` begins with. It must not have granted a lease yet."""
+    """The lead sends the coordinator the change with which step `step` begins, before the step's first lease."""
 
     generation: Count
     step: Count
@@ -61,9 +61,9 @@ class GrantRequest(WireMessage, frozen=True):
 
     step: Count  # the weight version that the trainer knows
     num_samples: NumSamples
-    generation: Count  # of the run, as the trainer knows it
+    generation: Count  # the run's generation, as the trainer knows it
     gradient_scale: Positive = 1.0  # the factor of the trainer's losses; the same for all batches of a step
-    number: Count = 0  # of the trainer's batch, from 1: a repeated request gets the same lease; 0: not given
+    number: Count = 0  # counts the trainer's batches from 1: a repeated request gets the same lease; 0: not given
     # The batch, if trainers share an epoch's order. An index past the last batch asks whether the epoch is complete.
     batch: BatchNumber | None = None
 
@@ -78,13 +78,13 @@ class Grant(WireMessage, frozen=True):
     weight: Positive
     # The batch, if trainers share an epoch's order. If it is not the requested one, the trainer brings it in addition.
     batch: BatchNumber | None = None
-    samples: Count = 0  # of that batch
+    samples: Count = 0  # samples of that batch
 
 
 class WaitForRecord(WireMessage, frozen=True):
-    """The coordinator tells a trainer that the open step is full, and after which record to ask again."""
+    """The coordinator answers that the open step is full, and after which record the trainer is to ask again."""
 
-    step: Count | None  # of the record; None: the lead has not begun yet
+    step: Count | None  # the record's step; None: the lead has not begun yet
 
 
 class GrantReply(WireMessage, frozen=True):
@@ -97,7 +97,7 @@ class GrantReply(WireMessage, frozen=True):
 
 
 MAX_LOGS = 256  # most names that a trainer's batches of one step may log with `sync_dist=True`; and that the lead gets
-MAX_WEIGHT: Final = 1 << 53  # of a logged value: up to this, floats count exactly
+MAX_WEIGHT: Final = 1 << 53  # largest weight of a logged value: up to it, floats count exactly
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]  # how the values of several batches are combined
 
 
@@ -114,7 +114,7 @@ class LoggedValue(WireMessage, frozen=True):
     logger: bool
 
     def __post_init__(self) -> None:
-        """Refuse what Lightning refuses to log."""
+        """Refuse values that Lightning refuses to log."""
         if not self.on_step and not self.on_epoch:
             raise ValueError(f"{self.name!r} must be logged for each step or for the epoch")
 
@@ -122,7 +122,7 @@ class LoggedValue(WireMessage, frozen=True):
 class MetricState(WireMessage, frozen=True):
     """The updates of a batch, or of several, to a torchmetrics object that is logged with `sync_dist=True`."""
 
-    name: Annotated[str, msgspec.Meta(max_length=256)]  # of the object in the LightningModule
+    name: Annotated[str, msgspec.Meta(max_length=256)]  # name of the object in the LightningModule
     num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # sums of many fit into 64 bits still
     lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each state, in declared order
 
@@ -136,7 +136,7 @@ class BatchMetrics(WireMessage, frozen=True):
     metrics: Annotated[list[MetricState], msgspec.Meta(min_length=1, max_length=MAX_LOGS)]
 
     def check_tensors(self, number: int) -> None:
-        """Refuse another number of tensors than the states are made of."""
+        """Refuse a number of tensors that does not match the states."""
         expected = sum(length for one in self.metrics for length in one.lengths)
         if number != expected:
             raise ProtocolError(f"these metrics have {expected} tensors, got {number}")
@@ -151,18 +151,18 @@ class MetricsRequest(WireMessage, frozen=True):
 
 
 class BatchArmed(WireMessage, frozen=True):
-    """A trainer tells the coordinator that servers have accepted all backward calls of a batch, and need it no more."""
+    """A trainer reports that servers have accepted all backward calls of a batch, and can finish it on their own."""
 
     generation: Count
     step: Count
     lease: int
-    receipts: list[Receipt]  # that the batch will have
+    receipts: list[Receipt]  # the receipts that the batch will have
     # As in `BatchDone`.
     logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 
 
 class BatchBegins(WireMessage, frozen=True):
-    """The lead tells the coordinator that it begins a batch with an earlier lease: a late record may come meanwhile."""
+    """The lead reports that it begins a batch with an earlier lease, during which a late record may come."""
 
     generation: Count
     step: Count
@@ -170,30 +170,31 @@ class BatchBegins(WireMessage, frozen=True):
 
 
 class BatchDone(WireMessage, frozen=True):
-    """A trainer tells the coordinator that a batch is complete, with all its receipts, or withdrawn."""
+    """A trainer reports that a batch is complete, with all its receipts, or withdrawn."""
 
-    step: Count  # to which this belongs: a late message must not close the next step
+    step: Count  # the batch's step, so that a late message does not close the next step
     lease: int | None  # None: the batch was withdrawn before, and this only asks to close the step
     completed: list[Receipt]
     withdrawn: bool
     close: bool  # the lead asks to close the step with the batches that it has
-    total_weight: Positive | None  # of Lightning's accumulation window; None: the sum of the counted batches' weights
+    # Weight of Lightning's accumulation window; None: the sum of the counted batches' weights.
+    total_weight: Positive | None
     generation: Count
-    noted: EventCounts  # by the trainer, so far
+    noted: EventCounts  # the trainer's events so far
     first: Count = 0  # the batch's first position
     begun: bool = False  # its backward has begun, so a withdrawn batch may have gradients in the sums
     dropped: bool = False  # its own `training_step` withdrew it: no trainer may bring it again
-    version: Count = 0  # that the trainer knows
+    version: Count = 0  # the newest version that the trainer knows
     # For the lead, if the batch counts.
     logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
-    # Only from a trainer that trains alone. If the step closes now, it also waits for the step's end.
+    # Only from a trainer that trains alone. If the step closes now, the call also waits for the step's end.
     ends: RecordRequest | None = None
-    # Likewise: it also asks for a lease for its next batch, in whatever step has room.
+    # Likewise: the call also asks for a lease for the next batch, in any step that has room.
     following: GrantRequest | None = None
 
 
 class BatchDoneReply(WireMessage, frozen=True):
-    """The coordinator tells a trainer whether the step closes now, so that the trainer waits for its record."""
+    """The coordinator answers whether the step closes now, so that the trainer waits for its record."""
 
     closing: bool
     ended: RecordReply | None = None  # answers `ends`; or, if the step stays open, carries the imminent record
@@ -205,21 +206,22 @@ class BatchDoneReply(WireMessage, frozen=True):
 class RecordRequest(WireMessage, frozen=True):
     """A trainer asks the coordinator for the record of a step, and waits until the step is decided."""
 
-    # The record waits for the lead to ask: then its loop is at the end of the step, and no validation is going on.
+    # The record waits until the lead asks, because its loop is then at the end of the step and does not validate.
     step: int
     generation: Count
-    version: Count  # that the trainer knows
+    version: Count  # the newest version that the trainer knows
     # Only from the lead: the hyperparameters of this step, one dict for each parameter group.
     hyperparameters: list[dict[str, Any]] | None = None
-    before: list[dict[str, Any]] | None = None  # likewise, of the step before, if the lead does not know its record
+    # Hyperparameters of the previous step, if the lead does not know its record.
+    before: list[dict[str, Any]] | None = None
     decided: bool = True  # False, with delayed steps: wait only until the next step is open
-    epoch: Count = 0  # of the lead's loop
-    # Only from the lead: the versions of snapshots that its loop could go on from.
+    epoch: Count = 0  # epoch of the lead's loop
+    # Only from the lead: the versions of snapshots from which its loop could continue.
     resumable: Annotated[list[Count], msgspec.Meta(max_length=64)] | None = None
 
 
 class RetireRequest(WireMessage, frozen=True):
-    """A trainer tells the coordinator that its loop has ended, perhaps by an error, and will bring nothing more."""
+    """A trainer reports that its loop has ended, perhaps by an error, and will bring no more batches."""
 
     reason: Annotated[str, msgspec.Meta(max_length=2000)]
 
@@ -230,7 +232,7 @@ class RecordReply(WireMessage, frozen=True):
     record: Record | None  # None: there is none yet
     closing: bool  # the requested record will come; False: a batch was withdrawn, and the step has room again
     open: Count = 0  # the step that grants leases
-    seats: SeatedMembers | None = None  # after the record, for a trainer that does not know the records before it
+    seats: SeatedMembers | None = None  # the members after the record, for a trainer that missed earlier records
     # Only to the lead: values that other trainers logged for batches of this record, combined by name.
     logs: list[LoggedValue] = msgspec.field(default_factory=list)
     # Only to the lead: event counts that have risen since its last reply. If many have, some come later.
@@ -260,7 +262,7 @@ class Lease(WireMessage, frozen=True):
 
 
 class ReportReply(WireMessage, frozen=True):
-    """A trainer tells a new coordinator what it has done in the open steps, and in the step before them."""
+    """A trainer reports to a new coordinator its batches in the open steps, and in the step before them."""
 
     begun: bool  # it has had a lease since the run began or rolled back
     leases: list[Lease]
@@ -271,10 +273,10 @@ class ReportReply(WireMessage, frozen=True):
 
 
 class RegisterRequest(WireMessage, frozen=True):
-    """A trainer tells its part in the open steps to a new coordinator that may not have been able to ask for it."""
+    """A trainer sends its report to a new coordinator, which may not have been able to ask for it."""
 
     generation: Count
-    step: Count  # the open one, as far as the trainer knows
+    step: Count  # the open step, as far as the trainer knows
     report: ReportReply
 
 
@@ -292,7 +294,7 @@ Metrics = tuple[list[bytes], list[Any]]  # encoded `MetricState`s, and the tenso
 
 
 class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `ResumePoint` and its `LoopState` as they travel, with `WireMessage`s in encoded form."""
+    """A `ResumePoint` and its `LoopState` in the form in which they are sent, with `WireMessage`s encoded."""
 
     checkpoint: dict[str, Any]
     parameter_names: list[str]
@@ -305,16 +307,16 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shown: dict[str, dict[str, Any]]
     logging: dict[str, Any]
     followed: dict[str, bool]
-    logs: dict[int, list[bytes]]  # of its own batches in the current step, by lease
-    added: dict[int, Metrics]  # their metric states, by lease
+    logs: dict[int, list[bytes]]  # lease -> logged values of the loop's own batch in the current step
+    added: dict[int, Metrics]  # lease -> metric states of that batch
     num_counted: int
-    heard: list[tuple[bytes, list[bytes], list[Metrics]]]  # records that it had not counted, with logs and metrics
+    heard: list[tuple[bytes, list[bytes], list[Metrics]]]  # records not yet counted by the loop, with logs and metrics
     position: tuple[int, int] | None  # the first batch that the weights have not seen
-    attributes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # of modules, by their names
+    attributes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # module name -> attributes
 
     @classmethod
     def read(cls, value: Any) -> TravellingLoop:
-        """Read another peer's loop; refuse one with any part that could not be read when the loop goes on."""
+        """Read another peer's loop; refuse it if any part could not be read when the loop resumes."""
         try:
             loop = msgspec.convert(value, cls)
         except msgspec.ValidationError as error:

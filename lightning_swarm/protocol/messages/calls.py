@@ -13,7 +13,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.wire import Count, Positive, WireMessage
 
-MAX_MICROBATCHES: Final = 1 << 19  # of a batch
+MAX_MICROBATCHES: Final = 1 << 19  # most microbatches of a batch
 PLACES: Final = 1 << 26  # most samples of a step; a batch granted again gets a `first` higher by a multiple of this
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)]
@@ -27,38 +27,38 @@ class Ticket(WireMessage, frozen=True):
 
     peer_id: PeerId
     name: TicketName
-    key: TicketKey | None  # to show to the holder; None: the holder knows its readers by their ids
+    key: TicketKey | None  # presented to the holder; None: the holder knows its readers by their ids
 
 
 class CallKey(WireMessage, frozen=True):
-    """Names a microbatch by its place in the step, not by its trainer: any peer that sends it again means the same."""
+    """Identifies a microbatch by its place in the step, so that it is the same from whichever trainer it comes."""
 
     generation: Count  # rises when the run rolls back
     step: Count  # also the weight version that forward and backward use
     first: Count  # position in the step of the batch's first sample
-    index: Index  # of the microbatch in its batch
+    index: Index  # index of the microbatch in its batch
     call: Count  # counts the pipeline's calls within a training_step
-    # No step counts the microbatch; `call` goes on counting, and `first` is 0, or of a probe a multiple of `PLACES`.
+    # No step counts the microbatch. `call` continues to count, and `first` is 0, or a multiple of `PLACES` for a probe.
     evaluation: bool = False
     weights: Count = 0  # the number of evaluation weights; 0: the weights of the step
-    input_only: Count = 0  # numbers backwards that add nothing and give the input's gradient; 0: the one that counts
+    input_only: Count = 0  # number of a backward for the input's gradient only; 0: the backward that counts
 
     @classmethod
     def of(cls, generation: int, step: int, receipt: Receipt) -> CallKey:
-        """Identify a microbatch that a request about a step names by its receipt."""
+        """Return the key of the microbatch of a receipt in a step."""
         first, index, call = receipt
         return cls(generation=generation, step=step, first=first, index=index, call=call)
 
     def name(self, stage_index: int, direction: Direction, trainer: PeerId) -> str:
-        """Return the ticket name of one call's result: that of the trainer that called.
+        """Return the ticket name of one call's result, which ends with the id of the calling trainer.
 
-        Anyone can guess the rest of it. With the caller's id, which the transport proves, no trainer can take back,
-        replace or occupy what another one calls.
+        The rest of the name can be guessed. But the transport authenticates the caller's id, so no trainer can cancel,
+        replace or block another trainer's calls.
         """
         return f"{self.result(stage_index, direction)}@{trainer}"
 
     def result(self, stage_index: int, direction: Direction) -> str:
-        """Return how the names of one call's result begin, whoever calls."""
+        """Return the beginning of the ticket names of one call's result, which is equal for all callers."""
         kind = f"e{self.weights}." if self.evaluation else "t"
         batch = batch_name(self.generation, self.step, self.first, kind)
         # All backwards of a call share its forward, and each has a result of its own.
@@ -76,7 +76,7 @@ class CallKey(WireMessage, frozen=True):
 
     @property
     def is_probe(self) -> bool:
-        """True if only its output beside other ones tells something; that of equal rest draws equal numbers."""
+        """True for a probe, whose output is only compared with others; repeated probes draw equal random numbers."""
         return self.evaluation and self.first >= PLACES
 
     @property
@@ -111,16 +111,16 @@ class ModuleStates(WireMessage, frozen=True):
 
 
 BackendPrecisions = tuple[Literal["none", "ieee", "tf32"], Literal["none", "ieee", "tf32", "bf16"]]
-"""Of products of float32 with CUDA and on the CPU, as `torch.backends` has them."""
+"""Precisions of float32 products on CUDA and on the CPU, as in `torch.backends`."""
 MatmulPrecision = Literal["highest", "high", "medium"] | BackendPrecisions
-"""Of products of float32, as of `torch.set_float32_matmul_precision`, or of each backend where these were set apart."""
+"""Precision of float32 products: as in `torch.set_float32_matmul_precision`, or per backend if set separately."""
 
 
 class ComputeMode(WireMessage, frozen=True):
-    """Settings of a computation, those of the trainer's thread, which a thread of another process does not inherit."""
+    """Settings of a computation, taken from the trainer's thread, because other processes do not inherit them."""
 
-    training: bool  # train() or eval(): of any module of the stage
-    grad: bool  # keep what backward needs
+    training: bool  # whether any module of the stage is in train mode
+    grad: bool  # keep the tensors that backward needs
     input_grad: bool = False  # the pipeline's own input wants a gradient
     autocast: str | None = None  # dtype of autocast, None for off
     default_dtype: str = "float32"
@@ -137,9 +137,9 @@ class ForwardRequest(WireMessage, frozen=True):
     stage_index: int
     mode: ComputeMode
     source: Ticket | None  # the input, at the previous stage's server; None: it comes with the message
-    result_key: TicketKey  # to be shown by the readers of the result
+    result_key: TicketKey  # key that readers of the result must present
     structure: Any  # tree of (inputs or None, extras), whose tensors come with the message
-    keep: bool = True  # keep what the backward needs; False: no backward will come, whatever the mode
+    keep: bool = True  # keep the tensors that the backward needs; False: no backward will come, in any mode
 
 
 class BackwardRequest(WireMessage, frozen=True):
@@ -148,10 +148,10 @@ class BackwardRequest(WireMessage, frozen=True):
     key: CallKey
     stage_index: int
     mode: ComputeMode
-    weight: Positive  # of the batch, from its grant
+    weight: Positive  # the batch's weight, from its grant
     accumulate: bool  # False: compute only the input's gradient
     source: Ticket | None  # the output's gradient, at the next stage's server; None: it comes with the message
-    result_key: TicketKey  # to be shown by the readers of the result
+    result_key: TicketKey  # key that readers of the result must present
     # Tree of a pair, whose tensors come with the message. First: the gradient or None of each output leaf, or None if
     # they come from `source`. Second: (inputs or None, extras) as in `ForwardRequest`, or None if they are left out.
     structure: Any
@@ -162,11 +162,11 @@ class Computed(WireMessage, frozen=True):
     """The head of a message with the tensors that a call has computed."""
 
     structure: Any  # tree of the output; of a backward: the gradient or None of each input leaf
-    flags: list[bool]  # of a forward: which leaves require grad
+    flags: list[bool]  # only after a forward: which leaves require grad
 
 
 class StageReport(WireMessage, frozen=True):
-    """A server tells the trainer about one stage's part in a finished call."""
+    """A server's report to the trainer on one stage's part in a finished call."""
 
     busy_s: float  # seconds of the compute thread for this microbatch so far, its forward included
     queued: int  # jobs that wait for the compute thread
@@ -174,14 +174,14 @@ class StageReport(WireMessage, frozen=True):
 
 
 class CallReport(StageReport, frozen=True):
-    """A server tells the trainer about a finished call, and passes on the reports that came with the call's input."""
+    """A server's report to the trainer on a finished call, with the reports that came with the call's input."""
 
     # Reports of the stages that the input came through, the nearest first.
     others: Annotated[tuple[StageReport, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class CancelRequest(WireMessage, frozen=True):
-    """A trainer asks a server not to do a call that it sent before."""
+    """A trainer cancels a call that it sent to a server."""
 
     key: CallKey
     stage_index: int
@@ -189,17 +189,17 @@ class CancelRequest(WireMessage, frozen=True):
 
 
 class CancelReply(WireMessage, frozen=True):
-    """A server tells the trainer whether the cancelled call has added its gradient; if not, it never will."""
+    """A server reports to the trainer whether the cancelled call has added its gradient; if not, it never will."""
 
     added: bool
 
 
-MAX_RECEIPTS: Final = 1 << 18  # of one message; in memory each takes a hundred times as much as on the wire
+MAX_RECEIPTS: Final = 1 << 18  # most receipts in a message; in memory each takes a hundred times as much as on the wire
 # `(first, call, bitmap over the batch's microbatches)`: eight bytes for a batch of a few microbatches.
 Receipts = list[tuple[Count, Count, Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_MICROBATCHES // 8)]]]
 # `(start, stride, number)` of places: batches of one size, side by side, need only one of these.
 Run = tuple[Count, Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]]
-# `(weight, trainer, number)` of batches in the order of their places: those alike in a row need only one.
+# `(weight, trainer, number)` of batches in the order of their places: equal batches in a row need only one entry.
 Origins = list[tuple[Positive, PeerId, Annotated[int, msgspec.Meta(ge=1, le=MAX_RECEIPTS)]]]
 
 
@@ -250,7 +250,7 @@ def to_runs(places: Sequence[int]) -> list[Run]:
 
 
 def to_ranges(runs: Iterable[Run]) -> tuple[range, ...]:
-    """Convert runs for look-ups of places. However many places a message claims, this takes no memory."""
+    """Convert runs to ranges for look-ups of places, without memory for each place that a message claims."""
     return tuple(range(start, start + stride * number, stride) for start, stride, number in runs)
 
 
@@ -261,7 +261,7 @@ def pack_origins(origins: Mapping[int, Origin]) -> Origins:
 
 
 def unpack_origins(packed: Origins, batches: Collection[int]) -> dict[int, Origin]:
-    """Unpack the origins of batches, given by their places; refuse other numbers before memory is allocated."""
+    """Unpack the origins of batches, given by their places; refuse a wrong number before memory is allocated."""
     number = sum(length for _, _, length in packed)
     if number != len(batches):
         raise ProtocolError(

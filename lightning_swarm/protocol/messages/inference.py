@@ -14,76 +14,76 @@ from lightning_swarm.protocol.messages.wire import Count, WireMessage
 MAX_STAGES: Final = 1024
 
 WINDOW: Final = 16
-"""Steps of a session that a server takes before they are computed, so also those that are sent to it at once."""
+"""Most steps of a session that a server takes ahead of its computation, and most that are sent to it at once."""
 
 _MAX_LAYERS: Final = 4096
 _MAX_ROWS: Final = 1 << 16
 
 SessionId = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
-"""Drawn by the session's client. Whoever knows it may continue the session, so only its servers are told."""
+"""A secret drawn by the session's client and sent only to its servers, because it suffices to continue the session."""
 
 Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
 """Counts the steps of a session from 1. A server applies each number once."""
 
 LayerKind = Literal["full", "sliding", "linear", "linear_full", "linear_sliding"]
-"""What a block's cache keeps: all keys and values, those of a window, the state of linear attention, or both."""
+"""Content of a block's cache: all keys and values, those of a window, the state of linear attention, or both."""
 
 
 FailureKind = Literal["lost", "unreachable", "busy", "adapter", "refused"]
-"""The server has not all steps before, cannot be reached by the one before it, has no room, misses the step's adapter,
-or raised an error."""
+"""The server lacks earlier steps, is unreachable for its predecessor, has no room, lacks the step's adapter, or raised
+an error."""
 
 
 class CacheLayer(WireMessage, frozen=True):
     """The cache of one block."""
 
     kind: LayerKind
-    window: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0  # tokens, where the kind is sliding
-    num_states: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # of linear attention
+    window: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0  # tokens, for sliding kinds
+    num_states: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # number of linear attention's states
 
 
 class CacheRecipe(WireMessage, frozen=True):
-    """How servers make a session's cache."""
+    """The description from which servers create a session's cache."""
 
-    # One for each block that has a cache, by the number that the block knows; None: all are `full`.
+    # One per block that has a cache, in the order of the blocks' layer indices; None: all are `full`.
     layers: Annotated[list[CacheLayer], msgspec.Meta(max_length=_MAX_LAYERS)] | None
-    records_past: bool  # keep what has left a window until the next crop
+    records_past: bool  # keep entries that have left a window until the next crop
 
 
 class CacheOperation(WireMessage, frozen=True):
     """A change of a cache between two steps."""
 
-    # crop: the number of tokens to remove. repeat: how often each row. reorder, select: rows of the cache before.
+    # crop: the number of tokens to remove. repeat: copies of each row. reorder, select: rows of the former cache.
     kind: Literal["crop", "repeat", "reorder", "select", "record", "reset"]
     values: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]], msgspec.Meta(max_length=_MAX_ROWS)]
 
 
 class SessionStep(WireMessage, frozen=True):
-    """A client or the server of the stage before asks a server for its stage's part in one step."""
+    """A client, or the previous stage's server, asks a server to compute its stage's part of one step."""
 
     session: SessionId
-    client: PeerId  # gets the last stage's output
-    attempt: Count  # rises with each change of the route: an older route counts no more
+    client: PeerId  # receives the last stage's output
+    attempt: Count  # rises with each change of the route, which ends older routes
     generation: Count
-    version: Count  # of the weights
+    version: Count  # version of the weights
     weights: Count  # the number of evaluation weights; 0: those of the version
     number: Number
-    resume: Number  # a server hands on the outputs of this step and of those after it
+    resume: Number  # a server forwards its outputs from this step on
     stage_index: Count
-    # The servers of this stage and of those after it, and the modes that they compute in.
+    # The servers of this and all later stages, and their compute modes.
     route: Annotated[list[PeerId], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
     modes: Annotated[list[ComputeMode], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
-    # What they were given of the client's adapter; empty: the session has none.
+    # Digests of the client's adapter at these stages; empty: the session has no adapter.
     adapters: Annotated[list[Digest | None], msgspec.Meta(max_length=MAX_STAGES)]
     # Whether dropout of the adapter is on at each of these stages; empty: at none.
     drops: Annotated[list[bool], msgspec.Meta(max_length=MAX_STAGES)]
-    seed: Count | None  # of all random draws of the session; None: nothing is in train mode
+    seed: Count | None  # seed of the session's random draws; None: no module is in train mode
     recipe: CacheRecipe | None  # None: the blocks take no cache, and the session has one step
     operations: Annotated[list[CacheOperation], msgspec.Meta(max_length=1024)]  # before the step
     structure: Any  # tree of (hidden state, extras of all blocks), whose tensors come with the message
 
     def __post_init__(self) -> None:
-        """Refuse another number of modes or adapters than of servers, and a train mode without a seed."""
+        """Refuse a number of modes or adapters that differs from the servers', and a train mode without a seed."""
         if len(self.modes) != len(self.route) or len(self.adapters) not in (0, len(self.route)):
             raise ValueError(
                 f"a step has a mode, and an adapter or none, for each of its {len(self.route)} servers; got "
@@ -111,36 +111,36 @@ class SessionStep(WireMessage, frozen=True):
 
 
 class SessionOutput(WireMessage, frozen=True):
-    """The server of the last stage tells the client what a step came to."""
+    """The server of the last stage sends the client the output of a step."""
 
     session: SessionId
     number: Number
-    length: Count | None  # of the cache there, in tokens
+    length: Count | None  # length of the server's cache, in tokens
     structure: Any  # tree of the output, whose tensors come with the message
 
 
 class SessionFailed(WireMessage, frozen=True):
-    """A server tells the client that a step did not get through."""
+    """A server reports to the client that a step failed."""
 
     session: SessionId
     number: Number
     attempt: Count
-    stage_index: Count  # whose server is to blame
+    stage_index: Count  # stage of the server at fault
     kind: FailureKind
     reason: Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
 class SessionReplay(WireMessage, frozen=True):
-    """A client asks a server to send the server behind it all steps so far: that one is new to the session."""
+    """A client asks a server to send all outputs so far to the next server, which is new to the session."""
 
     session: SessionId
     stage_index: Count
     attempt: Count
     resume: Number
-    route: Annotated[list[PeerId], msgspec.Meta(min_length=2, max_length=MAX_STAGES)]  # from the asked server on
+    route: Annotated[list[PeerId], msgspec.Meta(min_length=2, max_length=MAX_STAGES)]  # begins with the asked server
 
 
 class SessionClose(WireMessage, frozen=True):
-    """A client tells a server that a session is over."""
+    """A client notifies a server that a session is over."""
 
     session: SessionId

@@ -19,22 +19,23 @@ class JoinRequest(WireMessage, frozen=True):
     boot_id: int
     addresses: Addresses
     stage_index: Count | None  # the stage that it has built, if it asks again; it may get another one
-    arithmetic: ShortText = ""  # as in `FreezeReply`
+    arithmetic: ShortText = ""  # see `FreezeReply`
 
 
 class JoinReply(WireMessage, frozen=True):
-    """The coordinator tells a server its stage, after every other server can reach it and knows it as a candidate."""
+    """The coordinator assigns a server its stage, when every other server can reach it and knows it as a candidate."""
 
     view: RunView
     stage_index: Count
-    is_unlike: bool = False  # the stage's servers are of other kinds: from now on records have it step portably
+    is_unlike: bool = False  # the stage's servers are of other kinds, so it steps by portable arithmetic from now on
 
 
 class FollowRequest(WireMessage, frozen=True):
     """A candidate asks a member of its stage for the stage's state, and to keep all later records for it."""
 
     stage_index: Count
-    version: Count | None  # of the state, if the candidate follows another member and this one only helps; None: newest
+    # Version of the state, if this member only helps the member that the candidate follows; None: newest.
+    version: Count | None
     hold_s: Seconds  # how long to wait for a free place: a member serves few candidates at once
 
 
@@ -46,14 +47,14 @@ class TensorLayout(WireMessage, frozen=True):
 
 
 class FollowReply(WireMessage, frozen=True):
-    """A member tells a candidate that it holds a copy of the stage, whose bytes can be fetched in pieces."""
+    """A member offers a candidate a copy of the stage, whose bytes can be fetched in pieces."""
 
     snapshot: Snapshot
     layouts: list[TensorLayout]
 
 
 class PieceRequest(WireMessage, frozen=True):
-    """A candidate asks a member for bytes of the copy, or, with an empty range, tells that it needs no more."""
+    """A candidate asks a member for bytes of the copy; an empty range means that it needs no more."""
 
     stage_index: Count
     version: Count
@@ -73,19 +74,19 @@ class NextRequest(WireMessage, frozen=True):
 
 
 class NextReply(WireMessage, frozen=True):
-    """A member sends a candidate the next record with the stage's mean gradient, or what the open step began with.
+    """A member sends a candidate the next record with the stage's mean gradient, or the change of the open step.
 
-    The weights that were written for that step come behind the gradient, or alone.
+    The weights that were written for that step come after the gradient, or alone.
     """
 
     record: Record | None  # None: there is no newer one yet
-    seats: SeatedMembers | None = None  # at the version of the request, if the candidate does not know them
-    change: StepChange = NO_CHANGE  # without a record: that the open step began with
-    names: list[str] = msgspec.field(default_factory=list)  # of the written weights
+    seats: SeatedMembers | None = None  # the members at the requested version, if the candidate does not know them
+    change: StepChange = NO_CHANGE  # without a record: the change with which the open step began
+    names: list[str] = msgspec.field(default_factory=list)  # names of the written weights
 
 
 class ReadyRequest(WireMessage, frozen=True):
-    """A candidate tells the coordinator that it has caught up with the run."""
+    """A candidate reports to the coordinator that it has caught up with the run."""
 
     generation: int
     version: Count
@@ -95,52 +96,53 @@ class ListenRequest(WireMessage, frozen=True):
     """The coordinator asks a candidate that has caught up to take part in a round, so that it holds the result."""
 
     closing: Closing
-    change: StepChange  # as in `Record`
-    challenge: Challenge  # as in `FreezeRequest`
+    change: StepChange  # see `Record`
+    challenge: Challenge  # see `FreezeRequest`
 
 
 class ListenReply(WireMessage, frozen=True):
-    """A candidate tells the coordinator that it holds the mean gradient of the round, and proves to hold the stage."""
+    """A candidate reports that it holds the mean gradient of the round, and proves that it holds the stage."""
 
     boot_id: int
-    version_hash: int  # of weights and optimizer state before the step, under the challenge
-    parts: PartDigests | msgspec.UnsetType = msgspec.UNSET  # in audited runs, of the parts of the mean that it holds
+    version_hash: int  # hash of weights and optimizer state before the step, under the challenge
+    parts: PartDigests | msgspec.UnsetType = msgspec.UNSET  # digests of the parts of its mean; only in audited runs
 
 
 class DrainRequest(WireMessage, frozen=True):
-    """A server asks the coordinator to let it go by one of the next records, or takes back its wish to join."""
+    """A server asks the coordinator to let it leave by one of the next records, or withdraws its request to join."""
 
     generation: Count
     boot_id: int
 
 
 class DrainReply(WireMessage, frozen=True):
-    """The coordinator tells a server that it will let it go, so there is no need to ask again."""
+    """The coordinator confirms that it will let a server leave, so that the server need not ask again."""
 
-    alone: list[Count]  # stages that only this server would hold: no record lets it go before another one holds them
+    alone: list[Count]  # stages that only this server holds: no record lets it leave before another server holds them
 
 
 class EnlistRequest(WireMessage, frozen=True):
     """A peer asks the coordinator to let it train from the next record on. The answer waits for that record."""
 
     protocol_version: int
-    generation: Count | None  # in which it trains already; None: it is new, so batches under its peer id are void
+    # Generation in which it trains already; None: it is new, so batches under its peer id are void.
+    generation: Count | None
 
 
 class EnlistReply(WireMessage, frozen=True):
-    """The coordinator tells a peer that it is a trainer of the run now; without a view, that it has to ask again."""
+    """The coordinator confirms that a peer is a trainer of the run now; without a view, the peer has to ask again."""
 
     view: RunView | None = None
-    epoch: Count = 0  # of the lead's loop
+    epoch: Count = 0  # epoch of the lead's loop
 
 
 class RetireReply(WireMessage, frozen=True):
-    """The coordinator tells a trainer whether a record has let it go; if not, one will, and it may ask again."""
+    """The coordinator answers whether a record has let a trainer leave; if not, a later record will."""
 
     retired: bool
 
 
 class ClaimReply(WireMessage, frozen=True):
-    """A program that wants to begin a run tells another one whether it lets that one begin it."""
+    """A program that wants to begin a run answers whether it lets another program begin it."""
 
     gives_way: bool

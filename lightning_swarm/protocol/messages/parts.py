@@ -16,7 +16,7 @@ _Numbers = Annotated[list[float], msgspec.Meta(max_length=1 << 16)]
 
 
 def part_bounds(length: int, num_members: int) -> list[slice]:
-    """Return the bounds of a vector's parts, one of which each member of a round reduces."""
+    """Return the bounds of a vector's parts; each member of a round reduces one part."""
     places = [length * i // num_members for i in range(num_members + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(places)]
 
@@ -24,7 +24,7 @@ def part_bounds(length: int, num_members: int) -> list[slice]:
 class ProjectRequest(WireMessage, frozen=True):
     """The coordinator asks a server for random projections of the sums and the means of a round.
 
-    The seed is drawn once all servers hold their means, so that no vector is chosen by what its projection hides.
+    The seed is drawn once all servers hold their means, so no vector can be chosen to have a harmless projection.
     """
 
     closing: Closing
@@ -35,12 +35,12 @@ class PartProjections(WireMessage, frozen=True):
     """A server's projections of one stage's frozen sum and mean, part by part in the roster's order."""
 
     stage_index: Count
-    sums: _Numbers  # of its own sum, some numbers for each part: one for each bucket
-    norms: _Numbers  # of the elements of the sum in each bucket
-    means: _Numbers  # of the mean that the server holds
+    sums: _Numbers  # projections of the server's own sum: one number per bucket of each part
+    norms: _Numbers  # norms of the sum's elements in each bucket
+    means: _Numbers  # projections of the mean that the server holds
     parts: PartDigests  # BLAKE3 of each part of that mean
-    given: PartDigests  # BLAKE3 of what each member gave of the part that this server reduced
-    squared_norm: float  # of the mean
+    given: PartDigests  # BLAKE3 of each member's contribution to the part that this server reduced
+    squared_norm: float  # squared norm of the mean
 
 
 class ProjectReply(WireMessage, frozen=True):
@@ -58,36 +58,36 @@ class VectorRequest(WireMessage, frozen=True):
 
 
 class MeanReplacement(WireMessage, frozen=True):
-    """The coordinator has a server hold another mean of a round; the mean travels with the message."""
+    """The coordinator replaces a server's mean of a round; the new mean comes with the message."""
 
     closing: Closing
     stage_index: Count
 
 
 class ToldSketch(WireMessage, frozen=True):
-    """A sketch that a server gave of its frozen sum, before it was averaged."""
+    """A sketch of a server's frozen sum, which the server reported before averaging."""
 
     seed: Challenge
     values: Sketch
 
 
 class ExamineRequest(WireMessage, frozen=True):
-    """The coordinator asks its own server to compare what members answered of a stage with what they committed to."""
+    """The coordinator asks its own server to compare members' projections of a stage with their commitments."""
 
     closing: Closing
     seed: Challenge
     stage_index: Count
     length: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # elements of the mean
-    dtype: Literal["float32", "float64"]  # of the mean
-    answers: dict[PeerId, PartProjections]  # of all members
-    commitments: dict[PeerId, SumDigest]  # BLAKE3 of their frozen sums
-    drawn: list[PeerId] | None  # only the sums of these are compared; None: all are, and the mean is made of them
-    # What members said of their sums when these were audited.
+    dtype: Literal["float32", "float64"]  # the mean's dtype
+    answers: dict[PeerId, PartProjections]  # projections of all members
+    commitments: dict[PeerId, SumDigest]  # BLAKE3 of the members' frozen sums
+    drawn: list[PeerId] | None  # members whose sums are compared; None: all, and their mean is computed
+    # Sketches that members reported when their sums were audited.
     told: dict[PeerId, list[ToldSketch]] = msgspec.field(default_factory=dict)
 
 
 class Contradiction(WireMessage, frozen=True):
-    """Two members say different things of what one gave the other, and nobody can prove which one is wrong."""
+    """Two members report different values for one transfer between them, and neither can be proven false."""
 
     reducer: PeerId
     other: PeerId
@@ -95,12 +95,12 @@ class Contradiction(WireMessage, frozen=True):
 
 
 class ExamineReply(WireMessage, frozen=True):
-    """A server tells its coordinator who answered wrongly.
+    """A server reports to its coordinator which members answered falsely.
 
-    Where nobody did, and members contradict each other, all members hold the mean that this server made of the sums.
+    If none did, but members contradict each other, all members hold the mean that this server computed from the sums.
     """
 
-    lies: dict[PeerId, str]  # reasons
+    lies: dict[PeerId, str]  # member -> reason
     contradictions: list[Contradiction]
-    unreached: dict[PeerId, str]  # reasons; if there are any, nothing else was found out
-    squared_norm: float | None  # of the mean; None: it was not made
+    unreached: dict[PeerId, str]  # member -> reason; unless empty, the comparison was broken off
+    squared_norm: float | None  # squared norm of the computed mean; None: it was not computed

@@ -1,4 +1,4 @@
-"""Reports of peers about themselves, which any peer may ask for, and the counts of events that they pass on."""
+"""Reports of peers about themselves, which any peer may request, and counts of events."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EventKind: TypeAlias = Literal[
     "round_repeated",  # a round of averaging failed and begins again
     "gone",  # a peer died, or does not answer
     "left",  # a peer left by its own decision, or was left out of a roster
-    "refused",  # a request of a peer whose certificate is missing, or does not permit it; told with each warning
-    "convicted",  # a server was found to lie about its work, and is out of the run
-    "disputed",  # what a server did could not be computed again, or two say different things of one transfer
-    "expelled",  # the run's owner banned a peer, or all that came by an invitation
+    "refused",  # requests of peers whose certificates are missing or do not permit them; counted at each warning
+    "convicted",  # a server reported false work, and is out of the run
+    "disputed",  # a server's work could not be recomputed, or two servers report one transfer differently
+    "expelled",  # the run's owner banned a peer, or all peers of an invitation
     "unconfirmed",  # a server sent a stage's state that its other servers do not have
     "download",  # a joining server has downloaded its stage's state
     "joined",  # a peer is in a roster now
@@ -38,7 +38,7 @@ EVENT_KINDS: Final[tuple[EventKind, ...]] = get_args(EventKind)
 
 
 class EventCounts(WireMessage, frozen=True):
-    """A peer tells how often it has noted each kind since it started. Repeated or late counts do no harm."""
+    """A peer's counts of events of each kind since it started. Repeated or late reports do no harm."""
 
     log: Count  # random; identifies the process that counts, for a restarted peer counts anew
     counts: dict[EventKind, Count]
@@ -51,25 +51,27 @@ ShortSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Greeting(WireMessage, frozen=True):
-    """A peer tells its versions and its clock to a peer that meets it."""
+    """A peer's versions and clock, in answer to another peer's handshake."""
 
     protocol_version: int
-    versions: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=16)]  # of Python and important packages
+    # Versions of Python and important packages, and the kind of CPU.
+    versions: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=16)]
     unix_time_s: Seconds
 
 
-NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]  # of one number of a tensor; 0: none that a codec takes
+NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]  # size of one element of a tensor; 0: no codec takes it
 
 
 class SampleCosts(WireMessage, frozen=True):
     """The costs of one sample in one stage, measured once, in the forward of a training step, without any codec."""
 
-    flop: Annotated[float, msgspec.Meta(ge=0, le=1e21)]  # forward and backward; 0: unknown, for the code is compiled
+    # Forward and backward; 0: unknown, because the code is compiled.
+    flop: Annotated[float, msgspec.Meta(ge=0, le=1e21)]
     input_bytes: Bytes  # without extras
-    extra_bytes: Bytes  # of further inputs, which the trainer sends
-    gradient_bytes: Bytes  # that the backward sends to the stage before
+    extra_bytes: Bytes  # further inputs, which the trainer sends
+    gradient_bytes: Bytes  # sent by the backward to the previous stage
     output_bytes: Bytes
-    graph_bytes: Bytes  # that the backward needs of the forward
+    graph_bytes: Bytes  # kept by the forward for the backward
     input_number_bytes: NumberBytes = 0
     output_number_bytes: NumberBytes = 0
 
@@ -80,7 +82,7 @@ class HeldStage(WireMessage, frozen=True):
     index: SmallCount
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     num_parameters: Bytes
-    weight_bytes: Annotated[int, msgspec.Meta(ge=1, le=16)]  # of one parameter, the widest
+    weight_bytes: Annotated[int, msgspec.Meta(ge=1, le=16)]  # size of one parameter, in the widest dtype
     samples_per_s: Rate | None = None  # forward and backward, while it computes; None: not measured yet
     microbatch_size: Rate | None = None  # recent average, samples
     costs: SampleCosts | None = None  # None: no sample has gone through yet
@@ -90,7 +92,7 @@ class MachineReport(WireMessage, frozen=True):
     """The machine of a server, as part of its report. None: unknown."""
 
     processor: Literal["cpu", "accelerator"]
-    memory_bytes: Bytes | None = None  # of the device
+    memory_bytes: Bytes | None = None  # the device's memory
     host_memory_bytes: Bytes | None = None  # besides the device's memory
 
 
@@ -98,13 +100,13 @@ class StepReport(WireMessage, frozen=True):
     """The newest step, as part of a server's report."""
 
     num_samples: NumSamples
-    num_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # of all trainers
-    # Stages that took it by portable arithmetic.
+    num_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # batches of all trainers
+    # Stages that took the step by portable arithmetic.
     portable: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
 
 
 class CarriedReport(WireMessage, frozen=True):
-    """The length of a long message, and the seconds of its exchange, with the message the other way."""
+    """The length of a long message, and the duration of its exchange, including the message in return."""
 
     num_bytes: Bytes
     took_s: ShortSeconds
@@ -124,24 +126,24 @@ class ServerReport(WithCompression, frozen=True):
 
     lead: ShortText  # peer ids
     coordinator: ShortText
-    num_stages: SmallCount  # of the run
-    stages: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)]  # that this server holds
+    num_stages: SmallCount  # stages of the run
+    stages: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)]  # stages that this server holds
     trainers_stage: SmallCount | None  # the layers around the pipeline, which trainers compute
     first_step: Count  # where this generation of the run began
     step: Count  # the open step, as this server knows it
     age_s: Seconds
-    num_samples: Count  # that went forward through each of its pipeline stages
+    num_samples: Count  # samples that went forward through each of its pipeline stages
     queued: Count  # jobs that wait for the compute thread
     held: Annotated[list[HeldStage], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
     around_parameters: Bytes = 0  # parameters of the layers around the pipeline
     machine: MachineReport | None = None
     newest: StepReport | None = None  # None: no step was decided yet, or the newest was skipped
     peak_bytes: Bytes | None = None  # the most memory that this peer has held; None: unknown
-    arithmetic: ShortText = ""  # as in `FreezeReply`
+    arithmetic: ShortText = ""  # see `FreezeReply`
 
 
 class PeerReport(WireMessage, frozen=True):
-    """A peer tells any peer that asks what it does. Counts begin when the peer started."""
+    """A peer's report about its activity, for any peer. Counts begin when the peer started."""
 
     run_id: ShortText
     age_s: Seconds
@@ -149,7 +151,7 @@ class PeerReport(WireMessage, frozen=True):
     received_bytes: Count
     server: ServerReport | None  # None: the peer is in no run, or holds no stage
     links: Annotated[list[LinkReport], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
-    role: ShortText | msgspec.UnsetType = msgspec.UNSET  # by its certificate; unset: its run takes any peer
+    role: ShortText | msgspec.UnsetType = msgspec.UNSET  # role in its certificate; unset: its run takes any peer
     refused: Count = 0  # requests that its gate refused
 
 
@@ -161,6 +163,6 @@ class OtherPeer(WireMessage, frozen=True):
 
 
 class OtherPeers(WireMessage, frozen=True):
-    """A peer tells any peer that asks which servers it has heard of."""
+    """The servers that a peer has heard of, for any peer."""
 
     peers: Annotated[list[OtherPeer], msgspec.Meta(max_length=1024)]

@@ -37,7 +37,7 @@ def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> No
 
 
 def check_change(change: StepChange, stages: Sequence[StageManifest]) -> None:
-    """Refuse a change of the selection, as above, or of weights in stages that there are not."""
+    """Refuse a change with an invalid selection, see `check_selection`, or with weights of unknown stages."""
     if change.selection is not None:
         check_selection(change.selection, stages)
     if change.written is not None and max(change.written.stages) >= len(stages):
@@ -50,8 +50,8 @@ def trained_names(selection: Selection) -> set[str]:
 
 
 def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
-    """Return the first stage that trains a parameter, has batch norms, or is on trainers; without one, their number."""
-    # The stages before it need no gradient unless the pipeline's own input does, and hold no receipts.
+    """Return the first stage that trains a parameter, has batch norms, or is on trainers; if none, their number."""
+    # Earlier stages need no gradient unless the pipeline's own input does, and hold no receipts.
     trained = trained_names(selection) if selection is not None else set()
     for index, stage in enumerate(stages):
         has_statistics = bool(stage.statistics) and selection is not None
@@ -62,8 +62,8 @@ def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) 
 
 MAX_RUNS = 1 << 16  # most changes of the batch size within an epoch
 MAX_PLAN_METRICS = 256
-MAX_METRIC_BYTES = 4096  # of their names and values: all plans are to fit into one message
-MAX_PLANS = 64  # most epochs that one step may reach over: all of their plans fit into one message
+MAX_METRIC_BYTES = 4096  # size of their names and values, because all plans must fit into one message
+MAX_PLANS = 64  # most epochs that one step may span; their plans fit into one message
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -91,10 +91,10 @@ class EpochPlan(WireMessage, frozen=True):
     epoch: Epoch
     begin: Index  # the batch with which this generation of the run begins
     sizes: Sizes
-    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # of all indices
-    random: RandomNumbers  # with which the samplers begin
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # digest of all indices
+    random: RandomNumbers  # random states before the samplers' first draw
     last: bool  # no epoch follows
-    # What the lead's callbacks have of validations before the epoch, by name.
+    # Metrics of validations before the epoch, as the lead's callbacks have them, by name.
     metrics: Annotated[dict[ShortText, float], msgspec.Meta(max_length=MAX_PLAN_METRICS)] = msgspec.field(
         default_factory=dict
     )
@@ -152,26 +152,26 @@ class InvitedBy(WireMessage, frozen=True):
     """The invitation by which a peer comes to a run."""
 
     number: InvitationNumber
-    uses: Uses  # so many peers may come by it
+    uses: Uses  # most peers that may use it
 
 
 class UsedInvitation(WireMessage, frozen=True):
-    """An invitation, and the peers that ever came by it: also those that are gone, which may come again."""
+    """An invitation and all peers that ever used it, including departed peers, which may return."""
 
     number: InvitationNumber
     uses: Uses
     peers: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_USES)]
 
 
-UsedInvitations = list[UsedInvitation] | msgspec.UnsetType  # unset: the run takes peers without invitation
+UsedInvitations = list[UsedInvitation] | msgspec.UnsetType  # unset: the run needs no invitations
 
-# What the run's owner signed, see `SignedBan`; unset: nobody was banned.
+# Bans that the run's owner signed, see `SignedBan`; unset: there are none.
 Bans = (
     Annotated[list[Annotated[bytes, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=256)] | msgspec.UnsetType
 )
 
 
-MAX_KEEPERS: Final = 64  # of a run: also those that are gone, which may come again
+MAX_KEEPERS: Final = 64  # most keepers of a run, including departed keepers, which may return
 
 # Peers that may vote, coordinate and lead; unset: all servers may.
 Keepers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_KEEPERS)] | msgspec.UnsetType
@@ -187,10 +187,10 @@ class Conviction(WireMessage, frozen=True):
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 
-# The newest, in all generations of a run, which names each twice where it is shown.
+# Most convictions kept over all generations of a run, the newest. A `RunView` lists each twice.
 MAX_CONVICTED: Final = 64
 
-# In the order in which they were convicted; unset: nobody.
+# In the order of conviction; unset: there are none.
 Convictions = Annotated[list[Conviction], msgspec.Meta(max_length=MAX_CONVICTED)] | msgspec.UnsetType
 
 
@@ -203,7 +203,7 @@ class Selection(WireMessage, frozen=True):
 
 
 class WrittenWeights(WireMessage, frozen=True):
-    """Weights that the lead's user code wrote: sent to the servers under a number, and theirs from a step on."""
+    """Weights that the lead's user code wrote: sent to the servers under a number, and used from a step on."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
     stages: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 12)]
@@ -213,7 +213,7 @@ class StepChange(WireMessage, frozen=True):
     """Changes between the end of a step and the beginning of the next one."""
 
     selection: Selection | None = None  # None: the same parameters train
-    written: WrittenWeights | None = None  # None: the weights are those that the step before ended with
+    written: WrittenWeights | None = None  # None: the weights are unchanged since the previous step
 
     @property
     def number(self) -> int:
@@ -221,7 +221,7 @@ class StepChange(WireMessage, frozen=True):
         return self.written.number if self.written is not None else 0
 
     def then(self, later: StepChange) -> StepChange:
-        """Return this change and a later one as one; what was written later includes what was written before."""
+        """Combine this change with a later change, whose written weights include the weights written earlier."""
         return StepChange(selection=later.selection or self.selection, written=later.written or self.written)
 
 
@@ -246,36 +246,36 @@ def ranges_of(stages: Iterable[StageManifest]) -> list[range]:
 
 
 class Manifest(WireMessage, frozen=True):
-    """The lead tells each server what its run is. A peer whose model or version differs refuses, naming the field."""
+    """The settings of a run, sent by the lead. A peer whose model or version differs refuses, and names the field."""
 
     protocol_version: int
     run_id: str
     generation: int
     seed: int
     lead: PeerId
-    trainers: Trainers  # at the beginning
+    trainers: Trainers  # the trainers at the beginning
     coordinator: PeerId
     voters: list[Member]
     gradient_clip_norm: Positive | None
     gradient_clip_value: Positive | None
-    total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
+    total_steps: int | None  # needed by schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
     settings: RunSettings
     first_step: int = 0  # where this generation begins; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
     open_to_trainers: bool = False  # further trainers may join
-    selection: Selection | None = None  # of the first step; None: the run only evaluates, and needs no optimizer
-    scaling: LossScaling | None = None  # in the first step; None: nobody scales losses, or a lone trainer by itself
-    # The optimizer's class and its settings; None: no peer has an optimizer, or the starter does not tell.
+    selection: Selection | None = None  # selection in the first step; None: the run only evaluates, without optimizer
+    scaling: LossScaling | None = None  # scaling in the first step; None: no losses are scaled, or by a lone trainer
+    # The optimizer's class and its settings; None: no peer has an optimizer, or the starter does not name it.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     # Why unlike machines cannot step the optimizer to the same bits; unset: they can.
     unportable: ShortText | msgspec.UnsetType = msgspec.UNSET
     # Leads of older generations that fell silent, the newest last; unset: none.
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
-    invitations: UsedInvitations = msgspec.UNSET  # those of the first members, and of older generations
+    invitations: UsedInvitations = msgspec.UNSET  # used by the first members, and in older generations
     bans: Bans = msgspec.UNSET
-    keepers: Keepers = msgspec.UNSET  # the starter, and those first members whose certificates say so
-    convicted: Convictions = msgspec.UNSET  # in older generations
+    keepers: Keepers = msgspec.UNSET  # the starter, and first members with a keeper's certificate
+    convicted: Convictions = msgspec.UNSET  # convictions in older generations
 
     @property
     def is_whole(self) -> bool:
@@ -291,135 +291,137 @@ class HeldSnapshot(WireMessage, frozen=True):
 
     stage_index: Count
     version: Count
-    digest: Sha256  # of the `Snapshot` and its tensors
+    digest: Sha256  # digest of the `Snapshot` and its tensors
 
 
-MAX_SNAPSHOTS: Final = 4096  # of one server, or that a record knows
+MAX_SNAPSHOTS: Final = 4096  # most snapshots of one server, or in a record
+
+
 SomeSnapshots = Annotated[list[HeldSnapshot], msgspec.Meta(max_length=MAX_SNAPSHOTS)]
 
 
 class SeatedMembers(WireMessage, frozen=True):
-    """The members of a run at a version, and its scale, for a peer that has not seen all records until then."""
+    """The members of a run at a version, and its loss scale, for a peer that has not seen all records until then."""
 
     rosters: list[list[Member]]
     voters: list[Member]
     trainers: Trainers
-    scaling: LossScaling | None = None  # in the step at that version
+    scaling: LossScaling | None = None  # scaling in the step at that version
     invitations: UsedInvitations = msgspec.UNSET
     bans: Bans = msgspec.UNSET
-    snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # as in `Record`, of the versions that are kept
+    snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # snapshots of the kept versions, see `Record`
     keepers: Keepers = msgspec.UNSET
     convicted: Convictions = msgspec.UNSET
     guests: list[PeerId] | msgspec.UnsetType = msgspec.UNSET  # see `protocol.guests`; unset: none
 
 
 class RunView(WireMessage, frozen=True):
-    """A server shows a run at a version to a peer that asks: the manifest, and what has changed since."""
+    """A run at a version, as a server shows it to other peers: the manifest and the changes since."""
 
     manifest: Manifest
     version: Count  # all records before it are applied; also the number of the open step
     seats: SeatedMembers
-    term: Term  # of the coordinator
+    term: Term  # the coordinator's term
     position: BatchNumber | None = None  # the first batch of that step, as in `Record`; None at the first step
 
 
 class RunAborted(WireMessage, frozen=True):
-    """The coordinator tells a server that the run ends because its lead disappeared without ending it."""
+    """The coordinator notifies a server that the run ends, because its lead disappeared without ending it."""
 
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
 
 
 class ReleaseRequest(WireMessage, frozen=True):
-    """The lead tells a server to leave the run and wait for the next: the run rolls back further than servers can."""
+    """The lead orders a server to leave the run, which rolls back, and wait for its next generation."""
 
-    generation: Count  # the one that ends
-    first_step: Count = 0  # of the next generation: trainers go on from there
+    generation: Count  # the generation that ends
+    first_step: Count = 0  # first step of the next generation, from which trainers continue
 
 
 class InheritRequest(WireMessage, frozen=True):
-    """The coordinator tells a server that the lead is gone, and that another peer leads the run after a rollback."""
+    """The coordinator notifies a server that the lead is gone, and that another peer leads the run after a rollback."""
 
-    generation: Count  # the one that ends
+    generation: Count  # the generation that ends
     new_lead: PeerId
-    first_step: Count  # of the next generation, for which the new lead has the loop's state
+    first_step: Count  # first step of the next generation, for which the new lead has the loop's state
 
 
 class LeadsRequest(WireMessage, frozen=True):
-    """A server asks the lead whether its process leads this generation of the run; an error is a no."""
+    """A server asks the lead whether its process leads this generation of the run; an error means no."""
 
     generation: Count
 
 
 class LoopRequest(WireMessage, frozen=True):
-    """The lead asks a trainer at which of these versions its loop could go on."""
+    """The lead asks a trainer at which of these versions its loop could continue."""
 
     versions: Annotated[list[Count], msgspec.Meta(max_length=64)]
 
 
 class LoopReply(WireMessage, frozen=True):
-    """A trainer tells the lead at which of the versions its loop could go on."""
+    """A trainer reports to the lead at which of the versions its loop could continue."""
 
     versions: list[Count]
     waits: bool  # the trainer already waits for the next generation
 
 
 class RestartRequest(WireMessage, frozen=True):
-    """The lead tells a server that the run rolls back: its stages wait for the weights of `first_step`."""
+    """The lead orders a server to roll back: its stages wait for the weights of `first_step`."""
 
-    generation: Count  # the next one
+    generation: Count  # the next generation
     first_step: Count
-    seats: SeatedMembers  # all, for records name only changes, and a server may have missed the newest record
-    selection: Selection | None  # of the first step, as in the manifest
+    seats: SeatedMembers  # all members: records list only changes, and a server may have missed the newest record
+    selection: Selection | None  # selection in the first step, as in the manifest
 
 
 class CoordinatorTerm(WireMessage, frozen=True):
-    """A new coordinator tells a server its term, or a leaving one asks it to take over; a term is the answer."""
+    """A new coordinator announces its term to a server, or a leaving one asks it to take over; the answer is a term."""
 
-    # It carries no promises, for nothing is signed: the server asks the voters.
+    # It carries no promises, because these are not signed. The server asks the voters instead.
 
     term: Term
     generation: Count
-    version: Count  # at which the sender is
+    version: Count  # the sender's version
 
 
 class WatchRequest(WireMessage, frozen=True):
-    """A server watches the coordinator: the answer waits while that one coordinates by this term, up to `hold_s`."""
+    """A server watches the coordinator, which holds the answer while it coordinates by this term, up to `hold_s`."""
 
     term: Term
-    # If a later one is known, the answer comes at once. A record that is decided during the wait does not end it:
-    # nearly always the watching server is told of the record, too.
+    # If a later version is known, the answer comes at once. A record that is decided during the wait does not end it,
+    # because the watching server nearly always receives the record, too.
     version: Count
     hold_s: Seconds
 
 
 class WatchReply(WireMessage, frozen=True):
-    """A server tells another one its version, and the term that it follows."""
+    """A server's answer to `WatchRequest`: its version, and the term that it follows."""
 
     term: Term
     version: Count
     coordinates: bool  # it is the coordinator of this term
-    promised: Term  # the highest that it follows, or that it promised as a voter
+    promised: Term  # the highest term that it follows, or promised as a voter
     successor: PeerId | None = None  # the server that it asks to coordinate in its place
 
 
 class PullRequest(WireMessage, frozen=True):
-    """A server asks another one for the record of a decided step."""
+    """A server asks another server for the record of a decided step."""
 
     generation: Count
     step: Count
 
 
 class RecordDigestRequest(WireMessage, frozen=True):
-    """A server that joins asks the coordinator which record was decided of a step, which its donor sent it."""
+    """A joining server asks the coordinator for a record's digest, to check the record that its donor sent."""
 
     generation: Count
     step: Count
 
 
 class RecordDigestReply(WireMessage, frozen=True):
-    """The coordinator tells which record was decided of a step."""
+    """The coordinator's answer to `RecordDigestRequest`."""
 
-    digest: Sha256  # of the record's encoding
+    digest: Sha256  # digest of the record's encoding
 
 
 # Several stages may hold one parameter, such as embeddings whose weight is also the head's. Each stage sums its own
@@ -474,7 +476,7 @@ class TiedTensors:
         return [name for name in self._sizes[index] if name in trained]
 
     def touched(self, index: int, trained: Collection[str], flags: Mapping[int, Sequence[bool]]) -> list[bool]:
-        """Tell for each trained parameter of a stage if any stage gave it a gradient; `flags` has each stage's own."""
+        """Return for each trained parameter of a stage whether any stage gave it a gradient; `flags`: each stage's."""
         names = {
             name
             for holder, own in flags.items()

@@ -1,4 +1,4 @@
-"""The loss scale of a run's trainers, for float16's small range: one for all, which records change."""
+"""The common loss scale of a run's trainers for float16, which records change."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.protocol.messages.wire import Count, WireMessage
 
-_MAX: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]  # of float32, in which trainers multiply
+# Largest float32 number, because trainers multiply in float32.
+_MAX: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 
 class LossScaling(WireMessage, frozen=True):
-    """The scale of all losses of a step, and how the next step's follows from it: as torch's `GradScaler` has it."""
+    """The scale of all losses of a step, and the rule for the next step's scale, as in torch's `GradScaler`."""
 
     scale: Annotated[float, msgspec.Meta(ge=0, le=_MAX)]
     growth_factor: Annotated[float, msgspec.Meta(ge=1, le=_MAX)]
     backoff_factor: Annotated[float, msgspec.Meta(gt=0, le=1)]
-    growth_interval: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]  # steps that fit, after which the scale grows
-    num_applied: Count = 0  # of them, so far
+    # Steps without overflow after which the scale grows.
+    growth_interval: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    num_applied: Count = 0  # steps without overflow so far
 
     def after(self, *, skipped: bool) -> LossScaling:
-        """Return the scaling after a step; `skipped`: a gradient of it did not fit."""
+        """Return the scaling after a step; `skipped`: a gradient overflowed."""
         if skipped:
             return replaced(self, scale=_rounded(self.scale * self.backoff_factor), num_applied=0)
         if self.num_applied + 1 < self.growth_interval:
@@ -33,6 +35,6 @@ class LossScaling(WireMessage, frozen=True):
 
 
 def _rounded(scale: float) -> float:
-    """Round as float32 does."""
+    """Round to float32."""
     found: float = struct.unpack("<f", struct.pack("<f", scale))[0]
     return found

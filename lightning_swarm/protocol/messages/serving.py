@@ -1,4 +1,4 @@
-"""A served model: its card, what its servers announce of themselves, and requests for parts of its weights."""
+"""Messages about a served model: its card, announcements of its servers, and requests for parts of its weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MAX_CONFIG: Final = 512 << 10
 _MAX_NEIGHBOURS: Final = 64
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""A SHA-256."""
+"""A digest of 32 bytes: SHA-256, or BLAKE3 for adapters."""
 
 
 class WeightsDigest(WireMessage, frozen=True):
-    """Some weights of a served model, by their names, dtypes, shapes and bytes."""
+    """The digest of some weights of a served model: of their names, dtypes, shapes and bytes."""
 
     num_bytes: Count
     sha256: Digest
@@ -54,18 +54,18 @@ class CardFile(WireMessage, frozen=True):
 class ModelCard(WireMessage, frozen=True):
     """A served model. Servers of equal cards serve the same model, to the bit."""
 
-    config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # of Hugging Face, in JSON
-    generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # likewise; empty: there is none
-    transformers: ShortText  # the version that builds it: the blocks' code is there
+    config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # Hugging Face's, in JSON
+    generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # Hugging Face's; empty: there is none
+    transformers: ShortText  # version of transformers, which has the blocks' code
     blocks: ShortText  # the name of the list of blocks
-    dtype: ShortText  # of the weights, as in ``float32``
+    dtype: ShortText  # dtype of the weights, as in ``float32``
     stages: Annotated[list[ServedStage], msgspec.Meta(min_length=1, max_length=MAX_SERVED_STAGES)]
     around: WeightsDigest  # the weights in no block, such as embeddings
     files: Annotated[list[CardFile], msgspec.Meta(max_length=32)]
 
     @property
     def id(self) -> str:
-        """Tells this model from all others."""
+        """Identifies this model: a digest of the card."""
         return hashlib.sha256(encode(self)).hexdigest()
 
     @property
@@ -81,41 +81,41 @@ class ServerOffer(WireMessage, frozen=True):
     addresses: Addresses
     first_stage: Count
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVED_STAGES)]
-    step_s: Seconds  # that one token of one session takes at a stage, on average; 0: not measured
-    num_sessions: Count  # open
-    free_bytes: Count  # for further sessions
+    step_s: Seconds  # average time of one session's token at a stage; 0: not measured
+    num_sessions: Count  # open sessions
+    free_bytes: Count  # memory for further sessions
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]  # limit of one step, all rows together
-    has_files: bool  # it has all of the model: also what is in no block, and files
-    is_draining: bool  # it takes no new sessions
+    has_files: bool  # the server has the whole model, also weights outside the blocks and files
+    is_draining: bool  # the server takes no new sessions
     # Seconds of a round trip to servers of other stages.
     round_trips: Annotated[dict[PeerId, NotNegative], msgspec.Meta(max_length=_MAX_NEIGHBOURS)]
 
     @property
     def stages(self) -> range:
-        """The stages."""
+        """The indices of the announced stages."""
         return range(self.first_stage, self.first_stage + self.num_stages)
 
 
 class CardRequest(WireMessage, frozen=True):
-    """Anyone asks a server for the card of the model that it serves."""
+    """A peer asks a server for the card of the model that it serves."""
 
 
 class StayRequest(WireMessage, frozen=True):
-    """A server that is about to leave its stages asks another one to stay at some of them."""
+    """A server that is about to leave its stages asks another server to stay at some of them."""
 
     model: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # the card's id
-    stages: Annotated[list[Count], msgspec.Meta(max_length=MAX_SERVED_STAGES)]  # none: it asks for it no more
+    stages: Annotated[list[Count], msgspec.Meta(max_length=MAX_SERVED_STAGES)]  # empty: the request is withdrawn
     for_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_STAY_S)]
 
 
 class StayReply(WireMessage, frozen=True):
-    """The other one's answer."""
+    """A server's answer to `StayRequest`."""
 
-    stays: bool  # at all of these stages, for so long
+    stays: bool  # whether it stays at all requested stages for the requested time
 
 
 class PartRequest(WireMessage, frozen=True):
-    """Anyone asks a server for a tensor of the model that it serves, or for a file, whose bytes come as a tensor."""
+    """A peer asks a server for a tensor of the model that it serves, or for a file, whose bytes come as a tensor."""
 
     model: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # the card's id
     kind: Literal["tensor", "file"]

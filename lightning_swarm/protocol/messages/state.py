@@ -14,11 +14,11 @@ from lightning_swarm.protocol.messages.wire import Challenge, Count, ShortText, 
 
 @dataclass(frozen=True)
 class OrderedSnapshots:
-    """The snapshots that servers were told to keep."""
+    """The snapshots that servers were ordered to keep."""
 
-    version: int  # of the newest
-    keep: int | None  # version of the older one, if there is one
-    at_s: float  # when the newest was ordered, by `time.monotonic`
+    version: int  # version of the newest snapshot
+    keep: int | None  # version of the older snapshot, if there is one
+    at_s: float  # time of the newest order, by `time.monotonic`
 
 
 # The keys through nested mappings and lists that lead to a value.
@@ -35,7 +35,7 @@ class WriteRequest(WireMessage, frozen=True):
     stage_index: Count
     step: int
     generation: Count
-    folder: str  # as a path on the lead's machine
+    folder: str  # path on the lead's machine
     optimizer: bool  # also write the optimizer's state
     without: list[str]  # parameters and buffers that another stage writes
 
@@ -52,7 +52,7 @@ class WrittenValue(WireMessage, frozen=True):
 
 
 class WriteReply(WireMessage, frozen=True):
-    """A server tells the lead what it has written."""
+    """A server reports to the lead which values it has written."""
 
     here: bool  # False: the server cannot see the folder, and has written nothing
     written: list[WrittenValue]
@@ -68,12 +68,12 @@ class StateRequest(WireMessage, frozen=True):
 
     @property
     def kind(self) -> StateKind:
-        """What is asked for."""
+        """The kind of state that is requested."""
         return "optimizer" if self.optimizer else "weights"
 
 
 class StageState(WireMessage, frozen=True):
-    """The head of a message with the tensors of a stage's state, from the lead to a server or from it to a trainer."""
+    """The head of a message with the tensors of a stage's state, to a server from the lead, or from it to a trainer."""
 
     stage_index: int
     step: int
@@ -84,7 +84,7 @@ class StageState(WireMessage, frozen=True):
 
 
 class ProofRequest(WireMessage, frozen=True):
-    """A peer that another server sent a stage's state asks this one for a proof of what it has itself."""
+    """A peer that got a stage's state from one server asks another server to prove which state it has itself."""
 
     stage_index: Count
     step: Count  # the version of the state
@@ -94,9 +94,9 @@ class ProofRequest(WireMessage, frozen=True):
 
 
 class ProofReply(WireMessage, frozen=True):
-    """A server proves what it has of a stage's state."""
+    """A server's proof of its own copy of a stage's state."""
 
-    proof: Sha256  # of all that state, under the challenge
+    proof: Sha256  # digest of the whole state under the challenge
 
 
 class EvaluationWeights(WireMessage, frozen=True):
@@ -104,8 +104,8 @@ class EvaluationWeights(WireMessage, frozen=True):
 
     stage_index: Count
     generation: Count
-    number: Annotated[int, msgspec.Meta(ge=1)]  # by which the evaluation's calls refer to these weights
-    names: list[str]  # of all the stage's tensors, which come with the message; empty drops them
+    number: Annotated[int, msgspec.Meta(ge=1)]  # number by which the evaluation's calls refer to these weights
+    names: list[str]  # names of all the stage's tensors, which come with the message; empty drops the weights
 
 
 class Snapshot(WireMessage, frozen=True):
@@ -117,19 +117,19 @@ class Snapshot(WireMessage, frozen=True):
     version_hash: int
     weights: list[str]  # names, one a tensor
     optimizer: list[str]  # names of parameters
-    structure: Any  # for each of these parameters, the tree of its optimizer state
-    selection: Selection | None  # what trains in the open step
+    structure: Any  # the tree of each parameter's optimizer state
+    selection: Selection | None  # the parameters that train in the open step
 
 
 class SnapshotOrder(WireMessage, frozen=True):
     """A record orders every server to keep a copy of its stages, as they are after the record."""
 
-    keep: Count | None  # the version to keep until every stage of this one is safe; all others are dropped
-    keepers: list[PeerId | None]  # for each stage, the server that keeps it besides the stage's own servers
+    keep: Count | None  # older version to keep until all stages of the new version are safe; none else is kept
+    keepers: list[PeerId | None]  # one per stage: the server that keeps a copy besides the stage's own servers
 
 
 class HeldSnapshots(WireMessage, frozen=True):
-    """A server tells a peer that asks which snapshots it keeps."""
+    """A server's answer to the question which snapshots it keeps."""
 
     host: ShortText  # the server's machine, if known; servers of one machine may die together
     snapshots: SomeSnapshots

@@ -49,33 +49,33 @@ class NamedReceipts(WireMessage, frozen=True):
 
     stage_index: Count
     receipts: Receipts
-    origins: Origins  # of their batches, as they were granted
+    origins: Origins  # origins of their batches, as granted
 
 
 Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
-"""Batches by their first positions."""
+"""Batches, identified by their first positions in the step."""
 
 
 class FreezeRequest(WireMessage, frozen=True):
-    """The coordinator asks a server to add no more gradients to a step's sums, and to tell what they hold.
+    """The coordinator asks a server to add no more gradients to a step's sums, and for their ledgers.
 
-    With `named`, because a microbatch is missing or in two sums: then a sum that holds any other receipt is begun anew,
-    and the named receipts may be added until the next request.
+    `named` is set if a microbatch is missing or in two sums. Then a sum that holds any other receipt is begun anew, and
+    the named receipts may be added until the next request.
     """
 
     generation: int
     step: int
-    round: Count = 0  # rises with each request of a step, so that a late one is refused
-    named: list[NamedReceipts] | None = None  # for each stage of this server
+    round: Count = 0  # rises with each request of a step, so that a late request is refused
+    named: list[NamedReceipts] | None = None  # one entry per stage of this server
     struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
-    # Not 0: a server may join with the record. All hashes of weights are taken under this number, which nobody knew.
+    # An unpredictable number under which all weights are hashed, in audited runs or if a server joins; 0: a quick hash.
     challenge: Challenge = 0
-    expected: Closing | None = None  # what the sums should be: the server begins to average them at once
-    each_tensor: bool = False  # replicas differ: also send a hash of each tensor, to say in which
+    expected: Closing | None = None  # the expected closing, with which the server begins to average at once
+    each_tensor: bool = False  # replicas differ, so also send a hash of each tensor
 
 
 class FenceRequest(WireMessage, frozen=True):
-    """The coordinator tells a server to give up struck batches, and to add no gradient of them any more."""
+    """The coordinator orders a server to give up struck batches, and to add no gradient of them any more."""
 
     generation: Count
     step: Count
@@ -87,7 +87,7 @@ class ReceiptsRequest(WireMessage, frozen=True):
 
     generation: Count
     step: Count
-    trainer: PeerId  # of their batch
+    trainer: PeerId  # their batch's trainer
     receipts: list[Receipt]
 
 
@@ -100,7 +100,7 @@ class StageReceipts(WireMessage, frozen=True):
 
 
 class ReceiptsReply(WireMessage, frozen=True):
-    """A server tells the coordinator which microbatches its sums hold, for each of its stages."""
+    """A server reports to the coordinator which microbatches its sums hold, for each of its stages."""
 
     stages: list[StageReceipts]
 
@@ -113,19 +113,19 @@ class StageLedger(WireMessage, frozen=True):
 
     stage_index: int
     held: Receipts
-    origins: Origins  # of the batches of which the sum holds something: as was said, and by whom
+    origins: Origins  # origins of the batches in the sum, as received with their gradients
     touched: bytes  # bitmap over the stage's parameters that a counted microbatch gave a gradient
-    version_hash: int | None  # of weights and optimizer state before the step; None: no other server has them
-    samples_per_s: Positive | None = None  # measured, forward and backward; None: not yet
+    version_hash: int | None  # hash of weights and optimizer state before the step; None: no other server has them
+    samples_per_s: Positive | None = None  # forward and backward; None: not measured yet
     queued: NotNegative = 0.0  # waiting jobs, on average
     busy_share: NotNegative | None = None  # share of the last steps' time spent computing, 0..1; None: not known yet
-    lacks_memory: bool = False  # for one microbatch, as the last ones that were sent showed
+    lacks_memory: bool = False  # the latest microbatches did not fit into its memory
     tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of weights that other stages hold, too
     tensors: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of each tensor, if asked for
-    # Only in audited runs: what went into and came out of each microbatch, see `CLAIM_BYTES`, in order of the receipts.
+    # Only in audited runs: the claim of each microbatch, see `CLAIM_BYTES`, in the order of the receipts.
     claims: Claims | msgspec.UnsetType = msgspec.UNSET
-    sum_digest: SumDigest | msgspec.UnsetType = msgspec.UNSET  # likewise, BLAKE3 of the sum
-    order: AddingOrder | msgspec.UnsetType = msgspec.UNSET  # likewise, the order in which microbatches were added
+    sum_digest: SumDigest | msgspec.UnsetType = msgspec.UNSET  # BLAKE3 of the sum; only in audited runs
+    order: AddingOrder | msgspec.UnsetType = msgspec.UNSET  # order of adding the microbatches; only in audited runs
 
 
 class FreezeReply(WireMessage, frozen=True):
@@ -133,9 +133,9 @@ class FreezeReply(WireMessage, frozen=True):
 
     boot_id: int
     ledgers: list[StageLedger]
-    noted: EventCounts  # by the server, so far
-    bans: Bans = msgspec.UNSET  # that the server has heard of, and no record tells yet
-    snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # of its own stages, that no record knows yet
+    noted: EventCounts  # the server's events so far
+    bans: Bans = msgspec.UNSET  # bans that no record carries yet
+    snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # snapshots of its stages that no record lists yet
     arithmetic: ShortText = ""  # servers that report the same compute the same bits
 
 
@@ -143,7 +143,7 @@ class Replay(WireMessage, frozen=True):
     """A microbatch whose gradient is missing in some stages, and the servers that must add it there."""
 
     receipt: Receipt
-    holders: dict[Count, PeerId]  # by stage index
+    holders: dict[Count, PeerId]  # stage index -> server
 
 
 class ReplayRequest(WireMessage, frozen=True):
@@ -156,28 +156,28 @@ class ReplayRequest(WireMessage, frozen=True):
 
 
 class ReplayReply(WireMessage, frozen=True):
-    """A trainer tells the coordinator which microbatches it could not replay; all others were added."""
+    """A trainer reports to the coordinator which microbatches it could not replay; the rest was added."""
 
-    lost: list[Receipt]  # the trainer has no copy of them (any more), or cannot reach their holders
+    lost: list[Receipt]  # microbatches without a copy at the trainer (any more), or with unreachable holders
     unreached: list[PeerId]  # holders that did not add their microbatches, as far as the trainer knows
 
 
 class Closing(WireMessage, frozen=True):
-    """The coordinator tells all servers what counts in a step. It is the same for all.
+    """The coordinator's announcement of the batches and members that count in a step, equal for all servers.
 
-    It comes with the freeze, and again with the request to average: members that did not answer meanwhile are absent
-    then. Which server holds which microbatch is only between each server and the coordinator. The round tells which
-    sums are meant: no two rounds of a step share a number, even under different coordinators.
+    It comes with the freeze, and again with the request to average, when members that did not answer are absent. It
+    does not list the microbatches of each server, which only that server receives. The round identifies the sums,
+    because no two rounds of a step share a number, even under different coordinators.
     """
 
     generation: int
     step: int
-    round: Count  # of the freeze that this follows
+    round: Count  # round of the preceding freeze
     batches: list[Run]  # places of the counted batches
     num_samples: Count
     total_weight: Positive
     absent: list[PeerId]  # members of the step's rosters that take no part in it any more
-    gradient_scale: Positive = 1.0  # the factor of the sums; the mean is without it
+    gradient_scale: Positive = 1.0  # factor of the sums, which the mean does not have
 
     def counts(self, first: int) -> bool:
         """Return whether the batch at this place counts."""
@@ -191,11 +191,10 @@ class AverageRequest(WireMessage, frozen=True):
     """
 
     closing: Closing
-    named: list[NamedReceipts]  # for each stage of this server
+    named: list[NamedReceipts]  # one entry per stage of this server
     late: bool = False  # the next step already takes batches
-    patience_s: Seconds = (
-        sys.float_info.max
-    )  # for one part of another server, which is named then; at most a call's timeout
+    # Longest wait for one part of another server, which is reported then; at most a call's timeout.
+    patience_s: Seconds = sys.float_info.max
 
 
 class PartNorm(WireMessage, frozen=True):
@@ -206,12 +205,12 @@ class PartNorm(WireMessage, frozen=True):
 
 
 class AverageReply(WireMessage, frozen=True):
-    """A server tells the coordinator that it holds the mean gradients of all its stages, or why it does not."""
+    """A server reports to the coordinator that it holds the mean gradients of all its stages, or why it does not."""
 
     parts: list[PartNorm]
     failure: str = ""  # why the round failed at this server
-    unreached: list[PeerId] = msgspec.field(default_factory=list)  # if one of these is gone, that explains the failure
-    refusing: list[PeerId] = msgspec.field(default_factory=list)  # these answered, and gave nothing that can be used
+    unreached: list[PeerId] = msgspec.field(default_factory=list)  # servers whose death would explain the failure
+    refusing: list[PeerId] = msgspec.field(default_factory=list)  # servers that answered without usable data
 
 
 MAX_DIFFERENCE: Final = 1000  # characters
@@ -233,45 +232,45 @@ class Departure(WireMessage, frozen=True):
 
 
 class Vacancy(WireMessage, frozen=True):
-    """A server that leaves a stage's roster, for whatever reason."""
+    """A server that leaves a stage's roster, for any reason."""
 
     member: Member
     stage_index: Count
-    # Its weights differ from the stage's: how, and possible causes; unset: it leaves for another reason.
+    # The difference of its weights from the stage's, with possible causes; unset: it leaves for another reason.
     reason: Annotated[str, msgspec.Meta(max_length=MAX_DIFFERENCE)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Record(WireMessage, frozen=True):
-    """The coordinator tells every peer the decided outcome of a step: ``v_{k+1} = f(v_k, record)``.
+    """The decided outcome of a step, which the coordinator sends to every peer: ``v_{k+1} = f(v_k, record)``.
 
-    It names only the changes of the run's members, for it goes to every peer.
+    It lists only changes of the run's members, because every peer receives it.
     """
 
     closing: Closing
-    touched: list[bytes]  # for each stage, a bitmap over the parameters that a counted microbatch gave a gradient
+    touched: list[bytes]  # one bitmap per stage, over the parameters that a counted microbatch gave a gradient
     outcome: Literal["apply", "skip"]
-    squared_norm: float  # of the mean gradient over all stages, each part once
+    squared_norm: float  # squared norm of the mean gradient over all stages, each part once
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
     hyperparameters: list[dict[str, Any]]  # one dict for each parameter group
-    change: StepChange  # that the step began with
+    change: StepChange  # change with which the step began
     left: list[Vacancy]
-    newcomers: list[Candidate]  # new members of the rosters, behind the others
+    newcomers: list[Candidate]  # new members, at the end of the rosters
     next_voters: list[Member] | None  # None: the same as before
-    departures: list[Departure]  # of the vacancies, the servers that move to another stage
-    snapshot: SnapshotOrder | None  # of the version after this record
-    enlisted: SomeTrainers  # new trainers, behind the others
+    departures: list[Departure]  # the vacancies of servers that move to another stage
+    snapshot: SnapshotOrder | None  # order for a snapshot of the version after this record
+    enlisted: SomeTrainers  # new trainers, at the end of the list
     retired: SomeTrainers  # trainers that leave
     position: BatchNumber | None = None  # the first batch of the next step; None: trainers share no order
-    # How each newcomer and each new trainer comes; unset: nobody does, or the run takes peers without invitation.
+    # Invitation of each newcomer and new trainer; unset: there are none, or the run needs no invitations.
     invited: dict[PeerId, InvitedBy] | msgspec.UnsetType = msgspec.UNSET
-    bans: Bans = msgspec.UNSET  # new ones
-    # Snapshots that earlier records ordered, as most servers of their stages took them; unset: no more are known.
+    bans: Bans = msgspec.UNSET  # new bans
+    # Snapshots ordered by earlier records, as most servers of their stages took them; unset: no further ones are known.
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET
-    keepers: Keepers = msgspec.UNSET  # of the newcomers, those that decide from now on, too; unset: none
-    convicted: Convictions = msgspec.UNSET  # by the audits of this step; unset: nobody
-    # Work of one of these counted in earlier steps, and nobody audited it: the lead takes the run back to before them.
+    keepers: Keepers = msgspec.UNSET  # newcomers that are keepers; unset: none
+    convicted: Convictions = msgspec.UNSET  # peers convicted by the audits of this step; unset: none
+    # Unaudited work of a convicted peer counted in earlier steps, so the lead rolls the run back to before them.
     goes_back: bool | msgspec.UnsetType = msgspec.UNSET
-    # Stages whose optimizer steps by arithmetic that all machines round alike, for theirs round differently.
+    # Stages that step their optimizer by arithmetic that all machines round alike, because theirs round differently.
     portable: Annotated[list[Count], msgspec.Meta(max_length=1 << 12)] | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -288,13 +287,13 @@ class Accepted(WireMessage, frozen=True):
 
 
 class Prepare(WireMessage, frozen=True):
-    """A server that would coordinate asks a voter to accept nothing of lower terms, and what it has accepted."""
+    """A server that is about to coordinate asks a voter to reject lower terms, and for its accepted record."""
 
     term: Term
-    boot_id: int  # of the voter, for a restarted one has forgotten its votes
+    boot_id: int  # the voter's boot id, because a restarted voter has forgotten its votes
     generation: Count
     step: Count
-    fence: bool = False  # also note that nothing of a lower term will be finished, from this step on
+    fence: bool = False  # also mark proposals of lower terms, from this step on, as dead
 
 
 class Promise(WireMessage, frozen=True):
@@ -303,7 +302,7 @@ class Promise(WireMessage, frozen=True):
     promised: bool
     term: Term  # the highest that the voter knows
     accepted: Accepted | None = None
-    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted will not be finished
+    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted are dead
     behind: bool = False  # the voter has had a proposal for a later step, so this step was decided
 
 
@@ -311,7 +310,7 @@ class Proposal(WireMessage, frozen=True):
     """The coordinator asks a voter to accept a record under its term."""
 
     term: Term
-    boot_id: int  # of the voter, as in `Prepare`
+    boot_id: int  # the voter's boot id, as in `Prepare`
     record: Record
 
 

@@ -16,11 +16,11 @@ SEED_BITS: Final = 62
 
 ModelId = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 CallId = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
-"""Drawn by the client: it names a forward whose backward may come."""
+"""Drawn by the client; identifies a forward for its backward, which may come."""
 
 
 class Lora(WireMessage, frozen=True):
-    """What a low-rank adapter adds to a linear layer's output: ``scaling * B(A(dropout(x)))``."""
+    """The term that a low-rank adapter adds to a linear layer's output: ``scaling * B(A(dropout(x)))``."""
 
     block: Count  # its number in the model
     module: ModuleName  # the layer, by its name in the block
@@ -30,11 +30,11 @@ class Lora(WireMessage, frozen=True):
 
 
 class AdapterUpload(WireMessage, frozen=True):
-    """A client gives a server its adapter's part of a stage; the tensors A and B of each layer come with it."""
+    """A client sends a server its adapter's part of a stage; the tensors A and B of each layer come with it."""
 
     model: ModelId
     stage: Count
-    digest: Digest  # of all of it: calls name it by this
+    digest: Digest  # digest of this part, by which calls name it
     loras: Annotated[list[Lora], msgspec.Meta(min_length=1, max_length=MAX_LORAS)]
 
 
@@ -44,9 +44,9 @@ class TuneForward(WireMessage, frozen=True):
     model: ModelId
     stage: Count
     call: CallId
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << SEED_BITS)]  # of all random draws
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << SEED_BITS)]  # seed of all random draws
     mode: ComputeMode
-    wants_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # for each tensor of the inputs
+    wants_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # one flag per tensor of the inputs
     adapter: Digest | None
     drops: bool  # the adapter's dropout is on
     structure: Any  # tree of (inputs, extras), whose tensors come with the message
@@ -55,12 +55,12 @@ class TuneForward(WireMessage, frozen=True):
 class TuneOutput(WireMessage, frozen=True):
     """The answer to a forward."""
 
-    requires_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # for each tensor of the output
+    requires_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # one flag per tensor of the output
     structure: Any  # tree of the output, whose tensors come with the message
 
 
 class TuneBackward(WireMessage, frozen=True):
-    """A client asks for the gradients of a forward that it called there."""
+    """A client asks a server for the gradients of a forward that it called there."""
 
     model: ModelId
     stage: Count

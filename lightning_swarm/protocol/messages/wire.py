@@ -21,7 +21,8 @@ NumSamples = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Seconds = NotNegative
-Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]  # of one peer
+# Addresses of one peer.
+Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]
 _CHALLENGE_BITS: Final = 62
 Challenge = Annotated[int, msgspec.Meta(ge=0, lt=1 << _CHALLENGE_BITS)]
 MAX_TEXT: Final = 100
@@ -29,12 +30,12 @@ ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 def draw_challenge() -> int:
-    """Draw a number that nobody knew before."""
+    """Draw an unpredictable number."""
     return secrets.randbits(_CHALLENGE_BITS)
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that travels in the body of a message."""
+    """Base of all records in the body of a message."""
 
 
 _T = TypeVar("_T")
@@ -46,7 +47,7 @@ def encode(record: WireMessage) -> bytes:
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
-    """Decode a message of a class; `ProtocolError` refuses wrong types of fields, and unknown or missing fields."""
+    """Decode a message of a class; raise `ProtocolError` for unknown or missing fields, and for wrong types."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
