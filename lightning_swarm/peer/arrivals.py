@@ -1,4 +1,4 @@
-"""Invitations of the first members of a run, which the starter counts."""
+"""Counts the invitations of a run's first members, at its starter."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 3.0  # for which those that announced themselves, as anyone may, are waited for
+_LOOK_S: Final = 3.0  # longest wait for the certificate of a peer, as any peer may announce itself
 
 
 class KnownPeers(WireMessage, frozen=True):
-    """The peers that a checkpoint remembers: who came by each invitation, whom the owner banned, who was convicted."""
+    """The peers that a checkpoint remembers: the users of each invitation, banned peers, and convicted peers."""
 
     bans: list[bytes]
     invitations: UsedInvitations = UNSET
@@ -48,7 +48,7 @@ class KnownPeers(WireMessage, frozen=True):
 
 
 def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
-    """Return what a checkpoint is to remember, in plain values; None if the run takes any peer."""
+    """Return the peers that a checkpoint is to remember, in plain values; None if the run takes any peer."""
     if isinstance(run.invitations, UnsetType) and not run.convicted:
         return None
     known = KnownPeers(bans, run.invitations, convictions(run.convicted))
@@ -62,14 +62,14 @@ class Arrivals:
 
     _transport: Transport
     named: Collection[PeerId] = ()  # keepers in a run without certificates
-    used: Used = UNSET  # in older generations
-    keepers: Collection[PeerId] = ()  # likewise
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # likewise, and why
+    used: Used = UNSET  # invitations used in older generations
+    keepers: Collection[PeerId] = ()  # keepers of older generations
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # peer -> reason, in older generations
     _warned: set[PeerId] = field(default_factory=set)
     _wall_s: Callable[[], float] = time.time
 
     def restore(self, known: Any) -> None:
-        """Begin with the peers that a checkpoint remembers, so that a use stays used, and a ban holds."""
+        """Begin with the peers that a checkpoint remembers, so that used invitations and bans stay in force."""
         try:
             found = msgspec.convert(known, KnownPeers)
             check_used(found.invitations)
@@ -85,9 +85,9 @@ class Arrivals:
             heed(self._transport, signed)
 
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
-        """Return the servers whose certificates permit what they announce, without those that were convicted.
+        """Return the servers whose certificates permit the announced role, without convicted servers.
 
-        All others, if the run takes any peer.
+        If the run takes any peer, return all servers that were not convicted.
         """
         self._warned &= servers.keys()
         for peer in sorted(servers.keys() & self.convicted.keys()):
@@ -116,14 +116,14 @@ class Arrivals:
         return found
 
     def note_end(self, run: RunState) -> None:
-        """Remember who came to a generation that ends, decided in it, and was convicted."""
+        """Remember the used invitations, keepers and convictions of a generation that ends."""
         self.used, self.convicted = run.invitations, dict(run.convicted)
         self.keepers = run.keepers or ()
 
     def keepers_among(self, me: PeerId, members: Iterable[PeerId]) -> list[PeerId]:
         """Return the keepers of an audited run that begins: `me`, its starter, and first members that are certified.
 
-        Raises `ConfigError` where this peer's certificate is not a keeper's: later joiners believe keepers alone.
+        Raises `ConfigError` if this peer's certificate is not a keeper's, because later joiners accept keepers alone.
         """
         if is_certified_keeper(self._transport, me) is False:
             raise ConfigError(
@@ -132,7 +132,7 @@ class Arrivals:
                 "`lightning-swarm invite --role keeper`."
             )
         new = [peer for peer in sorted(members) if peer in self.named or is_certified_keeper(self._transport, peer)]
-        return list(dict.fromkeys([me, *self.keepers, *new]))  # also those that are gone, for they may come again
+        return list(dict.fromkeys([me, *self.keepers, *new]))  # includes departed keepers, which may return
 
     async def count(self, members: Iterable[PeerId]) -> UsedInvitations:
         """Count the first members of a generation, which are `invited`; unset: the run takes any peer."""
@@ -150,10 +150,10 @@ class Arrivals:
         return used_after(used, {peer: invited_by(permit)})
 
     async def _permit_of(self, peer: PeerId, server: ServerAnnouncement) -> Permit | None:
-        """Return what a server is permitted; None if that is less than it announces."""
+        """Return a server's permit; None if it does not permit the announced role."""
         least = Role.TRAINER if server.trains else Role.SERVER
         try:
-            async with asyncio.timeout(_LOOK_S):  # its answer may come later: then it is found by the next look
+            async with asyncio.timeout(_LOOK_S):  # a later answer is found by the next look
                 permit = await self._transport.certify(peer)
         except (SwarmError, TimeoutError) as error:
             self._warn(peer, str(error) or f"it shows no certificate within {_LOOK_S:g} s")

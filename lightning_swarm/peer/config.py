@@ -1,4 +1,4 @@
-"""The arguments of `SwarmStrategy` as a checked, frozen record, which is all that the rest of the package sees."""
+"""The arguments of `SwarmStrategy` as a checked, frozen record, the only form that the rest of the package sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_swarm.trust.invitation_text import check_is_file_name
 if TYPE_CHECKING:
     from lightning_swarm.model.boundary_layers import Boundary
 
-# `Compression` is public by the name of `lightning_swarm.config.Compression`, too.
+# `Compression` is also public as `lightning_swarm.config.Compression`.
 __all__ = ["Compression", "PeerRole", "Preemption", "StateDictType", "SwarmConfig", "Trust"]
 
 PeerRole = Literal["auto", "both", "trainer", "server"]
@@ -35,7 +35,7 @@ _FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "
 
 
 def audited_share(trust: Trust | None, share: float | None) -> float | None:
-    """Return the share of the servers' work that is audited, where a user may leave it out; None: nothing is."""
+    """Return the share of the servers' work to audit, with its default if a user left it out; None: no audits."""
     return AUDIT_SHARE if trust == "audited" and share is None else share
 
 
@@ -147,7 +147,7 @@ class SwarmConfig:
             )
 
     def _check_deterministic(self) -> None:
-        """Refuse what makes the weights depend on which peers take part, or on how long something takes."""
+        """Refuse settings that make the weights depend on the participating peers, or on timing."""
         if self.role == "both":
             raise ConfigError(
                 "with `deterministic=True` one process must train, because it depends on timing which trainer's "
@@ -161,7 +161,7 @@ class SwarmConfig:
 
     def leaves_whole(self, num_devices: int) -> bool:
         """Return whether this process, on so many devices, may begin a run of a model that is not cut."""
-        # Whoever says how to cut wants a cut, and so does who has devices that bring no data.
+        # A user that sets how to cut wants a cut, and so does a user with devices that bring no data.
         settings = self.settings
         says_how = (self.pipeline, self.boundary, settings.microbatch_size, settings.audit_share, self.shared or None)
         if any(one is not None for one in says_how) or self.split != "parameters":
@@ -171,13 +171,13 @@ class SwarmConfig:
         )
 
     def is_for_one(self, num_devices: int) -> bool:
-        """Return whether nobody is to join what this process trains, so that it needs no swarm."""
+        """Return whether no other peer is to join this process's training, so that it needs no swarm."""
         own = (self.role, self.run_id, self.listen, self.state_dict_type)
         for_others = (
             *(self.initial_peers, self.announce, self.identity_path, self.preemption, self.offload_optimizer),
             *(self.trust, self.invite),
         )
-        # Of the settings only these mean nothing to a process alone; any other one asks for a swarm.
+        # Only these settings mean nothing to a single process; any other setting asks for a swarm.
         moves = {name: getattr(self.settings, name) for name in ("rebalancing", "rebalance_interval")}
         alone = RunSettings(target_batch_size=None, **moves)
         return own == _FOR_ONE and not any(for_others) and self.settings == alone and self.leaves_whole(num_devices)

@@ -28,7 +28,7 @@ from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 _POLL_S: Final = 0.1
-# Of a peer that is gone, for so long; the others renew theirs, for those who store them may go at any time.
+# Lifetime of an announcement. Living peers renew theirs, because the peers that store it may leave at any time.
 ANNOUNCEMENT_TTL_S: Final = 3600.0
 _RENEW_EVERY_S: Final = ANNOUNCEMENT_TTL_S / 6
 _NO_TIME_S: Final = 0.001  # lifetime of an announcement that replaces a withdrawn one
@@ -42,7 +42,7 @@ class ServerAnnouncement(WireMessage, frozen=True):
     addresses: list[str]
     trains: bool = False  # it reads data, too
     inherits: bool | UnsetType = UNSET  # it has data, and could lead the run if the lead died
-    arithmetic: ShortText = ""  # as in `FreezeReply`
+    arithmetic: ShortText = ""  # see `FreezeReply`
 
 
 class RunAnnouncement(WireMessage, frozen=True):
@@ -55,12 +55,12 @@ _Announcement = TypeVar("_Announcement", ServerAnnouncement, RunAnnouncement)
 
 
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
-    """Assign servers to stages: the roster of each stage, a pure function."""
+    """Assign servers to stages, and return the roster of each stage. Pure."""
     if not num_stages:  # nothing is cut
         return []
-    if len(servers) >= num_stages:  # round and round, so that no stage has two more than another
+    if len(servers) >= num_stages:  # round robin, so that no stage has two servers more than another
         rosters = [list(servers[index::num_stages]) for index in range(num_stages)]
-    else:  # neighbouring stages to each, so that as few boundaries as possible cross the network
+    else:  # neighbouring stages for each server, so that few boundaries cross the network
         rosters = [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
     # The first server, the starter's own if it serves, has the last stage: its outputs travel to the trainer and their
     # gradients back, while the first stage's inputs, being data, travel one way only.
@@ -76,11 +76,11 @@ class WantedServers:
     """The servers that a run waits for before it begins."""
 
     num_servers: int
-    num_trainers: int  # so many of them must read data, too
-    among: Collection[PeerId] | None = None  # take no others; None takes any
+    num_trainers: int  # the number of them that must read data, too
+    among: Collection[PeerId] | None = None  # take only these; None takes any
 
     def suffice(self, found: Mapping[PeerId, ServerAnnouncement]) -> bool:
-        """True if enough servers are found; one without data is no substitute for a trainer, whose share it skips."""
+        """Return whether enough servers are found; a server without data is no substitute for a trainer."""
         return len(found) >= self.num_servers and _num_trainers(found) >= self.num_trainers
 
 
@@ -94,32 +94,32 @@ class RunDirectory:
     directory: Directory
     transport: Transport  # this peer's
     run_id: str
-    is_audited: bool = False  # only keepers are believed to coordinate a run
-    # What was warned of: the same announcements are read again and again, also those of peers that are gone.
+    is_audited: bool = False  # only keepers are accepted as coordinators
+    # Warnings already logged, because the same announcements are read again and again, even after a peer is gone.
     _warned_of: set[tuple[PeerId, int | str]] = field(default_factory=set, init=False)
-    _own: dict[str, bytes] = field(default_factory=dict, init=False)  # what this peer announced, by key
+    _own: dict[str, bytes] = field(default_factory=dict, init=False)  # key -> this peer's announcement
 
     async def renew(self) -> None:
         """Announce the run and the server again, before they expire, for as long as this peer lives."""
         while True:
             await asyncio.sleep(_RENEW_EVERY_S)
             for key in list(self._own):
-                value = self._own.get(key)  # read now: withdrawn, or announced anew, while another one was renewed
+                value = self._own.get(key)  # read now, because it may have changed while another was renewed
                 if value is None:
                     continue
                 try:
                     await self._announce(key, value)
                 except PeerError as error:
-                    _log.info("Nobody took the announcement, which will be renewed later: %s", shorten(str(error)))
+                    _log.info("No peer stored the announcement, which will be renewed later: %s", shorten(str(error)))
 
     async def announce_run(self, coordinator: PeerId) -> None:
-        """Announce the coordinator, which servers that come later ask to join."""
+        """Announce the coordinator, which later servers ask to join the run."""
         key, value = f"{self.run_id}.run", encode(RunAnnouncement(coordinator=coordinator))
         self._own[key] = value
         try:
             await self._announce(key, value)
         except PeerError as error:
-            text = "Nobody can find this run in order to join it until it is announced again, in %g minutes: %s"
+            text = "No peer can find this run in order to join it until it is announced again, in %g minutes: %s"
             _log.warning(text, _RENEW_EVERY_S / 60, shorten(str(error)))
             _log.debug("In full: %s", printable(str(error)))
 
@@ -128,11 +128,11 @@ class RunDirectory:
         await self.announce(0, timeout=timeout, trains=True, among="starters")
 
     async def find_starters(self) -> list[PeerId]:
-        """The programs that announced that they would begin a run, and can be reached."""
+        """Return the programs that announced that they would begin a run, and can be reached."""
         return sorted(await self._connect(await self._servers("starters")))
 
     async def find_runs(self) -> list[PeerId]:
-        """Coordinators of announced runs, which may be under way; connects this peer to all announced servers."""
+        """Return the coordinators of announced runs, which may be under way, and connect this peer to their servers."""
         found = await self._read(f"{self.run_id}.run", RunAnnouncement)
         if found:
             await self._connect_to_living({run.coordinator for run in found.values()})
@@ -161,7 +161,7 @@ class RunDirectory:
     async def withdraw(self) -> None:
         """Withdraw this server's announcements, so that other peers forget them before they expire."""
         own = dict(self._own)
-        self._own.clear()  # so that nothing renews it
+        self._own.clear()  # stops the renewal
         for key, value in own.items():
             try:
                 await self.directory.announce(key, value, ttl_s=_NO_TIME_S)
@@ -169,7 +169,7 @@ class RunDirectory:
                 _log.info("The announcement could not be withdrawn: %s", shorten(str(error)))
 
     async def _keepers_among(self, peers: Sequence[PeerId]) -> list[PeerId]:
-        """Leave out those whose certificates are not keepers', or who show none."""
+        """Return the peers that show a keeper's certificate; all peers, if this peer has no certificate itself."""
         if self.transport.permit_of(self.transport.peer_id) is None:
             return list(peers)
 
@@ -194,7 +194,7 @@ class RunDirectory:
         arithmetic: str = "",
         among: str = "servers",
     ) -> None:
-        """Announce that this server waits for its run, for `timeout` seconds: other peers may be busy starting."""
+        """Announce that this server waits for its run; retry for `timeout` seconds, as other peers may be starting."""
         addresses = list(await self.transport.addresses())
         peer = ServerAnnouncement(
             boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET, arithmetic=arithmetic
@@ -204,11 +204,11 @@ class RunDirectory:
         self._own[key] = value
 
     async def say(self, launch_id: str, what: str, value: bytes, *, timeout: float) -> None:
-        """At the starter: announce something to the launch's other trainers, such as that `prepare_data` is done."""
+        """At the starter: announce an event to the launch's other trainers, such as that `prepare_data` is done."""
         await self._publish(self._said(launch_id, what), value, timeout=timeout)
 
     async def await_said(self, launch_id: str, what: str, *, timeout: float, starter: PeerId | None = None) -> bytes:
-        """At another trainer: wait for what the starter, if it is known, says, or raise `DeadlineExceeded`."""
+        """At another trainer: wait for an announcement, by the starter if it is known, or raise `DeadlineExceeded`."""
         deadline = now_s() + timeout
         while True:
             found = await self.directory.read(self._said(launch_id, what))
@@ -222,7 +222,7 @@ class RunDirectory:
             await asyncio.sleep(_POLL_S)
 
     def _said(self, launch_id: str, what: str) -> str:
-        # Of this launch: the directory may have outlived another run of the same id.
+        # With the launch's id, because the directory may still hold another run of the same run id.
         return f"{self.run_id}.{what}.{launch_id}"
 
     async def _announce(self, key: str, value: bytes) -> None:
@@ -236,7 +236,7 @@ class RunDirectory:
             except PeerError as error:
                 if now_s() > deadline:
                     raise
-                _log.info("Nobody took the announcement, trying again: %s", shorten(str(error)))
+                _log.info("No peer stored the announcement, trying again: %s", shorten(str(error)))
                 await asyncio.sleep(_POLL_S)
             else:
                 return
@@ -244,7 +244,7 @@ class RunDirectory:
     async def find_servers(
         self, wanted: WantedServers, *, timeout: float, check: Callable[[], None], invited: Invited
     ) -> list[Member]:
-        """Wait until enough servers have announced themselves, and take all that have and are `invited`."""
+        """Wait until enough servers have announced themselves, and return all of them that are `invited`."""
         deadline = now_s() + timeout
         while True:
             check()  # raises when waiting has become pointless
@@ -265,7 +265,7 @@ class RunDirectory:
             await asyncio.sleep(_POLL_S)
 
     async def known_servers(self) -> dict[PeerId, list[str]]:
-        """The addresses of all servers that announced themselves; some may be gone."""
+        """Return the addresses of all servers that announced themselves; some may be gone."""
         return {peer: server.addresses for peer, server in (await self.announced()).items()}
 
     async def connect_all(self) -> None:
@@ -275,7 +275,7 @@ class RunDirectory:
     async def _connect(
         self, servers: Mapping[PeerId, ServerAnnouncement], *, warns: bool = True
     ) -> dict[PeerId, ServerAnnouncement]:
-        """Connect to `servers`; returns those that can be reached, and `warns` of the others."""
+        """Connect to `servers` and return the reachable servers; with `warns`, log a warning for each failure."""
 
         async def reaches(peer: PeerId, server: ServerAnnouncement) -> bool:
             if peer == self.transport.peer_id:
@@ -295,15 +295,15 @@ class RunDirectory:
         return {peer: servers[peer] for peer, ok in zip(servers, reached, strict=True) if ok}
 
     async def known_standbys(self) -> set[PeerId]:
-        """Servers that could lead the run if the lead died; some may be gone."""
+        """Return the servers that could lead the run if the lead died; some may be gone."""
         return {peer for peer, server in (await self.announced()).items() if server.inherits}
 
     async def announced(self) -> dict[PeerId, ServerAnnouncement]:
-        """The announcements of all servers; some may be gone."""
+        """Return the announcements of all servers; some may be gone."""
         return await self._servers("servers")
 
     async def _servers(self, among: str) -> dict[PeerId, ServerAnnouncement]:
-        """Announcements of servers, but those with an address of another peer: each peer speaks for itself."""
+        """Return announcements of servers, except any with an address of another peer than its sender."""
         found = await self._read(f"{self.run_id}.{among}", ServerAnnouncement)
         own = {}
         for peer, server in found.items():
@@ -316,7 +316,7 @@ class RunDirectory:
         return own
 
     async def _read(self, key: str, kind: type[_Announcement]) -> dict[PeerId, _Announcement]:
-        """All well-formed announcements under a key: anyone may publish anything there."""
+        """Return the well-formed announcements under a key, where any peer may publish anything."""
         found = {}
         for peer, value in (await self.directory.read(key)).items():
             try:
@@ -326,7 +326,7 @@ class RunDirectory:
         return found
 
     def _warn_once(self, text: str, peer: PeerId, life: int | str, error: SwarmError) -> None:
-        """Warn of a peer once in its life, which its boot id tells, or the key of an announcement without one."""
+        """Warn of a peer once in its `life`: its boot id, or the key of an announcement without boot id."""
         if (peer, life) not in self._warned_of:
             self._warned_of.add((peer, life))
             _log.warning(text, short_name(peer), shorten(str(error)))
@@ -341,7 +341,7 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
 
 
 async def restart(transport: Transport, run: RunState, request: RestartRequest, *, timeout: float) -> None:
-    """Have all servers roll back to the step of `request`, whose weights `hand_out` sends next."""
+    """Order all servers to roll back to the step of `request`, whose weights `hand_out` sends next."""
     body = encode(request)
     # Afterwards no server holds anything of an older generation, and all refuse its calls.
     await gather(transport.call(peer, RESTART, body, timeout=timeout) for peer in run.servers)
@@ -355,7 +355,7 @@ async def hand_out(
     *,
     timeout: float,
 ) -> None:
-    """Before the first step of a generation: send some stages' `weights`, with their buffers, to their rosters."""
+    """Send the `weights` and buffers of some stages to their rosters, before the first step of a generation."""
     await gather(
         transport.stream(member.peer_id, LOAD, message, timeout=timeout)
         for stage, message in [(stage, _weights(stage, weights(stage), run.manifest)) for stage in stages]
@@ -376,5 +376,5 @@ def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manife
 
 
 async def dismiss(transport: Transport, peers: Collection[PeerId], *, timeout: float) -> None:
-    """Tell other peers that the run is over; one that is gone is no error."""
+    """Notify other peers that the run is over; a peer that is gone is no error."""
     await server_calls.dismiss(transport, {*peers} - {transport.peer_id}, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Ways into a run of invited peers: as its owner, by an invitation, or by a certificate that this peer has."""
+"""Ways into a run of invited peers: as its owner, by an invitation, or by a certificate that this peer has kept."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Entry:
     role: Role
     by: Owner | AnyInvitation
     certificate_file: Path | None = None  # where the certificate is kept for the next start
-    is_kept: bool = False  # it is the one of an earlier start
+    is_kept: bool = False  # `by` is the certificate of an earlier start
 
     @property
     def may_lead(self) -> bool:
-        """Return whether this peer may lead the run, in the place of a lead that dies."""
+        """Return whether this peer may lead the run after the death of its lead."""
         return self.role.includes(Role.TRAINER)
 
     @property
     def is_owner(self) -> bool:
-        """Return whether others are invited by a key of this machine."""
+        """Return whether this machine has the owner's key, which signs invitations."""
         return isinstance(self.by, Owner)
 
     def credentials(self, peer: PeerId, *, now_s: float) -> RunCredentials:
@@ -95,7 +95,7 @@ class Entry:
 
 
 async def warn_before_end(expires_at_s: float) -> None:
-    """Warn a day before this peer's certificate ends, at a time in seconds since the epoch."""
+    """Warn a day before this peer's certificate ends at `expires_at_s`, in seconds since the epoch."""
     await asyncio.sleep(max(0.0, expires_at_s - _NOTICE_S - time.time()))
     _log.warning(
         "This peer's certificate ends at %s UTC: from then on no peer of the run answers it. Ask its owner for a new "
@@ -105,11 +105,11 @@ async def warn_before_end(expires_at_s: float) -> None:
 
 
 def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -> Entry | None:
-    """Choose how this peer comes into its run; None if anyone may.
+    """Choose this peer's entry to its run; None if any peer may come.
 
     Args:
-        config: What the user asks for.
-        folder: Finds the folder of the keys of owners; it is called where one is needed, for some users have none.
+        config: The user's settings.
+        folder: Finds the folder of owners' keys. It is called only if needed, because some users have no folder.
         now_s: The time, in seconds since the epoch.
 
     Raises:
@@ -130,7 +130,7 @@ def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -
 
 
 def further_identity(identity_path: str, rank: int) -> str:
-    """Return the file of the key of a further peer of this machine, which is beside that of the first one."""
+    """Return the key file of a further peer of this machine, which is beside the first peer's key file."""
     return f"{identity_path}.{rank}"
 
 
@@ -149,7 +149,7 @@ def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, no
         if why is None:
             _check_use(found, config, source)
             return _entry(found, kept_at)
-    # Who came may stay for longer than others may come, and a service starts it again by the same command.
+    # A certificate may outlast its invitation, and a service restarts the peer by the same command.
     kept = _kept_for(found, config, kept_at, now_s=now_s)
     if kept is None:
         refuse(source, why, remedy)
@@ -162,7 +162,7 @@ def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, no
 def _kept_for(
     invitation: AnyInvitation | None, config: SwarmConfig, kept_at: Path | None, *, now_s: float
 ) -> Entry | None:
-    """Return the entry by the certificate of an earlier start, if that holds, and is of the same owner's run."""
+    """Return the entry by the certificate of an earlier start, if it is valid and of the same owner's run."""
     if kept_at is None or not is_there(kept_at):
         return None
     try:
@@ -184,7 +184,7 @@ def _entry_by_kept(config: SwarmConfig, kept_at: Path, *, now_s: float) -> Entry
 
 
 def owner_entry(owner: Owner) -> Entry:
-    """Choose to come as the run's owner."""
+    """Return the entry of the run's owner."""
     return Entry(owner.run_id, owner.key.peer_id, Role.KEEPER, owner)
 
 
@@ -197,10 +197,10 @@ def invitation_in(source: str, *, run_id: str) -> Invitation:
 
 
 def visitor_entry(source: str, *, now_s: float) -> Entry:
-    """Choose how a peer comes that takes no part in a run, and only looks at it."""
+    """Return the entry of a peer that takes no part in a run, and only looks at it."""
     found = from_text(_read(Path(source), source), source)
     if isinstance(found, Certificate):
-        refuse(source, "it was made for one peer, and who looks has a new id each time", _ANOTHER)
+        refuse(source, "it was made for one peer, and an onlooker has a new id each time", _ANOTHER)
     _check_time(found, source, now_s=now_s)
     return _entry(found, None)
 
@@ -216,7 +216,7 @@ def _check_run(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
 
 
 def _check_use(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
-    """Refuse another peer's certificate, and a role that does not do for what this peer is to do."""
+    """Refuse another peer's certificate, and a role that does not suffice for this peer's tasks."""
     if isinstance(found, Certificate):
         _check_own(found.peer, config, source)
     needed = Role.SERVER if config.only_serves else Role.TRAINER
@@ -263,7 +263,7 @@ def _read(path: Path, source: str) -> str:
 
 
 def _text_of(path: Path) -> tuple[str, str | None]:
-    """Return the text in a file, and why there is none."""
+    """Return the text in a file, and an error if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_TEXT_BYTES).decode(), None

@@ -27,12 +27,12 @@ from lightning_swarm.server.admission import Admission
 
 _log = logging.getLogger(__name__)
 
-# The lead decides the version to which a run rolls back, and asks the other trainers by this method at which ones their
-# loops could continue. Servers hear of the choice when it releases them, and trainers from the server in their process.
+# The lead decides the version to which a run rolls back. By this method it asks the other trainers at which versions
+# their loops could continue. Servers learn its choice when it releases them, and trainers learn it from their servers.
 LOOP: Final = "trainer.loop"
 
-_NUM_STANDBYS: Final = 3  # peers that keep the loop's state: one that dies takes its copy along
-_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # for one snapshot; those that failed come last for the next one
+_NUM_STANDBYS: Final = 3  # peers that keep the loop's state; several, because a copy is lost with its peer
+_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # most peers tried for one snapshot; peers that failed come last for the next
 _POLL_S: Final = 1.0
 _POLL_START_S: Final = 0.1
 
@@ -50,8 +50,8 @@ class StandbyLeads:
     _candidates: Callable[[], Awaitable[Collection[PeerId]]]  # peers that announced that they could take a run over
     _limits: Limits
     _warned: bool = field(default=False, init=False)
-    _unresponsive: set[PeerId] = field(default_factory=set, init=False)  # did not take the state they were sent last
-    holding: Collection[PeerId] = field(default=(), init=False)  # have the newest state
+    _unresponsive: set[PeerId] = field(default_factory=set, init=False)  # peers that did not take the latest state
+    holding: Collection[PeerId] = field(default=(), init=False)  # peers that have the newest state
 
     async def send(self, run: RunState, version: int, pack: PackLoop) -> None:
         """Send the loop's state at this version of the weights; a peer that does not take it is no standby."""
@@ -73,7 +73,7 @@ class StandbyLeads:
         self.holding = await self._keep_at_some(chosen[:_MAX_TRIED], message) or self.holding
 
     async def _keep_at_some(self, peers: Sequence[PeerId], message: Message) -> list[PeerId]:
-        """Try peers in order until enough keep the state; returns those that do."""
+        """Try peers in order until enough of them keep the state; return the peers that do."""
         holding: list[PeerId] = []
         while peers and len(holding) < _NUM_STANDBYS:
             missing = _NUM_STANDBYS - len(holding)
@@ -83,7 +83,7 @@ class StandbyLeads:
         return holding
 
     async def _keeps(self, peer: PeerId, message: Message) -> bool:
-        self._unresponsive.add(peer)  # until it answers: sending the next snapshot's state cancels this
+        self._unresponsive.add(peer)  # removed by its answer; sending the next snapshot's state cancels this call
         try:
             await self._transport.stream(peer, KEEP_LOOP, message, timeout=self._limits.call_timeout, max_bytes=0)
         except SwarmError as error:
@@ -101,30 +101,30 @@ class StandbyLeads:
 
 
 async def release(transport: Transport, run: RunState, first_step: int, *, timeout: float) -> list[PeerId]:
-    """Release all servers from a void run, to wait for the next one at `first_step`; returns those that answer."""
+    """Release all servers from a void run, to wait for the next run at `first_step`; return the servers that answer."""
     body = encode(ReleaseRequest(generation=run.manifest.generation, first_step=first_step))
-    # Who was released and is not counted would wait for the next run, which begins without it.
+    # The call is repeated, because a server whose answer is lost would wait for the next run, which begins without it.
     return list(await call_each(transport, run.servers, RELEASE, body, bytes, timeout=timeout, tries=MAX_TRIES))
 
 
 async def what_is_lost(
     transport: Transport, run: RunState, num_known_dead: Callable[[], int], *, timeout: float, silence_s: float
 ) -> str:
-    """Say what a run lacks to go on, a stage or a majority of voters, and still lacks after `timeout`; or nothing."""
+    """Return why a run still cannot continue after `timeout`, without a stage or most voters; empty if it can."""
     deadline = now_s() + timeout
     while True:
         servers = sorted({*run.servers, *(voter.peer_id for voter in run.voters)})
-        # A server that was started again answers, too, but is in no run.
+        # Not by pings, because a server that was started again answers them, too, but is in no run.
         alive = set(await ask_held(transport, servers, timeout=silence_s))
         found = lost(run, alive)
-        # Nobody waits for processes of this machine that are known to have ended.
+        # Do not wait for processes of this machine that are known to have ended.
         if not found or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
             return found
         await asyncio.sleep(_POLL_S)
 
 
 def lost(run: RunState, alive: Collection[PeerId]) -> str:
-    """Say what a run lacks to go on with these peers; empty if nothing."""
+    """Return why a run cannot continue with these peers; empty if it can."""
     empty = [index for index, roster in enumerate(run.rosters) if not any(peer.peer_id in alive for peer in roster)]
     if empty:
         return f"nobody of stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} answers"
@@ -135,7 +135,7 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
 
 
 async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:
-    """The manifest of the run if another peer leads it by now, as its servers that decide show it."""
+    """Return the manifest of the run if another peer leads it by now, according to its servers that decide."""
     others = [peer for peer in run.servers if peer != transport.peer_id and run.decides(peer)]
     views = await gather(ask_view(transport, peer, timeout=timeout) for peer in others)
     manifests = [view.manifest for view in views if view is not None]
@@ -148,7 +148,7 @@ async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> M
 async def loops_at(
     transport: Transport, trainers: Iterable[PeerId], versions: Collection[int], *, timeout: float
 ) -> set[int]:
-    """The versions at which the loops of all these trainers could continue; one that does not answer is gone."""
+    """Return the versions at which the loops of all these trainers could continue; ignore trainers without answer."""
     request = encode(LoopRequest(versions=sorted(versions)))
 
     async def ask(trainer: PeerId) -> set[int] | None:
@@ -165,7 +165,7 @@ async def loops_at(
 async def await_loops(
     transport: Transport, trainers: Iterable[PeerId], *, timeout: float, check: Callable[[], None]
 ) -> None:
-    """Wait until all these released trainers wait for the next run; raises a `PeerError` if one is gone or late."""
+    """Wait until all these released trainers wait for the next run; raise a `PeerError` if one is gone or late."""
     deadline_s = now_s() + timeout
     late = list(trainers)
     while late:
@@ -183,23 +183,23 @@ async def await_loops(
 
 
 class StandbyLead:
-    """A trainer beside the lead: tells the lead about its own loop, and learns of rollbacks from its server."""
+    """A trainer beside the lead: reports to the lead on its own loop, and learns of rollbacks from its server."""
 
     def __init__(self, transport: Transport, admission: Admission, *, limits: Limits) -> None:
         self._transport = transport
         self._admission = admission
         self._limits = limits
         self.could_go_on: CouldGoOn = lambda *_: False  # called on the swarm's loop
-        self.waits = False  # for a run to begin
-        self.run: RunState | None = None  # None: it has been in none yet
+        self.waits = False  # waits for a run to begin
+        self.run: RunState | None = None  # None: it has been in no run yet
         transport.handle_call(LOOP, self._handle_loop)
 
     def enter_run(self, run: RunState) -> None:
-        """Note the run that this trainer is in."""
+        """Set the run that this trainer is in."""
         self.run, self.waits = run, False
 
     def leave_run(self) -> None:
-        """Forget the run before asking for a new one, in which this trainer's server may be, and be released, first."""
+        """Forget the run before asking for a new run, which may admit and release this trainer's server first."""
         self.run = None
         self.could_go_on = lambda *_: False
 
@@ -216,7 +216,7 @@ class StandbyLead:
         return encode(LoopReply(versions=versions, waits=self.waits))
 
     def _counts(self, step: int, firsts: Collection[int]) -> bool:
-        """True if a record counts these batches, as the server knows: the loop may not have asked for records yet."""
+        """Return whether a record known to the server counts these batches; the loop may not know the record yet."""
         return self._admission.membership.has_run and self._admission.membership.run.counts(step, firsts)
 
     @property
@@ -225,8 +225,8 @@ class StandbyLead:
         return self._admission.membership.lead not in (None, self._lead)
 
     async def rollback_step(self) -> int | None:
-        """After an error: the step to which the run rolls back; None if it goes on as it is, or is over."""
-        if self._transport.closed:  # nobody can reach this peer
+        """Return the step to which the run rolls back after an error; None if it continues as it is, or is over."""
+        if self._transport.closed:  # no other peer can reach this peer
             return None
         released, left = self._admission.released, self._admission.left
         if self.run is not None:

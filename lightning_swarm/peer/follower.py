@@ -38,7 +38,7 @@ _LOOK_S: Final = 1.0
 
 
 async def find_run(directory: RunDirectory, config: SwarmConfig) -> RunView | None:
-    """The run that is under way, as its coordinator shows it."""
+    """Return the view of the run under way, from its coordinator; None if there is no run."""
     # Announcements that earlier runs left behind may be among them.
     peers, timeout = await directory.find_runs(), config.limits.leave_timeout
     found = await gather(ask_view(directory.transport, peer, timeout=timeout) for peer in peers)
@@ -47,7 +47,7 @@ async def find_run(directory: RunDirectory, config: SwarmConfig) -> RunView | No
 
 
 def check(view: RunView, config: SwarmConfig) -> None:
-    """Raise a ConfigError if the run's settings differ from this program's, which would then train another run."""
+    """Raise a ConfigError if this program's settings differ from the run's, so that it would train another run."""
     manifest = view.manifest
     check_open(manifest)
     if manifest.is_whole and config.role != "both":
@@ -68,7 +68,7 @@ def check(view: RunView, config: SwarmConfig) -> None:
 
 
 class Claim:
-    """A program's claim to begin a run: of all that announce that they would, exactly one does."""
+    """A program's claim to begin a run: exactly one of all programs that announce a claim begins it."""
 
     def __init__(self, directory: RunDirectory, config: SwarmConfig) -> None:
         self._directory = directory
@@ -79,15 +79,15 @@ class Claim:
         self._transport.handle_call(CLAIM, self._handle_claim)
 
     async def settle(self) -> RunView | None:
-        """Wait for the run that another program begins; None: this one does. Raises `DeadlineExceeded` if none did."""
+        """Wait for the run of another program; None: this program begins it. Raises `DeadlineExceeded` if none does."""
         view = await find_run(self._directory, self._config)
         if view is not None:
             return view
         timeout = self._config.limits.start_timeout
         deadline_s = now_s() + timeout
-        # Each announces itself before it asks: of any two, at least one has heard of the other.
+        # Each program announces itself before it asks, so of any two, at least one knows of the other.
         await self._directory.announce_starter(timeout=timeout)
-        # One that gave way waits for the run, and claims it anew as long as nothing comes of it.
+        # A program that gave way waits for the run, and repeats its claim until the run appears.
         while not await self._wins():
             await asyncio.sleep(_POLL_S)
             view = await find_run(self._directory, self._config)
@@ -121,7 +121,7 @@ class Claim:
     async def _handle_claim(self, caller: PeerId, body: bytes) -> bytes:
         if body:
             raise ProtocolError(f"{CLAIM} takes no arguments, got {len(body)} bytes")
-        gives_way = not self._begins and caller < self._transport.peer_id  # to the lower id
+        gives_way = not self._begins and caller < self._transport.peer_id  # the lower id wins
         self._gave_way |= gives_way
         return encode(ClaimReply(gives_way=gives_way))
 
@@ -140,25 +140,25 @@ class Follower:
     # ------------------------------------------------------------------ a run under way
 
     def find_run(self) -> RunView | None:
-        """The run to train in, whose settings must be this peer's; None: this peer is the one that begins it."""
+        """Return the run to train in, after checking its settings; None: this peer begins it."""
         view = self._runtime.run(Claim(self._directory, self._config).settle())
         if view is not None:
             check(view, self._config)
         return view
 
     def find_run_again(self) -> RunView | None:
-        """The run that this peer trained in, and that rolled back without it; None if nobody shows it."""
+        """Return the run that this peer trained in, and that rolled back without it; None if no peer shows it."""
         return self._runtime.run(find_run(self._directory, self._config))
 
     def train_in(
         self, seen: RunView, model: PeerModel, device: torch.device, *, serves: bool, inherits: bool
     ) -> tuple[Session, int]:
-        """Open a session in a run under way, from one of its next steps on; returns it and the lead loop's epoch."""
+        """Open a session in a run under way, from one of its next steps on; return it and the lead's epoch."""
         model.check(seen.manifest)
         if serves:  # it joins a stage meanwhile
             self._runtime.run(self._host.serve(model.twin(), trains=True, inherits=inherits))
         else:
-            # Unannounced: it holds no stage, but hears of the run's end.
+            # Unannounced: it holds no stage, but is notified of the run's end.
             self._runtime.run(self._host.start(model.twin()))
         admission, limits = self._host.admission, self._config.limits
         run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
@@ -178,7 +178,7 @@ class Follower:
         return self._open(run, model, device, runtime), epoch
 
     def leave_in_order(self) -> None:
-        """Have the run let this peer's server go, if it is in one, and wait for as long as that may take."""
+        """Ask the run to let this peer's server leave, if it is in one, and wait up to `Limits.drain_timeout`."""
         self._runtime.post(self._host.leave)
         with contextlib.suppress(RunOver, SwarmError):
             self._runtime.run(self._host.until_let_go())
@@ -186,8 +186,8 @@ class Follower:
     # ------------------------------------------------------------------ a run that begins
 
     def await_said(self, launch_id: str, what: str) -> bytes:
-        """Wait until the starter of the same launch says something, such as that the data is prepared."""
-        # Other peers that the starter joined may announce anything; its own children have its address alone.
+        """Wait for an announcement by the starter of the same launch, such as that the data is prepared."""
+        # Any peer may publish anything, so only the starter's announcement counts. Its children have its address alone.
         peers, timeout = self._config.initial_peers, self._config.limits.lead_timeout
         starter = peers[0].peer_id if peers else None
         return self._runtime.run(self._directory.await_said(launch_id, what, timeout=timeout, starter=starter))
@@ -219,7 +219,7 @@ class Follower:
         return run
 
     async def _raise_when_lead_gone(self) -> None:
-        """Raise if the lead died during a rollback: nobody would start the next generation."""
+        """Raise `Unreachable` if the lead died during a rollback, because no peer would start the next generation."""
         limits, lead = self._config.limits, self._host.admission.membership.lead
         if lead is None:  # before the first generation the starter is not known
             await asyncio.Event().wait()
@@ -264,20 +264,20 @@ class Follower:
         self._host.admission.membership.trains_in = self._standby = None
 
     def rollback_step(self) -> int | None:
-        """After an error: the step to which the run rolls back; None if it goes on as it is, or not at all."""
+        """Return the step to which the run rolls back after an error; None if it continues as it is, or not at all."""
         return None if self._standby is None else self._runtime.run(self._standby.rollback_step())
 
     @property
     def is_rolling_back(self) -> bool:
-        """True if this peer's server, which is in the run, was told of a rollback."""
+        """True if this peer's server, which is in the run, was notified of a rollback."""
         return self._host.server is not None and self._host.admission.released.is_set()
 
     @property
     def has_new_lead(self) -> bool:
-        """True if the peer that released the run is another one than its former lead."""
+        """True if the peer that released the run is not its former lead."""
         return self._standby is not None and self._standby.has_new_lead
 
     def set_could_go_on(self, could_go_on: failover.CouldGoOn) -> None:
-        """Set the function that knows at which versions this trainer's loop could continue."""
+        """Set the function that decides whether this trainer's loop could continue at a version."""
         assert self._standby is not None
         self._standby.could_go_on = could_go_on

@@ -1,4 +1,4 @@
-"""Private keys of joining peers, kept per run and user: a restarted peer has its old id and takes no further use."""
+"""Private keys of joining peers, kept per run and user, so that a restarted peer has its old id and adds no use."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _locks: dict[Path, int] = {}  # key file -> descriptor of its lock, open until t
 
 
 class PeerStart(Struct, frozen=True):
-    """How a peer was started, by which a restart recognizes its own key among those of this user's other peers."""
+    """The start of a peer, by which a restart recognizes its own key among the keys of this user's other peers."""
 
-    invitation: str = ""  # its digest; empty if it has none, or cannot be read twice
-    command: str = ""  # a digest, with the name of the invitation's file: arguments may be secrets
+    invitation: str = ""  # digest of the invitation; empty if there is none, or it cannot be read twice
+    command: str = ""  # digest of arguments, which may be secrets, and of the invitation's file name
     listen: str = ""
     folder: str = ""
 
@@ -39,7 +39,7 @@ class PeerStart(Struct, frozen=True):
     def of(cls, config: SwarmConfig) -> PeerStart:
         """Describe the start of this process."""
         invitation = _digest_of_file(config.invite)
-        # A number of a descriptor is no name: `join --invite -` has one of its own at each start.
+        # The number of a descriptor is no name, because `join --invite -` has another number at each start.
         name = invitation if (config.invite or "").startswith("/dev/fd/") else config.invite or ""
         command = hashlib.sha256("\0".join([name, *sys.argv]).encode(errors="surrogateescape")).hexdigest()
         try:
@@ -50,7 +50,7 @@ class PeerStart(Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> PeerStart:
-        """Read a record of the start of a key's latest process; an empty start if it is malformed or missing."""
+        """Read the start of a key's latest process; return an empty start if the record is malformed or missing."""
         try:
             return msgspec.json.decode(data, type=cls)
         except (ValueError, msgspec.DecodeError):
@@ -59,7 +59,7 @@ class PeerStart(Struct, frozen=True):
     def may_be(self, other: PeerStart) -> bool:
         """Return False if the peers have different invitations, so that exchanged keys would be further uses of both.
 
-        If all else is equal, the peer has a new invitation in the file of its old one.
+        But if all else is equal, the peer has a new invitation in the old invitation's file.
         """
         is_invited_otherwise = "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
         return not is_invited_otherwise or structs.replace(self, invitation=other.invitation) == other
@@ -72,14 +72,14 @@ class PeerStart(Struct, frozen=True):
 def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart) -> str | None:
     """Return the file of a key that no living process of this user has; None if no file can be kept.
 
-    The file is made if it is missing, and stays locked until this process ends. A restart gets the key of the process
-    that was started most alike.
+    The file is created if it is missing, and stays locked until this process ends. A restart gets the key of the most
+    similar start.
     """
     try:
         folder = find_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         paths = [owner_file(folder, run_id).with_suffix(f".peer{number}") for number in ["", *range(2, _MAX_PEERS + 1)]]
-        path = next((path for path in paths if path in _locks), None)  # its lock opened again and closed would be lost
+        path = next((path for path in paths if path in _locks), None)  # to reopen and close it would lose its lock
         if path is None:
             path = next((path for path in _by_preference(paths, start) if _lock(path, start)), None)
     except (OSError, ConfigError) as error:
@@ -99,7 +99,7 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart
 
 
 def _by_preference(paths: list[Path], start: PeerStart) -> Iterator[Path]:
-    """Order the files of keys: first the kept ones of peers started alike, then new ones, then those left."""
+    """Order the files of keys: first kept keys of similar starts, then new keys, then the remaining kept keys."""
     kept = {path: PeerStart.decode(_lock_file(path).read_bytes()) for path in paths if _lock_file(path).exists()}
     alike = [path for path, former in kept.items() if start.may_be(former)]
     yield from sorted(alike, key=lambda path: -kept[path].likeness(start))
@@ -113,7 +113,8 @@ def _lock_file(path: Path) -> Path:
 
 def _lock(path: Path, start: PeerStart) -> bool:
     """Lock a key's file until this process ends; False if another process has locked it."""
-    # Forked processes, such as DataLoader workers, inherit no lock of this kind and cannot outlive its owner with it.
+    # Forked processes, such as DataLoader workers, do not inherit this kind of lock, and cannot keep it after its
+    # owner.
     descriptor = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +122,7 @@ def _lock(path: Path, start: PeerStart) -> bool:
         os.close(descriptor)
         return False
     _locks[path] = descriptor
-    if not start.invitation:  # a key stays that of its invitation, whose file may be gone
+    if not start.invitation:  # a key keeps its invitation, whose file may be gone
         former = PeerStart.decode(os.pread(descriptor, _MAX_RECORD_BYTES, 0))
         start = structs.replace(start, invitation=former.invitation)
     os.ftruncate(descriptor, 0)
@@ -131,7 +132,8 @@ def _lock(path: Path, start: PeerStart) -> bool:
 
 def _digest_of_file(name: str | None) -> str:
     try:
-        if name is not None and Path(name).is_file():  # a pipe is read once, and then for the invitation
+        # A pipe can be read only once, which is needed for the invitation itself.
+        if name is not None and Path(name).is_file():
             with Path(name).open("rb") as file:
                 return hashlib.sha256(file.read(MAX_TEXT_BYTES).strip()).hexdigest()
     except (OSError, ValueError) as error:  # the peer may come by a kept certificate; else an error follows

@@ -53,25 +53,25 @@ class RunSpec:
     """The settings of a run that its starter decides."""
 
     ranges: Sequence[range]  # the blocks of each stage
-    num_servers: int  # to wait for
-    num_trainers: int  # so many of them must read data, too
-    seed: int  # of all random draws in the stages
-    gradient_clip_norm: float | None  # over all stages
-    gradient_clip_value: float | None  # of each element of the mean gradient
+    num_servers: int  # servers to wait for
+    num_trainers: int  # the number of them that must read data, too
+    seed: int  # seed of all random draws in the stages
+    gradient_clip_norm: float | None  # bound on the norm over all stages
+    gradient_clip_value: float | None  # bound on each element of the mean gradient
     first_step: int
     selection: Selection | None  # the parameters that train at first; None: the run only evaluates
     max_steps: int | None  # no step opens beyond it; None: the trainer ends the run
-    total_steps: int | None  # for schedules that servers build
-    open_to_trainers: bool = False  # others may come to train, too
-    scaling: LossScaling | None = None  # of all trainers' losses, in the first step
+    total_steps: int | None  # needed by schedules that servers build
+    open_to_trainers: bool = False  # further trainers may join
+    scaling: LossScaling | None = None  # scaling of all trainers' losses in the first step
     optimizer: str | None = None  # the kind that every peer must build; see `model.optimizer_state.kind_of`
     unportable: str = ""  # why unlike machines cannot step it to the same bits
-    generation: int = 0  # later than all in which the servers were with the lead
-    former_leads: Sequence[PeerId] = ()  # of older generations
+    generation: int = 0  # higher than all earlier generations of these servers under the lead
+    former_leads: Sequence[PeerId] = ()  # leads of older generations
 
 
 def continued(spec: RunSpec, former: Manifest) -> RunSpec:
-    """The next generation of a run: what its starter decided for all peers holds, whoever leads it now."""
+    """Return the spec of a run's next generation, which keeps its starter's decisions for all peers."""
     clips = {"gradient_clip_norm": former.gradient_clip_norm, "gradient_clip_value": former.gradient_clip_value}
     for name, value in clips.items():
         if getattr(spec, name) != value:
@@ -90,9 +90,9 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
 
 
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
-    """Raise a ConfigError if all of the `initial_peers` that answer are for other runs than this peer's.
+    """Raise a ConfigError if all of the `initial_peers` that answer belong to other runs.
 
-    If none tells its run, and one refuses this peer, that raises its reason, such as `AccessDenied`.
+    If none answers with its run, but one refuses this peer, raise its reason, such as `AccessDenied`.
     """
 
     async def ask(peer: PeerId) -> str | SwarmError | None:
@@ -124,13 +124,14 @@ def make_manifest(
     announced: Mapping[PeerId, ServerAnnouncement],
     keepers: Keepers = UNSET,
 ) -> Manifest:
-    """Record 0 of a run that `me`, the starter, leads, and in which `others` train; `announced`: by the servers.
+    """Return record 0 of a run that `me` starts and leads, and in which `others` train.
 
-    Raises `ConfigError` where no server may coordinate, or a stage needs machines of one kind, and has others.
+    `announced` are the servers' announcements. Raises `ConfigError` if no server may coordinate, or if a stage that
+    needs machines of one kind has several kinds.
     """
     hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
     kinds = {peer: server.arithmetic for peer, server in announced.items()}
-    # The starter's own server coordinates: its trainer's control calls then cross no network. Or another keeper.
+    # The starter's own server coordinates, so its trainer's control calls cross no network; or else a keeper.
     servers = sorted(servers, key=lambda one: (one.peer_id != me.peer_id, not may_decide(one.peer_id, keepers)))
     if not may_decide(servers[0].peer_id, keepers):
         raise ConfigError(
@@ -197,17 +198,17 @@ class Lead:
         self._events = events
         self._is_over = is_over  # whether this peer's server has heard that the run is over
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
-        self.stages: tuple[StageModule, ...] = ()  # of this peer's copy of the model
+        self.stages: tuple[StageModule, ...] = ()  # stages of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
-        self.versions_kept: Callable[[], Collection[int]] = tuple  # of the states of its trainer's loop
+        self.versions_kept: Callable[[], Collection[int]] = tuple  # versions of the kept states of its trainer's loop
         self.num_known_dead: Callable[[], int] = int  # processes of this machine's peers that have ended
-        self._took_over = False  # the run, which is to roll back, from another peer
-        # Of the generation before, for the next one:
+        self._took_over = False  # this peer took over a run that is to roll back
+        # From the previous generation, for the next:
         self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
-        self._released: set[PeerId] = set()  # from older generations; some may have missed the next one's beginning
-        self.addresses: dict[PeerId, Sequence[str]] = {}  # as servers announced them when the generation began
+        self._released: set[PeerId] = set()  # servers of older generations; some may have missed the next beginning
+        self.addresses: dict[PeerId, Sequence[str]] = {}  # addresses that servers announced when the generation began
         self._arrivals = Arrivals(directory.transport, keepers)
         self._standbys = StandbyLeads(directory.transport, directory.known_standbys, config.limits)
 
@@ -230,14 +231,14 @@ class Lead:
             return await first_found(map(ask, await self._directory.find_runs())) is not None
 
         if self._runtime.run(is_under_way()):
-            raise ConfigError(  # two would take each other's servers
+            raise ConfigError(  # two runs would take each other's servers
                 f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
                 "start another one with another `run_id`."
             )
 
     def known_peers(self) -> dict[str, Any] | None:
-        """Return what a checkpoint remembers of who came to the run, in plain values; None if anyone may."""
-        # The bans are those of the transport, which may have heard of some that no record tells yet.
+        """Return the run's peers that a checkpoint is to remember, in plain values; None if any peer may come."""
+        # The transport may know bans that no record carries yet.
         return None if self.run is None else known_peers(self.run, self._transport.bans)
 
     def restore_peers(self, known: Any) -> None:
@@ -245,12 +246,12 @@ class Lead:
         self._arrivals.restore(known)
 
     def say(self, launch_id: str, what: str, value: bytes = b"yes") -> None:
-        """Tell the other trainers of this launch something, such as that the data is prepared."""
+        """Announce an event to the other trainers of this launch, such as that the data is prepared."""
         timeout = self._config.limits.start_timeout
         self._runtime.run(self._directory.say(launch_id, what, value, timeout=timeout))
 
     def find_servers(self, spec: RunSpec, check: Callable[[], None]) -> list[Member]:
-        """Wait for enough servers to begin a run or, after a rollback, for those that are left of it."""
+        """Wait for enough servers to begin a run or, after a rollback, for the servers that are left."""
         timeout = self._config.limits.start_timeout
         wanted = discovery.WantedServers(num_servers=spec.num_servers, num_trainers=spec.num_trainers)
         if self._survivors is not None:
@@ -277,7 +278,7 @@ class Lead:
         return run
 
     def _hand_out(self, run: RunState, *, timeout: float) -> None:
-        """Send the servers their weights; those of meta modules are made here, one stage at a time to spare memory."""
+        """Send the servers their weights; create weights of meta modules here, one stage at a time to save memory."""
         tensors = [tensor for stage in self.stages for tensor in stage.named_stage_tensors().values()]
         if not any(tensor.is_meta for tensor in tensors):
             sending = discovery.hand_out(self._transport, run, self.stages, self._initial_weights, timeout=timeout)
@@ -287,7 +288,7 @@ class Lead:
             weights = self._initial_weights(stage)  # not on the event loop, which has to answer meanwhile
             sending = discovery.hand_out(self._transport, run, [stage], {stage: weights}.__getitem__, timeout=timeout)
             self._runtime.run(sending)
-            del weights, sending  # before the next stage's are made
+            del weights, sending  # freed before the next stage's are created
 
     async def _admit(self, spec: RunSpec, model: PeerModel, me: Member, servers: Sequence[Member]) -> RunState:
         announced = await self._directory.announced()
@@ -301,7 +302,7 @@ class Lead:
         bans = self._transport.bans or UNSET
         convicted = convictions(self._arrivals.convicted)
         manifest = structs.replace(manifest, invitations=invitations, bans=bans, convicted=convicted)
-        run = self.run = RunState(manifest)  # from here on a server may be in it, and must hear of its end
+        run = self.run = RunState(manifest)  # servers may be in the run from now on, and must be notified of its end
         run.heed_bans(partial(heed, self._transport))
         await discovery.admit(self._transport, manifest, (), timeout=self._config.limits.start_timeout)
         return run
@@ -324,22 +325,22 @@ class Lead:
     # ------------------------------------------------------------------ rollback to a snapshot, with the peers left
 
     def what_is_lost(self, *, wait: bool) -> str:
-        """Say what the run lacks to go on; with `wait` the missing peers get time to come back."""
+        """Return why the run cannot continue, or an empty text; with `wait`, missing peers get time to come back."""
         return self._runtime.run(self._what_is_lost(self._config.limits.revive_timeout if wait else 0.0))
 
     async def _what_is_lost(self, timeout: float) -> str:
-        if self._is_over():  # then the other peers are free
+        if self._is_over():  # the other peers are free
             return ""
         run, silence_s = self._current, self._config.limits.silence_timeout
         known_dead = self.num_known_dead
         return await failover.what_is_lost(self._transport, run, known_dead, timeout=timeout, silence_s=silence_s)
 
     async def lost_for_good(self) -> str:
-        """Wait until the run lacks something, and there is a complete snapshot to roll back to."""
+        """Wait until the run cannot continue, but could roll back to a complete snapshot; return the reason."""
         limits = self._config.limits
         num_dead = 0
         while True:
-            # Processes of this machine are known to be dead at once; others must first have been silent for a while.
+            # Processes of this machine are known to be dead at once; remote peers must first be silent for a while.
             for _ in range(max(1, round(limits.silence_timeout / _LOOK_S))):
                 await asyncio.sleep(_LOOK_S)
                 if self.num_known_dead() > num_dead:
@@ -353,16 +354,16 @@ class Lead:
                 return lost
 
     async def has_snapshot(self) -> bool:
-        """On the event loop: tell whether there is a complete snapshot that the trainer's loop can go on from."""
+        """On the event loop: return whether there is a complete snapshot from which the trainer's loop can continue."""
         if self.run is None or not self.versions_kept():
             return False
         held = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
         if self.run.manifest.settings.is_audited:
-            held = only_told(held, self.run.snapshots)  # others may be what nobody took
+            held = only_told(held, self.run.snapshots)  # a server may claim a snapshot that was never taken
         return newest_complete(only_versions(held, self.versions_kept()), len(self.run.rosters)) is not None
 
     def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
-        """The state at the newest of these versions of which the servers together keep all; see `in_turn`."""
+        """Return the state at the first of these versions, in the order of `in_turn`, that servers keep completely."""
         limits = self._config.limits
         return self._runtime.run(
             gather_snapshots(
@@ -377,7 +378,7 @@ class Lead:
         )
 
     def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
-        """The versions at which the loops of all other trainers that answer could continue, too."""
+        """Return the versions at which the loops of all other trainers that answer could continue, too."""
         if self.run is None:
             others = self._other_trainers
         else:
@@ -387,7 +388,7 @@ class Lead:
         return self._runtime.run(failover.loops_at(self._transport, others, versions, timeout=timeout))
 
     def release(self, first_step: int, *, serves: bool) -> None:
-        """End the run, but keep servers that answer, this peer too if it `serves`, for the next one at `first_step`."""
+        """End the run, but keep servers that answer, and this peer if it `serves`, for the next run at `first_step`."""
         timeout = self._config.limits.call_timeout
         servers, trainers = self._survivors, self._other_trainers
         if self.run is not None:
@@ -410,7 +411,7 @@ class Lead:
     # ------------------------------------------------------------------ failover
 
     async def keep_loop(self, version: int, pack: PackLoop) -> None:
-        """On the event loop: have the standbys keep the state of the training loop at this version."""
+        """On the event loop: send the state of the training loop at this version to the standbys."""
         if self.run is not None:
             await self._standbys.send(self.run, version, pack)
 
@@ -427,11 +428,11 @@ class Lead:
         self._config = replace(self._config, settings=settings)
 
     def give_up(self) -> None:
-        """Stop leading a run before it rolled back: its servers would take this peer's end for the run's."""
+        """Stop leading a run that has not rolled back; otherwise its servers would end with this peer."""
         self.run, self._took_over = None, False
 
     def replaced_by(self) -> str:
-        """Why another peer leads the run by now, or may come to because it sees most voters; empty if none does."""
+        """Return why another peer leads the run by now, or may do so with most of the voters; empty if none does."""
         run, timeout, standbys = self.run, self._config.limits.silence_timeout, set(self._standbys.holding)
         if run is None or not standbys:
             return ""
@@ -450,7 +451,7 @@ class Lead:
     # ------------------------------------------------------------------ the end
 
     def dismiss_others(self) -> None:
-        """Tell the other peers that the run is over."""
+        """Notify the other peers that the run is over."""
         peers = {*self._released} if self.run is None else {*self._released, *self.run.servers, *self.run.trainers}
         timeout = self._config.limits.leave_timeout
         self._runtime.run(discovery.dismiss(self._transport, peers, timeout=timeout))

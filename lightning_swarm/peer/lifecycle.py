@@ -34,14 +34,14 @@ from lightning_swarm.server.server import Server, describe_peak
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_LOOK_S: Final = 20.0  # between two looks whether the run goes on, and with this server, if nothing prompts one
-_SILENCE_S: Final = 600.0  # without an answer of anybody in the run: it is over, and nobody could say so
-_ASK_S: Final = 5.0  # between two requests to be let go: another peer may have become the coordinator
-_LINGER_S: Final = 1.0  # for which a server that was let go still answers requests of its last step
-_SOON_S: Final = 600.0  # a server that is left out again so soon after it came back counts as one that cannot stay
+_LOOK_S: Final = 20.0  # interval of checks that the run continues with this server, if no event prompts a check
+_SILENCE_S: Final = 600.0  # time without an answer of any peer of the run after which it counts as over
+_ASK_S: Final = 5.0  # interval of requests to leave, because the coordinator may change
+_LINGER_S: Final = 1.0  # time in which a server that has left still answers requests of its last step
+_SOON_S: Final = 600.0  # a server that is left out again within this time after its return counts as unable to stay
 _MAX_ASKED: Final = 8
 _MAX_RETURNS: Final = 5
-_MAX_SHORT: Final = 3  # records in which the coordinator may send a server that lacks memory to another stage
+_MAX_SHORT: Final = 3  # records within which the coordinator may move a server that lacks memory to another stage
 _LACKS_MEMORY: Final = (
     "a server must have memory for one microbatch of its stage, and this machine has too little: the run goes on "
     "without it. The log above says how much was asked for. End other programs on the device, join with a machine that "
@@ -52,18 +52,20 @@ _COMPUTES_NOTHING: Final = (
     "To help compute, bring data with `role='both'`, or start a run that is cut, with `pipeline` or `num_stages`."
 )
 
-Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]  # why a server is in its run no more
+# Why a server is not in its run any more.
+Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContacts:
-    """The ways for a server to find its run, and peers that could tell it about the run."""
+    """The ways for a server to find its run, and the peers that may know the run."""
 
     run_id: str
-    find_runs: Callable[[], Awaitable[Sequence[PeerId]]]  # names possible coordinators, and connects to their servers
-    # The peers in `initial_peers`. A peer without any may be named in those of others, so it waits as long as it takes.
+    find_runs: Callable[[], Awaitable[Sequence[PeerId]]]  # returns possible coordinators, and connects to their servers
+    # The peers in `initial_peers`. If empty, other peers may name this peer in theirs, so it waits without limit.
     hosts: Collection[PeerId] = ()
-    find_servers: Callable[[], Awaitable[Collection[PeerId]]] | None = None  # names announced servers, and connects
+    # Returns announced servers, and connects to them.
+    find_servers: Callable[[], Awaitable[Collection[PeerId]]] | None = None
 
 
 class MembershipLifecycle:
@@ -79,18 +81,18 @@ class MembershipLifecycle:
         self._limits = limits
         self._events = events
         self._leaving = asyncio.Event()
-        self._newest_view: RunView | None = None  # of this server's run, as other peers showed it
+        self._newest_view: RunView | None = None  # the newest view of this server's run from other peers
         self._answered_s = 0.0  # when any peer of the run answered last
         self._led_s = 0.0  # when its coordinator or its lead answered last: one of them would end the run
-        self._short_since = math.inf  # the version from which on there was no memory for a microbatch
-        self._silent: set[PeerId] = set()  # did not answer when they were asked last
+        self._short_since = math.inf  # the version since which memory has not sufficed for a microbatch
+        self._silent: set[PeerId] = set()  # peers that did not answer the last request
 
     def leave(self) -> None:
-        """Have one of the next records let this server go, then end; twice is fine."""
+        """Ask to leave by one of the next records, and then end. May be called twice."""
         self._leaving.set()
 
     async def serve_beside_trainer(self) -> None:
-        """Like `serve_run`, where this peer's training loop goes on whatever becomes of its server."""
+        """Like `serve_run`, but only log errors, because this peer's training loop continues without its server."""
         try:
             await self.serve_run(_log.info)
         except StepError as error:  # the loop gets the same error
@@ -120,7 +122,7 @@ class MembershipLifecycle:
         say(f"This peer goes before run {self._run_id!r} has let it in.")
 
     def _end(self, outcome: Outcome, say: Callable[[str], None]) -> None:
-        """Tell the user how the run ended for this server; raise if it broke off."""
+        """Report to the user how the run ended for this server; raise an error if it broke off."""
         admission = self._server.admission
         if outcome == "inherits":
             say(f"The lead of run {self._run_id!r} is gone. This peer takes the run over.")
@@ -150,7 +152,7 @@ class MembershipLifecycle:
     # ------------------------------------------------------------------ joining
 
     async def _entered(self, say: Callable[[str], None]) -> bool:
-        """Wait until this server is in a run or hears that the run is over; False if it is told to leave before."""
+        """Wait until this server is in a run or the run is over; return False if it is asked to leave before."""
         entering = asyncio.ensure_future(self._server.joiner.enter(self._find_coordinators, say))
         leaving = asyncio.ensure_future(self._leaving.wait())
         alone = asyncio.ensure_future(self._raise_when_alone())
@@ -168,7 +170,7 @@ class MembershipLifecycle:
             await ended([entering, leaving, alone])
 
     async def _raise_when_alone(self) -> None:
-        """While there is no run, raise when no peer that could name one has answered for long."""
+        """Raise `Unreachable` if there is no run, and no peer that could name one has answered for a long time."""
         answered_s, membership = now_s(), self._server.membership
         while self._contacts.hosts:
             await asyncio.sleep(_LOOK_S)
@@ -177,7 +179,7 @@ class MembershipLifecycle:
             elif now_s() >= answered_s + _SILENCE_S:
                 hosts = ", ".join(sorted(self._contacts.hosts))
                 raise Unreachable(
-                    f"no run {self._run_id!r} has begun, and nobody who could name one has answered for "
+                    f"no run {self._run_id!r} has begun, and no peer that could name one has answered for "
                     f"{_SILENCE_S:g} s: neither {hosts} nor another server that waits. "
                     "Start this peer again with the address of one that runs."
                 )
@@ -192,14 +194,14 @@ class MembershipLifecycle:
         return any(await gather(map(self._answers, others)))
 
     async def _find_coordinators(self) -> Sequence[PeerId]:
-        """Coordinators to ask: the one that other peers named last, then those announced when the run began."""
+        """Return the coordinators to ask: first the latest that another peer named, then all announced coordinators."""
         found = list(await self._contacts.find_runs())
         if self._newest_view is not None:
             found = [PeerId(self._newest_view.term[1]), *found]
         return list(dict.fromkeys(found))
 
     async def _has_withdrawn(self) -> bool:
-        """Tell the coordinator that this server joins no more; False if a record under decision may still let it in."""
+        """Withdraw the request to join; return False if a record under decision may still admit this server."""
         coordinator = self._server.membership.joining
         if coordinator is None:
             return not self._server.membership.is_member
@@ -253,12 +255,12 @@ class MembershipLifecycle:
         (former,) = self._server.steps.stages  # a server that holds several does not move
         say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
         await first_of(admission.left.wait(), timeout=_LINGER_S)
-        if membership.has_run and membership.run is run and admission.moves.is_set():  # else another run has it
+        if membership.has_run and membership.run is run and admission.moves.is_set():  # otherwise it is in another run
             await self._server.step_out(keeps_snapshots=True)
             self._server.joiner.move_to(target, former=former)
 
     def _lacks_memory(self) -> bool:
-        """True if other servers compute all of this one's stages, which has had no memory for them for some records."""
+        """Return whether this server has lacked memory for some records, and other servers hold all of its stages."""
         steps, rosters = self._server.steps, self._server.membership.run.rosters
         stages = [steps.stage(index) for index in steps.stages]
         if not stages or not all(stage.load.lacks_memory and len(rosters[stage.index]) > 1 for stage in stages):
@@ -268,7 +270,7 @@ class MembershipLifecycle:
         return steps.version >= self._short_since + _MAX_SHORT
 
     def _check_silence(self) -> None:
-        """Raise if the run is over, and nobody is left who would say so."""
+        """Raise `Unreachable` if the run's peers have been silent for so long that it must be over."""
         unled_s = max(_SILENCE_S, self._limits.lead_timeout)
         for who, since_s, timeout in (
             ("none of its peers", self._answered_s, _SILENCE_S),
@@ -283,7 +285,7 @@ class MembershipLifecycle:
                 )
 
     async def _is_left_out(self) -> bool:
-        """True if the other peers have gone on without this server, as far as anyone answers."""
+        """Return whether the run has continued without this server, according to the peers that answer."""
         run, own = self._server.membership.run, self._transport.peer_id
         others = [peer for peer in run.servers if peer != own]
         first = [run.coordinator] if run.coordinator in others else []
@@ -314,11 +316,11 @@ class MembershipLifecycle:
         return {peer: view for peer, view in views.items() if view.manifest.run_id == self._run_id}
 
     async def _answers(self, peer: PeerId) -> bool:
-        """True if a peer lives: a lead that holds no stage shows no run, but answers a handshake."""
+        """Return whether a peer lives, by a handshake, because a lead that holds no stage shows no run."""
         return await self._heard(peer, queries.greet(self._transport, peer, timeout=_LOOK_S)) is not None
 
     async def _heard(self, peer: PeerId, answer: Awaitable[_T]) -> _T | None:
-        """A peer's answer, or None; warns when the peer falls silent, not at each look until it answers again."""
+        """Return a peer's answer, or None; warn when the peer falls silent, but not again until it has answered."""
         try:
             heard = await answer
         except SwarmError as error:
@@ -333,7 +335,7 @@ class MembershipLifecycle:
     # ------------------------------------------------------------------ leaving
 
     async def _leave(self, say: Callable[[str], None]) -> bool:
-        """Serve until a record leaves this server out (True) or the run is over (False); raise if neither comes."""
+        """Serve until a record removes this server (True) or the run is over (False); raise if neither comes."""
         admission = self._server.admission
         end_s = now_s() + self._limits.drain_timeout
         why = "no record came"
@@ -346,7 +348,7 @@ class MembershipLifecycle:
                     "same, as if it had died. Raise `Limits.drain_timeout` to wait longer."
                 )
             try:
-                await admission.leadership.abdicate()  # if it coordinates
+                await admission.leadership.abdicate()  # no effect unless this server coordinates
                 only_here = await self._drain(admission.membership.run.coordinator)
             except SwarmError as error:  # another peer may take over; or the record has not come here
                 why = str(error)
@@ -364,7 +366,7 @@ class MembershipLifecycle:
         return not admission.left.is_set()
 
     async def _drain(self, coordinator: PeerId) -> list[int]:
-        """Ask to be let go; returns the stages that need another holder first."""
+        """Ask to leave the run; return the stages that need another holder first."""
         membership = self._server.membership
         generation = membership.run.manifest.generation if membership.has_run else 0
         request = encode(DrainRequest(generation=generation, boot_id=membership.me.boot_id))

@@ -1,4 +1,4 @@
-"""What an ordinary model does with its weights, and a served one cannot: refused by name."""
+"""Guards of a served model: methods that need all weights, which it does not have, raise errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TITLES: Final = {"__deepcopy__": "copying it", "__reduce_ex__": "pickling it, a
 
 
 def refuse_changes(module: nn.Module, dtype: torch.dtype, device: torch.device, *, moves: bool) -> None:
-    """Have a served model refuse copies, files and other weights; unless it `moves`, another dtype or device, too."""
+    """Make a served model refuse copies, files and other weights; unless it `moves`, another dtype or device, too."""
     for name in _REMEDIES:
         vars(module)[name] = partial(_refuse, name)
     if not moves:
@@ -38,7 +38,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
 def _apply(
     module: nn.Module, dtype: torch.dtype, device: torch.device, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Takes the place of the method by which `to`, `float` and others change all tensors."""
+    """Check a change of all tensors by `to`, `float` or a similar method, and refuse another dtype or device."""
     there = fn(torch.zeros((), dtype=dtype, device=device))
     if there.dtype != dtype or there.device.type != device.type:
         raise ConfigError(

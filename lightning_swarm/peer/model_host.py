@@ -1,4 +1,4 @@
-"""A peer that serves stages of a model which is not trained: loads them, announces them, and leaves without loss."""
+"""A peer that serves stages of a finished model: loads and announces them, and leaves without loss of texts."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from lightning_swarm.server.placement import MovePolicy, Placed, choose_move, ch
 _log = logging.getLogger(__name__)
 
 _OFFER_TTL_S: Final = 4 * REFRESH_S
-_MAX_STAGES: Final = 16  # of a model that nobody says how to cut
+_MAX_STAGES: Final = 16  # most stages of a model, if the user sets no number
 _MAX_NEIGHBOURS: Final = 32
 _DRAIN_LOOK_S: Final = 0.2
-_QUIET_S: Final = 10.0  # a text without a step for so long goes on elsewhere, if at all
+_QUIET_S: Final = 10.0  # seconds without a step after which a text no longer counts as under way here
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What a server is to serve.
+    """The options of a server of a finished model.
 
     Args:
-        weights: A folder of Hugging Face; None: the weights come from other servers.
-        hosts: Servers of the model that run already; none: this one is the first.
-        weight_bytes: Most bytes of weights that it holds; None: all stages.
-        num_stages: Into so many stages the first server cuts the model; None: one for each block, up to 16.
-        dtype: Of the weights, at the first server; None: as they were saved.
+        weights: A Hugging Face folder; None: the weights come from other servers.
+        hosts: Servers of the model that already run; empty: this server is the first.
+        weight_bytes: Most bytes of weights that the server holds; None: all stages.
+        num_stages: Number of stages into which the first server cuts the model; None: one for each block, up to 16.
+        dtype: Dtype of the weights, at the first server; None: as they were saved.
         blocks: The name of the list of blocks, at the first server; None: it is found.
-        device: That computes.
+        device: The device that computes.
         joins: Compute steps of several texts together, which changes their last bits.
-        moves: When it moves to stages that are served worse; None: never.
+        moves: Policy of moves to worse-served stages; None: never move.
     """
 
     weights: Path | None
@@ -126,25 +126,25 @@ class ModelHost:
             self._tasks.spawn(Moves(self, self._transport, options.moves, self._limits).keep_looking())
 
     async def _serve(self, span: range) -> None:
-        """Serve these stages, which the server has, from now on, and announce them."""
+        """Serve these stages, which the server has loaded, and announce them."""
         assert self.server is not None
         self.span = span
         self.server.is_draining = self.is_leaving
-        with contextlib.suppress(PeerError):  # the next time may go better
+        with contextlib.suppress(PeerError):  # a later announcement may succeed
             await self._announce()
         last = span.stop - 1
         which = f"stage {last}" if len(span) == 1 else f"stages {span.start} to {last}"
         self._say(f"Serving {which} of {len(self.models.card.stages)} of model {self.models.card.id[:12]}.")
 
     async def move(self, span: range) -> None:
-        """Serve other stages. If they cannot be loaded, those before, or none if they are gone, too."""
+        """Serve other stages. If they cannot be loaded, serve the former stages, or none if these are gone, too."""
         assert self.server is not None
         before = self.span
         await self.server.withdraw()
         self.span = range(0)
         try:
             parts = await self._load(await self._build(self.models.card), span)
-        except Exception as error:  # whatever its disk or device raises
+        except Exception as error:  # any error of its disk or device
             if not before:
                 raise
             _log.warning("The stages %s cannot be loaded, and this server stays: %s", [*span], shorten(str(error)))
@@ -169,12 +169,12 @@ class ModelHost:
         )
 
     def choose_span(self) -> range:
-        """Return the stages that a server which serves none had better serve."""
+        """Choose stages for this server, as if it served none."""
         sizes = self.stage_bytes
         return choose_span(sizes, self._options.weight_bytes, stage_rates(len(sizes), self._others()))
 
     def choose_move(self, avoided: Collection[range], *, gain: float) -> range | None:
-        """Return stages that this server had better serve than its own. None: it stays."""
+        """Choose stages that need this server more than its own stages; None: it stays."""
         assert self.server is not None
         here = Placed(self.span, 1.0 / (self.server.sessions.step_s or self._typical_step_s))
         room = self._options.weight_bytes
@@ -186,7 +186,7 @@ class ModelHost:
         return [stage.weights.num_bytes for stage in self.models.card.stages]
 
     def _others(self) -> list[Placed]:
-        """Return the other servers that take sessions; one that has computed nothing yet counts as a typical one."""
+        """Return the other servers that take sessions; a server that has computed nothing yet counts as typical."""
         typical_s, own = self._typical_step_s, self._transport.peer_id
         return [
             Placed(offer.stages, 1.0 / (offer.step_s or typical_s))
@@ -249,11 +249,11 @@ class ModelHost:
     async def _keep_announcing(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            with contextlib.suppress(PeerError):  # the next time may go better
+            with contextlib.suppress(PeerError):  # a later announcement may succeed
                 await self._announce()
 
     async def _keep_looking(self) -> None:
-        """Meet the other servers, and have the links to them measured."""
+        """Find the other servers again and again, and measure the links to them."""
         while True:
             await asyncio.sleep(REFRESH_S)
             with contextlib.suppress(PeerError):
@@ -261,7 +261,7 @@ class ModelHost:
                 await gather(self._measure(peer) for peer in list(self.models.offers)[:_MAX_NEIGHBOURS])
 
     async def _measure(self, peer: PeerId) -> None:
-        """Have the link to another server measured."""
+        """Measure the link to another server."""
         if peer != self._transport.peer_id:
             with contextlib.suppress(PeerError):
                 await self._transport.ping(peer)
@@ -269,7 +269,7 @@ class ModelHost:
     # ------------------------------------------------------------------ the end
 
     async def until_left(self, say: Callable[[str], None]) -> None:
-        """Serve until `leave`, and then until no text is under way here, or for as long as one may take."""
+        """Serve until `leave`, and then until no text is under way here, up to `Limits.drain_timeout`."""
         await self._leaving.wait()
         if self.server is None:
             return
@@ -280,7 +280,7 @@ class ModelHost:
         await self.drain()
 
     async def drain(self) -> None:
-        """Take no new texts, and wait until none is under way here, or for as long as one may take."""
+        """Take no new texts, and wait until none is under way here, up to `Limits.drain_timeout`."""
         assert self.server is not None
         self.server.is_draining = True
         with contextlib.suppress(PeerError):
@@ -290,7 +290,7 @@ class ModelHost:
             await asyncio.sleep(_DRAIN_LOOK_S)
 
     async def stay(self) -> None:
-        """Take texts again, unless this server is to leave."""
+        """Take texts again, unless this server is about to leave."""
         assert self.server is not None
         self.server.is_draining = self.is_leaving
         with contextlib.suppress(PeerError):
@@ -302,13 +302,13 @@ class ModelHost:
         return self._leaving.is_set()
 
     def leave(self) -> None:
-        """On the loop: have `until_left` end. Twice is fine."""
+        """On the loop: make `until_left` end. May be called twice."""
         self._leaving.set()
         if self.server is not None:
             self.server.is_draining = True
 
     async def close(self) -> None:
-        """Serve nothing any more."""
+        """Stop serving."""
         try:
             await self._tasks.close()
         finally:
@@ -343,7 +343,7 @@ def _first(
 
 
 def _parts(model: PretrainedModel, stages: Mapping[int, StageModule], folder: PretrainedFolder | None) -> ServedParts:
-    """Return what others may have: from the folder, or of the stages that are here."""
+    """Return the parts that other peers may fetch: from the folder, or of the stages that are loaded here."""
     if folder is not None:
         known = {*model.module.state_dict()}
         dtypes = {name: tensor.dtype for name, tensor in model.module.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Moves a server of a served model to stages that are served worse, when others stay at those that it leaves."""
+"""Moves a server of a served model to worse-served stages, if other servers stay at the stages that it leaves."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 10.0
-_MARGIN_S: Final = 30.0  # by which a promise outlasts the longest drain
+_MARGIN_S: Final = 30.0  # seconds by which a promise outlasts the longest drain
 
 
 class Moves:
-    """Looks now and then whether a server had better serve other stages, and has it move there.
+    """Checks now and then whether a server should serve other stages, and moves it there.
 
-    First another server of each of its stages promises to stay. Then it takes no new texts, and waits for those under
-    way. At last it drops its stages and loads others: there is memory for one of the two. Texts that are still under
-    way go on at other servers.
+    First another server of each of its stages promises to stay. Then the server takes no new texts, and waits until the
+    texts under way are done. Finally it drops its stages and loads the new stages, because it lacks memory for both.
+    Texts that are still under way continue at other servers.
     """
 
     def __init__(self, host: ModelHost, transport: Transport, policy: MovePolicy, limits: Limits) -> None:
         self._host, self._transport, self._policy = host, transport, policy
         self._promise_s = limits.drain_timeout + _MARGIN_S
         self._rng = random.Random(str(transport.peer_id))
-        self._away_until_s: dict[range, float] = {}  # stages that it left
-        self._promised: set[PeerId] = set()  # to stay, by others
+        self._away_until_s: dict[range, float] = {}  # stages that it left -> time until which it avoids them
+        self._promised: set[PeerId] = set()  # servers that were asked to promise to stay
 
     async def keep_looking(self) -> None:
-        """Look again and again, at no fixed times: servers that look at once would all go where one is missing."""
+        """Check at random times, because servers that check at the same time would all move to the same stages."""
         while True:
             await asyncio.sleep(self._policy.look_s * self._rng.uniform(0.5, 1.5))
             try:
@@ -52,7 +52,7 @@ class Moves:
                 _log.warning("This server did not move to other stages: %s", shorten(str(error)))
 
     async def look(self) -> bool:
-        """Move if that is worth it and others let it go. Returns whether it moved."""
+        """Move if it is worth it and other servers promise to stay; return whether the server moved."""
         host = self._host
         assert host.server is not None
         await host.models.refresh()
@@ -81,7 +81,7 @@ class Moves:
             return False
         _log.info("Moving from the stages %s to %s, which are served worse.", [*before], [*wanted])
         await host.drain()
-        if now_s() >= began_s + self._promise_s:  # those who stay may have promised it until now
+        if now_s() >= began_s + self._promise_s:  # the promises to stay may have expired
             await host.stay()
             return False
         await host.move(wanted)
@@ -90,7 +90,7 @@ class Moves:
         return host.span == wanted
 
     async def _let_go(self, stages: range) -> bool:
-        """Ask servers of each of these stages to stay; returns whether one of each does."""
+        """Ask servers of these stages to stay; return whether each stage keeps a server."""
         left = set(stages)
         offers = [(peer, offer) for peer, offer in self._host.models.offers.items() if not offer.is_draining]
         self._rng.shuffle(offers)
@@ -101,7 +101,7 @@ class Moves:
         return not left
 
     async def _ask(self, peer: PeerId, stages: list[int]) -> bool:
-        """Ask a server to stay at some of its stages, or with none to stay no longer; returns whether it does."""
+        """Ask a server to stay at `stages`; an empty list ends its promise. Return whether it stays."""
         request = StayRequest(model=self._host.models.card.id, stages=stages, for_s=self._promise_s)
         if stages:
             self._promised.add(peer)  # before the call, whose answer may be lost

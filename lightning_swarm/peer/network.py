@@ -40,7 +40,7 @@ def start_network(
 
 
 def visit_network(host: Address, entry: Entry | None) -> tuple[Runtime, BaseTransport, Directory]:
-    """Start a network at which this peer only asks others, of which `host` is one."""
+    """Start a network in which this peer only calls servers, such as `host`."""
     return _start(ThreadRuntime(), [host], entry)
 
 

@@ -1,4 +1,4 @@
-"""A peer, wired together from its parts: the one place that chooses concrete ones."""
+"""A peer, assembled from its parts; the only module that chooses their implementations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 
 _log = logging.getLogger(__name__)
-_ALIVE_S: Final = 2.0  # within which a server that is in no run answers a ping
+_ALIVE_S: Final = 2.0  # timeout of a ping to a server that is in no run
 
 
 class Peer:
@@ -55,9 +55,10 @@ class Peer:
         *,
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
-        may_lead: bool = True,  # in the place of a lead that dies
-        keepers: Collection[PeerId] = (),  # of an audited run that this peer begins, where nobody has a certificate
-        rng: random.Random,  # wires pipelines; draws the boot id of this life, so no other peer may have an equal one
+        may_lead: bool = True,  # after the death of the lead
+        # Keepers of an audited run that this peer begins, if there are no certificates.
+        keepers: Collection[PeerId] = (),
+        rng: random.Random,  # breaks ties of routing, and draws the boot id, so no other peer may have an equal one
     ) -> None:
         self.runtime = runtime
         self.transport = transport
@@ -66,7 +67,7 @@ class Peer:
         self._config = config
         self._may_lead = may_lead
         self.events = EventLog()
-        # Without the peers' ids, or strangers could fill the list of events. The log names them.
+        # Events omit the peers' ids, because strangers could otherwise fill the list. The log names the peers.
         transport.on_refused = lambda times: self.events.note("refused", times=times)
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
@@ -88,7 +89,7 @@ class Peer:
         self.lead = Lead(runtime, self._directory, config, self.events, is_over=self._is_over, keepers=keepers)
         self.follower = Follower(runtime, self._directory, config, self._host, self._training)
         self._tasks = TaskOwner()
-        self._sending_loop: asyncio.Task[None] | None = None  # to the standbys
+        self._sending_loop: asyncio.Task[None] | None = None  # sends the loop's state to the standbys
         self._renewing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -111,19 +112,19 @@ class Peer:
         )
 
     async def _known_servers(self) -> dict[PeerId, list[str]]:
-        """The servers of the run, and those outside it that answer: announcements outlive their peers."""
+        """Return the run's servers, and announced servers outside it that answer, as announcements outlive peers."""
         known = await self._directory.known_servers()
         outside = known.keys() - {self.transport.peer_id, *self._members()}
         gone = outside - await alive_among(self.transport, outside, timeout=_ALIVE_S)
         return {peer: addresses for peer, addresses in known.items() if peer not in gone}
 
     def _members(self) -> list[PeerId]:
-        """All peers of the run that this peer is in, if it is in one."""
+        """Return all peers of this peer's run; empty if it is in none."""
         run = self.server.membership.run_or_none if self.server is not None else self.lead.run
         return [] if run is None else [*run.servers, *run.trainers]
 
     def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
-        """Hold stages as soon as a run wants this peer, which may also train, and may lead if the lead dies."""
+        """Hold stages as soon as a run admits this peer, which may also train, and may lead if the lead dies."""
         self.runtime.run(self.begin_to_serve(model, trains=trains, inherits=inherits))
 
     async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
@@ -137,7 +138,7 @@ class Peer:
         return str(widest([Address.parse(text) for text in self.runtime.run(self.transport.addresses())]))
 
     def check_run_id(self) -> None:
-        """Raise a ConfigError if the `initial_peers` are for other runs than this peer's, or what they refuse it by."""
+        """Raise a ConfigError if the `initial_peers` belong to other runs; see `lead.check_run_id`."""
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
     async def serve_run(self, say: Callable[[str], None] = _log.info) -> None:
@@ -145,11 +146,11 @@ class Peer:
         await self._host.serve_run(say)
 
     def leave(self) -> None:
-        """Have `serve_run` ask the run to let this peer go; returns at once, in any thread or signal handler."""
+        """Make `serve_run` ask the run to let this peer leave; return at once, in any thread or signal handler."""
         self.runtime.post(self._host.leave)
 
     def watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
-        """Watch for a cloud's notice that it takes this machine away; calls `on_notice` once, on the loop."""
+        """Watch for a cloud's notice that it takes this machine away; call `on_notice` once, on the loop."""
         self.runtime.run(self._spawn(preemption.watch(cloud, on_notice)))
 
     async def _renew_announcements(self) -> None:
@@ -179,7 +180,7 @@ class Peer:
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
 
     def _is_over(self) -> bool:
-        """True if this peer's server was told that the run is over, so that the other peers are free."""
+        """Return whether this peer's server was notified that the run is over, so that the other peers are free."""
         return self.server is not None and self.server.admission.left.is_set()
 
     # ------------------------------------------------------------------ failover
@@ -190,7 +191,7 @@ class Peer:
         return self.server is not None and self.server.admission.inherits.is_set()
 
     def inherit(self) -> tuple[int, Any]:
-        """Take over the run, which is to roll back; returns the step to roll back to and the loop's state there."""
+        """Take over the run, which is to roll back; return the step to roll back to and the loop's state there."""
         assert self.server is not None
         admission = self.server.admission
         admission.inherits.clear()
@@ -201,7 +202,7 @@ class Peer:
         return admission.inherits_at, loop
 
     def keep_loop(self, version: int, pack: PackLoop) -> None:
-        """At the lead: have standbys keep the state of its loop; returns at once."""
+        """At the lead: begin to send the state of its loop to standbys; return at once."""
         self.runtime.run(self._keep_loop(version, pack))
 
     async def _keep_loop(self, version: int, pack: PackLoop) -> None:
@@ -213,7 +214,7 @@ class Peer:
 
     @property
     def ordered(self) -> OrderedSnapshots | None:
-        """The newest snapshot that this peer's server was told to take."""
+        """The snapshots that this peer's server was ordered to keep."""
         return self.server.snapshots.ordered if self.server is not None else None
 
     # ------------------------------------------------------------------ the end
@@ -227,7 +228,7 @@ class Peer:
             self.lead.release(first_step, serves=self._host.announced)
 
     def close(self) -> None:
-        """Leave the swarm; twice is fine."""
+        """Leave the swarm. May be called twice."""
         if self._closed:
             return
         self._closed = True

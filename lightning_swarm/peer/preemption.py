@@ -1,4 +1,4 @@
-"""Notices of clouds that are about to take this machine away, as far as they give any.
+"""Notices of cloud providers that are about to take this machine away.
 
 A `Cloud` asks the metadata service of one provider, which answers on every machine of that provider and nowhere else.
 """
@@ -56,7 +56,7 @@ class Answer:
 
     status: int
     text: str
-    headers: Mapping[str, str]  # by names in lower case
+    headers: Mapping[str, str]  # lower-case name -> value
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Cloud(ABC):
 
     @abstractmethod
     async def is_here(self) -> bool:
-        """True if this is a machine of the provider.
+        """Return whether this is a machine of the provider.
 
         Raises:
             NoAnswer: No metadata service answers.
@@ -120,7 +120,7 @@ class Cloud(ABC):
 
     @abstractmethod
     async def notice(self) -> str | None:
-        """Why the machine will be taken away, in words for people; None while it may stay.
+        """Return why the machine will be taken away, as readable text; None while it may stay.
 
         Raises:
             NoAnswer: The metadata service did not answer, or not as documented.
@@ -151,7 +151,7 @@ class _Rebalance(msgspec.Struct):
 
 
 class AWS(Cloud):
-    """AWS, by version 2 of its instance metadata: every question carries a token that was asked for first.
+    """AWS, by version 2 of its instance metadata, which requires a token in every request.
 
     Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations".
     """
@@ -180,7 +180,7 @@ class AWS(Cloud):
         return None
 
     async def _find(self, path: str, kind: type[_T]) -> _T | None:
-        """The notice under `path`; None if there is none, which AWS tells by status 404."""
+        """Return the notice under `path`; None if AWS answers with status 404."""
         if not self._token or now_s() >= self._renew_s:
             await self._renew()
         answer = await self._get(path, {"X-aws-ec2-metadata-token": self._token}, accept=(200, 401, 404))
@@ -212,7 +212,7 @@ class _Events(msgspec.Struct, rename="pascal"):
 
 
 class Azure(Cloud):
-    """Azure, by its scheduled events; a machine is told of those of its whole availability set.
+    """Azure, by its scheduled events, which include the events of the machine's whole availability set.
 
     Source: Microsoft, "Azure Metadata Service: Scheduled Events for Linux VMs".
     """
@@ -270,7 +270,7 @@ class GCP(Cloud):
 
 
 def clouds(endpoint: Endpoint | None = None) -> Mapping[str, Cloud]:
-    """All known clouds, by the name that users write."""
+    """Return all known clouds, by their names in the argument `preemption`."""
     return {kind.name: kind(endpoint) for kind in (AWS, GCP, Azure)}
 
 
@@ -281,7 +281,7 @@ async def watch(
     known: Mapping[str, Cloud] | None = None,
     every_s: float = POLL_S,
 ) -> None:
-    """Ask a cloud again and again whether it will take this machine away, until it says so.
+    """Poll a cloud until it announces that it will take this machine away.
 
     Args:
         name: The cloud to ask. ``"auto"`` asks the one that answers at once; if none does, this returns.

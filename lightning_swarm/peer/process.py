@@ -1,4 +1,4 @@
-"""Settings that a peer's process gets from its starter: the first peer of its machine, or the command line."""
+"""Settings that a peer's process receives from its starter: the first peer of its machine, or the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXAMPLE: Final = "swarm.invite"
 _ANY_SCRIPT: Final = "SCRIPT.py"
 _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
 
-# Environment variables. Each goes before the script's own setting.
+# Environment variables. Each overrides the script's own setting.
 JOIN: Final = "SWARM_JOIN"  # addresses of peers, a space between them
 LISTEN: Final = "SWARM_LISTEN"
 ANNOUNCE: Final = "SWARM_ANNOUNCE"  # addresses, a space between them; empty: the addresses where this peer listens
@@ -36,7 +36,7 @@ IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key; empty: t
 ROLE: Final = "SWARM_ROLE"
 INVITE: Final = "SWARM_INVITE_FILE"
 PREEMPTION: Final = "SWARM_PREEMPTION"
-# 0: peers of one machine talk to each other as if they were far apart, for networks that are emulated on one machine.
+# 0: peers of one machine connect as if they were on different machines, to emulate a network on one machine.
 NEIGHBOURS: Final = "SWARM_NEIGHBOURS"
 _RUN: Final = "SWARM_RUN_ID"
 _RANK: Final = "SWARM_LOCAL_RANK"
@@ -45,9 +45,9 @@ _LAUNCH: Final = "SWARM_LAUNCH_ID"
 
 
 def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry | None, *, num_peers: int = 1) -> str:
-    """The lines that let others join, or start the run that this server waits for.
+    """Return instructions by which other peers join, or start the run that this server waits for.
 
-    `num_peers` is how many peers a machine starts that runs this program.
+    `num_peers` is the number of peers that a machine starts when it runs this program.
     """
     address = widest(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
@@ -103,12 +103,12 @@ def _how_to_invite(config: SwarmConfig, entry: Entry, role: str, num_peers: int)
 
 
 def _is_command() -> bool:
-    """True if the program is `lightning-swarm`, and not a script of the user's."""
+    """Return whether the program is `lightning-swarm`, and not a script of the user's."""
     return _program_name() in ("lightning_swarm", "lightning-swarm")
 
 
 def _is_interactive() -> bool:
-    """True in a notebook or at a prompt, where others find no script to run."""
+    """Return whether this is a notebook or a prompt, which has no script that other peers could run."""
     return _spec() is None and not hasattr(sys.modules["__main__"], "__file__")
 
 
@@ -118,7 +118,7 @@ def _program_name() -> str:
 
 
 def _for_others(arguments: Sequence[str]) -> list[str]:
-    """The options of `fit` without those that are this peer's own."""
+    """Return the options of `fit` without this peer's own options."""
     kept: list[str] = []
     rest = list(arguments)
     while rest:
@@ -131,7 +131,7 @@ def _for_others(arguments: Sequence[str]) -> list[str]:
 
 
 def _spec() -> ModuleSpec | None:
-    """The spec of the module that runs as ``__main__``, which may change; None for a script."""
+    """Return the spec of the module that runs as ``__main__``, which may change; None for a script."""
     return getattr(sys.modules["__main__"], "__spec__", None)
 
 
@@ -140,7 +140,7 @@ def _main_file() -> str:
 
 
 def child_command() -> list[str]:
-    """The command line that runs this script or module again in a child process, with the same arguments."""
+    """Return the command line that runs this script or module again in a child process, with the same arguments."""
     # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
     python = [sys.executable, "-P", str(_BOOTSTRAP)]
     if _spec() is not None:
@@ -156,17 +156,17 @@ def child_command() -> list[str]:
 
 
 def local_rank() -> int:
-    """The index of this process among the peers of its machine."""
+    """Return the index of this process among the peers of its machine."""
     return int(os.environ.get(_RANK, "0"))
 
 
 def is_trainer() -> bool:
-    """True if this process was started by the first peer of its machine, to train, too."""
+    """Return whether this process was started by the first peer of its machine in order to train, too."""
     return bool(os.environ.get(_TRAINS))
 
 
 def talks_to_neighbours() -> bool:
-    """True if this peer talks to other peers of its machine past their daemons."""
+    """Return whether this peer connects to other peers of its machine directly, without their daemons."""
     value = os.environ.get(NEIGHBOURS, "1")
     if value not in ("0", "1"):
         raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {value!r}. Leave it out: that means 1.")
@@ -174,12 +174,12 @@ def talks_to_neighbours() -> bool:
 
 
 def tunes_malloc() -> bool:
-    """True if the environment tells glibc what to do with freed memory."""
+    """Return whether the environment sets how glibc handles freed memory."""
     return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
 
 
 def launch_id() -> str:
-    """The id of the launch that started this process; empty in the first peer of a launch."""
+    """Return the id of the launch that started this process; empty in the first peer of a launch."""
     return os.environ.get(_LAUNCH, "")
 
 
@@ -187,7 +187,7 @@ def addresses_for_children(config: SwarmConfig, announced: Sequence[str]) -> lis
     """Return the addresses at which other peers of this machine find the first one, whose settings `config` are."""
     if not config.announce or not config.listen.port:
         return [*announced]
-    # Many routers do not lead from the inside back to the address that they have outside.
+    # Many routers cannot route from the inside to their own outside address.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.listen.host, config.listen.host)
     return [str(Address(host, config.listen.port, Address.parse(announced[0]).peer_id)), *announced]
 
@@ -195,7 +195,7 @@ def addresses_for_children(config: SwarmConfig, announced: Sequence[str]) -> lis
 def child_environment(
     rank: int, addresses: Sequence[str], config: SwarmConfig, *, launch: str, trains: bool
 ) -> dict[str, str]:
-    """The environment of another peer of this machine, which joins at `addresses`; `config`: of the first peer."""
+    """Return the environment of a further peer of this machine, which joins the first peer at `addresses`."""
     return {
         **os.environ,
         IDENTITY: str(Path(config.identity_path).absolute()) if config.identity_path else "",
@@ -209,11 +209,11 @@ def child_environment(
 
 
 def owners_folder() -> Path:
-    """The folder of the keys of the runs that this user owns; `ConfigError` if this user has no place for it."""
+    """Return the folder with the keys of this user's runs; raise `ConfigError` if the user has no place for it."""
     given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
         return (given if given.is_absolute() else Path.home() / ".config") / "lightning-swarm"
-    except RuntimeError as error:  # a container may run for a user whom nothing names
+    except RuntimeError as error:  # a container's user may have no home directory
         raise ConfigError(
             "the owner's key needs a folder, and this user has no home. Set XDG_CONFIG_HOME to a folder that lasts, "
             "or give an invitation to the run by `invite`."
@@ -222,7 +222,7 @@ def owners_folder() -> Path:
 
 @contextmanager
 def handed_over(invitation: str | None) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
-    """An invitation in a file without a name: the variable by which a program finds it, and its descriptor."""
+    """Write an invitation into an unnamed file; yield the environment variable for it, and its descriptor."""
     if invitation is None:
         yield {}, ()
         return
@@ -233,16 +233,16 @@ def handed_over(invitation: str | None) -> Iterator[tuple[dict[str, str], tuple[
 
 
 def with_kept_identity(config: SwarmConfig) -> SwarmConfig:
-    """Settings with the file of the key that this user keeps for the run, if they have an empty name in its place."""
+    """Replace an empty `identity_path` by the file of the key that this user keeps for the run."""
     if config.identity_path != "":
         return config
-    # Where anyone may come, a new id is as good as the old one.
+    # In a run without invitations a new id is as good as the old id.
     path = keep_identity(owners_folder, config.run_id, PeerStart.of(config)) if config.is_invited else None
     return replace(config, identity_path=path)
 
 
 def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
-    """A script's settings, changed by those in this process's environment."""
+    """Return a script's settings, overridden by the variables in this process's environment."""
     peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
     listen = os.environ.get(LISTEN)
     announce = os.environ.get(ANNOUNCE)
@@ -259,7 +259,7 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     )
     if local_rank == 0:
         return with_kept_identity(config)
-    # The first peer's place and key are taken. A key of its own makes a further peer the same one at each start.
+    # The first peer occupies the port and the key. A further peer has the same id at each start by a key of its own.
     identity_path = further_identity(config.identity_path, local_rank) if config.identity_path else None
     return replace(
         config,

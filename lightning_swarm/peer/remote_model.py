@@ -1,4 +1,4 @@
-"""A model whose blocks are served by others: an ordinary Hugging Face model in this process."""
+"""An ordinary Hugging Face model in this process, whose blocks are computed by servers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PREFILL_CHUNK: Final = 256
 
 
 def positions_depend_on_length(model: Any) -> bool:
-    """Return whether a model's position tables depend on how long the text is by then."""
+    """Return whether a model's position tables depend on the present length of the text."""
     text = json.dumps(model.config.to_dict(), default=str)
     return any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
 
@@ -99,11 +99,11 @@ def _chunks_of(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> d
 
 
 class ServedModelClient:
-    """This process's place in the swarm that serves a model.
+    """This process's connection to the swarm that serves a model.
 
     Attributes:
         model: The Hugging Face model. Its blocks are on the meta device, and their calls go to servers.
-        card: What is served.
+        card: The card of the served model.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ServedModelClient:
         refuse_changes(pretrained.module, self.model.dtype, device, moves=adapts)
         self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
         adapted = None
-        self.places: list[torch.Tensor] = []  # of what is on servers
+        self.places: list[torch.Tensor] = []  # placeholders for the weights on servers
         if adapts:
             blocks = pretrained.blocks
             self.places = pretrained.hold_places(device)
@@ -219,7 +219,7 @@ class ServedModelClient:
                 )
         except SwarmError:
             raise
-        except Exception as error:  # peft's own, where the folder does not fit; its files may be a stranger's
+        except Exception as error:  # peft's own errors, if the folder does not fit; its files are untrusted
             raise ConfigError(
                 "`adapter` must be a folder that peft's `save_pretrained` has written of an adapter of this model, "
                 f"got {str(folder)!r}: {shorten(str(error))}"
@@ -227,7 +227,7 @@ class ServedModelClient:
         return model
 
     def close(self) -> None:
-        """Leave the swarm. The model computes nothing any more. Twice is fine."""
+        """Leave the swarm. The model computes nothing any more. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -251,17 +251,17 @@ def remote_model(
 
     It is an ordinary model for generating text, in eval mode and without gradients: ``generate`` works with all of its
     options that keep a dynamic cache, and ``model(input_ids)`` gives logits. Embeddings and the head are in this
-    process; hidden states travel. If a server dies, others go on from what it had, and no token changes.
+    process; hidden states travel. If a server dies, other servers continue from its state, and no token changes.
 
-    The servers see hidden states, from which a prompt can be reconstructed: ask only those that you trust with it.
+    The servers see hidden states, from which a prompt can be reconstructed: use only servers that you trust with it.
 
     Args:
-        address: Of a server, as it prints it: ``HOST:PORT/ID``.
-        invite: The file of an invitation with the role ``trainer``, where only invited peers are answered.
-        weights: The model's folder, if it is on this machine. None: what is in no block comes from a server.
+        address: A server's address, as the server prints it: ``HOST:PORT/ID``.
+        invite: The file of an invitation with the role ``trainer``, if the servers answer only invited peers.
+        weights: The model's folder, if it is on this machine. None: weights outside the blocks come from a server.
         adapter: A folder that peft has saved of an adapter of this model: LoRA, prompt tuning or p-tuning. The servers
             compute with it for this client alone, and it is no part of what they serve.
-        device: Where embeddings and the head are, and inputs have to be.
+        device: The device of embeddings, head and inputs.
         timeout: Seconds that a step may take.
 
     Returns:
@@ -271,8 +271,8 @@ def remote_model(
     Raises:
         ConfigError: The address, the invitation or a folder is not that of a served model, or the adapter is of
             another kind or does not fit.
-        StageLost: Some blocks are served by nobody; also later, while it is used.
-        Unreachable: Nobody answers at the address.
+        StageLost: Some blocks have no server; also later, while the model is used.
+        Unreachable: No server answers at the address.
 
     Example:
         >>> model = remote_model("203.0.113.7:31337/12D3...")
@@ -307,7 +307,7 @@ def connect(
     runtime, transport, directory = visit_network(host, entry)
 
     def leave() -> None:
-        with contextlib.ExitStack() as closing:  # each of them, whatever the others raise
+        with contextlib.ExitStack() as closing:  # runs all callbacks, even if one of them raises an error
             closing.callback(runtime.close)
             closing.callback(lambda: runtime.run(transport.close()))
             closing.callback(lambda: runtime.run(directory.close()))

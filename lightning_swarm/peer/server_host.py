@@ -1,4 +1,4 @@
-"""A peer's server: started when there is something to serve, and kept for one run after another."""
+"""A peer's server, which is started on demand and kept from run to run."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ class ServerHost:
     me: Member
     server: Server | None = field(default=None, init=False)  # None: this peer holds no stage
     announced: bool = field(default=False, init=False)  # runs can find the server
-    _leaves: bool = field(default=False, init=False)  # this peer asked the run to let it go
+    _leaves: bool = field(default=False, init=False)  # this peer asked to leave the run
     could_lead: bool = field(default=False, init=False)  # this peer could take over from a lead that is gone
     _lifecycle: MembershipLifecycle | None = field(default=None, init=False)
     _tasks: TaskOwner = field(default_factory=TaskOwner, init=False)
-    _serving: asyncio.Task[None] | None = field(default=None, init=False)  # beside this peer's trainer
+    # The task that serves beside this peer's trainer.
+    _serving: asyncio.Task[None] | None = field(default=None, init=False)
 
     @property
     def admission(self) -> Admission:
-        """The admission of the server, which was started."""
+        """The admission of the server, which must have been started."""
         assert self.server is not None
         return self.server.admission
 
     async def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
-        """Hold stages as soon as a run wants this peer, which may also train, and may lead if the lead dies."""
+        """Hold stages as soon as a run admits this peer, which may also train, and may lead if the lead dies."""
         await self.start(model)
         self.announced, self.could_lead = True, inherits
         timeout = self._config.limits.start_timeout
@@ -64,7 +65,7 @@ class ServerHost:
         )
 
     async def start(self, model: PeerModel) -> None:
-        """Start the server without announcing it, or serve the next run with the one that is there."""
+        """Start the server without announcing it, or keep the present server for the next run."""
         if self.server is not None:  # the run rolled back, and this peer begins or joins its next generation
             if not self.server.membership.has_run:
                 self.server.admission.model = model
@@ -99,29 +100,29 @@ class ServerHost:
         return (await self._directory.known_servers()).keys()
 
     def _why_unfit(self, manifest: Manifest) -> str:
-        """Say why this peer could not lead a run; empty if it could."""
+        """Return why this peer could not lead a run; empty if it could."""
         if not self.could_lead:
             return "it was not started with data and the whole model"
         other = self._config.settings.first_difference(manifest.settings, SET_BY_EACH_LEAD)
         return f"its program has another `{other}`" if other else ""
 
     async def serve_run(self, say: Callable[[str], None]) -> None:
-        """Enter a run; return when it is over or has let this peer go."""
+        """Enter a run; return when it is over or this peer has left it."""
         assert self._lifecycle is not None
         try:
             await self._lifecycle.serve_run(say)
         finally:
-            if self._leaves:  # else later joiners would look for this peer for up to an hour
+            if self._leaves:  # otherwise later joiners would try to reach this peer for up to an hour
                 await self._directory.withdraw()
 
     def leave(self) -> None:
-        """Have `serve_run` ask the run to let this peer go."""
+        """Make `serve_run` ask the run to let this peer leave."""
         self._leaves = True
         if self._lifecycle is not None:
             self._lifecycle.leave()
 
     async def close(self) -> None:
-        """End the server; raises what a task raised."""
+        """End the server; raise the error of a task that failed."""
         try:
             await self._tasks.close()
         finally:
@@ -132,10 +133,10 @@ class ServerHost:
     # ------------------------------------------------------------------ beside this peer's trainer
 
     async def keep_joined(self, run: RunState) -> None:
-        """While this peer trains, have its server join again when a record left it out."""
+        """Make this peer's server join again, while the peer trains, whenever a record has left it out."""
         if self._lifecycle is None or not self.announced or run.manifest.selection is None:
             return
-        # Not with layers around a pipeline, which this server holds. And after a rollback it is still joined.
+        # Layers around a pipeline, which this server holds, cannot be joined. After a rollback the task still runs.
         around = run.manifest.stages[-1].on_trainers and not run.manifest.is_whole
         if around or (self._serving is not None and not self._serving.done()):
             return
@@ -143,12 +144,12 @@ class ServerHost:
         self._serving = self._tasks.spawn(self._lifecycle.serve_beside_trainer())
 
     def is_member(self, version: int) -> bool:
-        """True if the server is in the run, as far as it knows, which is not less than the trainer does."""
+        """Return whether the server is in the run, and knows the run at this version or a later one."""
         membership = self.admission.membership
         return membership.is_member and self.admission.ready.is_set() and membership.run.version >= version
 
     async def until_member(self, version: int) -> None:
-        """Wait until the run has let the server in, at this version or later; raises if it never will."""
+        """Wait until the run has admitted the server, at this version or later; raise if it never will."""
         while not self.is_member(version):
             if self._serving is not None and self._serving.done():
                 raise Unreachable(
@@ -158,12 +159,12 @@ class ServerHost:
             await asyncio.sleep(_LOOK_S)
 
     async def until_let_go(self) -> None:
-        """Wait until the run has let the server go, for as long as that may take."""
+        """Wait until the server has left the run, up to `Limits.drain_timeout`."""
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=self._config.limits.drain_timeout)
 
     async def until_dismissed(self) -> None:
-        """Wait until the run is over; a server that would join again notices it even if nobody says so."""
+        """Wait until the run is over; a server that would join again notices this even without a notice."""
         if self._serving is None:
             await self.admission.left.wait()
         else:
@@ -172,12 +173,12 @@ class ServerHost:
     def until_over(
         self, runtime: Runtime, rolled_back: asyncio.Event | None = None, *, grace_s: float = 0.0
     ) -> UntilRunEnds:
-        """A runtime whose calls end when this server hears that the run is over, or that it rolls back."""
+        """Return a runtime whose calls end when this server is notified that the run is over, or that it rolls back."""
         admission = self.admission
         return UntilRunEnds(
             runtime,
             admission.left,
-            rolled_back or asyncio.Event(),  # nobody tells the lead; but it may hear that its rollback came too late
+            rolled_back or asyncio.Event(),  # the lead itself only learns if its rollback came too late
             ending_error=lambda: admission.trainers_error,
             is_cut_off=lambda: self._directory.transport.closed,
             grace_s=grace_s,
@@ -186,7 +187,7 @@ class ServerHost:
     def local_layers(
         self, last: StageModule, run: RunState, runtime: Runtime, until_over: Runtime
     ) -> LocalLayers | None:
-        """The layers outside the pipeline, which the trainer computes itself; None if there are none."""
+        """Return the layers outside the pipeline, which the trainer computes itself; None if there are none."""
         if not last.spec.on_trainers:
             return None
         assert self.server is not None

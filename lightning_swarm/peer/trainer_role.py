@@ -32,21 +32,21 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 
-# Without a microbatch size: with M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time.
+# If no microbatch size is set. With M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time.
 _MICROBATCHES_PER_STAGE: Final = 4
-# A trainer that is started again may have its former id, and must not be given its former places in a step.
+# A restarted trainer may have its former id, and must not get its former places in a step.
 _NUMBER_BITS: Final = 40
 
 
 @dataclass(eq=False)
 class TrainerRole:
-    """Opens this peer's sessions as a trainer, and holds what they share."""
+    """Opens this peer's sessions as a trainer, and holds the resources that they share."""
 
     _transport: Transport
     _tickets: TicketStore
     _config: SwarmConfig
     _events: EventLog
-    _rng: random.Random  # wires pipelines
+    _rng: random.Random  # breaks ties of routing
     _connect: Callable[[], Awaitable[None]]  # makes the run's servers reachable
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class TrainerRole:
         local_layers: LocalLayers | None,
         *,
         device: torch.device,
-        runtime: Runtime,  # leads to the swarm's event loop as long as the run lasts
+        runtime: Runtime,  # runs calls on the swarm's event loop until the run ends
     ) -> Session:
         """Open a session in a run that has begun, with the stages of this trainer's copy of the model."""
         context = self._context(run)
@@ -80,7 +80,7 @@ class TrainerRole:
         return Session(runtime, pipeline, steps, run.manifest, local_layers=local_layers, is_lead=is_lead)
 
     def _steps(self, run: RunState, context: PipelineContext) -> StepClient:
-        """This trainer's step client; a trainer that came later may leave and return while the run goes on."""
+        """Return the trainer's step client; a trainer that came later may leave and return while the run continues."""
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
         came_later = self._transport.peer_id not in run.manifest.trainers
@@ -127,17 +127,17 @@ class TrainerRole:
         return context
 
     async def leave_run(self) -> None:
-        """Leave a void run: refuse its calls, and keep nothing of it."""
+        """Leave a void run: refuse its calls, and drop the copies of its microbatches."""
         self._role.retire()
         await self._copies.clear()
 
     def close(self) -> None:
-        """Free what sessions share; none is opened any more."""
+        """Free the resources that sessions share; no session may be opened afterwards."""
         self._copies.close()
 
 
 def _num_microbatches(routers: Sequence[StageRouter], own: PeerId) -> int:
-    """Return how many microbatches keep all servers busy: one, where all is computed one after the other."""
+    """Return the number of microbatches that keeps all servers busy; one, if all stages are computed in sequence."""
     widest = max(len(router.peers) for router in routers)
     alone = widest == 1 and (len(routers) == 1 or all(own in router.peers for router in routers))
     return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(routers), widest)

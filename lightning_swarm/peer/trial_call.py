@@ -60,7 +60,7 @@ def servable(form: ModelForm) -> tuple[ModelForm, str]:
 
 
 def _call(form: ModelForm, *, use_cache: bool) -> None:
-    """Make a client's first calls, where each block returns its input, and all weights around them are zeros."""
+    """Make a client's first calls, in which blocks return their input, and all weights around them are zeros."""
     model = PretrainedModel(form.config, form.generation_config, dtype=form.dtype, blocks=form.blocks)
     around = model.around
     # Zeros that are only read take no memory.

@@ -44,8 +44,8 @@ def answer_bans(
         transport.ban(body)
         if body not in transport.bans:
             raise AccessDenied(
-                "what the run's owner signed last counts, and this is older than what is known here of the same peer "
-                "or invitation. Set the clock of the machine that has the owner's key, and call again."
+                "only the owner's newest ban of a peer or invitation counts, and a newer one is known here. Set the "
+                "clock of the machine that has the owner's key, and call again."
             )
         if is_new and spawn is not None:
             await spawn(_pass_on(transport, {*members()} - {transport.peer_id, caller}, body))
@@ -59,7 +59,7 @@ async def _pass_on(transport: Transport, peers: Iterable[PeerId], signed: bytes)
         try:
             await transport.call(peer, BAN, signed, timeout=_TELL_TIMEOUT_S)
         except SwarmError as error:  # the next record carries the ban
-            _log.info("%s did not hear of a ban: %s", peer, error)
+            _log.info("%s did not receive a ban: %s", peer, error)
 
     await gather(map(tell, sorted(peers)))
 
@@ -69,7 +69,7 @@ def heed(transport: Transport, signed: bytes) -> None:
     try:
         transport.ban(signed)
     except AccessDenied as error:
-        _log.warning("A ban is not heeded: %s", error)
+        _log.warning("Ignored a ban: %s", error)
 
 
 def bans_after(known: Bans, new: Bans) -> Bans:

@@ -75,9 +75,9 @@ def check_not_convicted(peer: PeerId, convicted: Mapping[PeerId, str]) -> None:
     """Raise `AccessDenied`, with the reason, if a peer was convicted."""
     if (reason := convicted.get(peer)) is not None:
         raise AccessDenied(
-            "who was convicted takes no part in the run any more, nor in what goes on from its checkpoints, and "
-            f"{peer} was: {printable(reason)}. If its machine computes wrongly, repair that, and ask the run's owner "
-            "for an invitation for another identity."
+            "a convicted peer takes no part in the run any more, nor in runs from its checkpoints, and "
+            f"{peer} was convicted: {printable(reason)}. If its machine computes wrongly, repair that, and ask the "
+            "run's owner for an invitation for another identity."
         )
 
 
@@ -96,7 +96,7 @@ def check_convictions(record: Record, settings: RunSettings) -> None:
     """Refuse convictions in a run without audits, and a rollback without a conviction."""
     convicted = [one.peer for one in record.convicted or ()]
     if convicted and not settings.is_audited:
-        raise ProtocolError(f"only in an audited run is anybody convicted; record {record.step} has {convicted[:5]}")
+        raise ProtocolError(f"only an audited run convicts peers; record {record.step} has {convicted[:5]}")
     if record.goes_back and not (convicted and settings.goes_back):
         raise ProtocolError(
             f"a run whose `on_conviction` is 'go_back' does so when it convicts somebody; this one's is "
@@ -113,4 +113,4 @@ def check_seated(seats: SeatedMembers, new: Collection[PeerId] = ()) -> None:
         raise ProtocolError(f"keepers convict, and are not convicted, got {wrong[:5]}")
     present = {member.peer_id for roster in seats.rosters for member in roster} | {*new}
     if wrong := sorted(convicted & present):
-        raise ProtocolError(f"who was convicted takes no part in the run any more, got {wrong[:5]} among its members")
+        raise ProtocolError(f"a convicted peer takes no part in the run any more, got {wrong[:5]} among its members")

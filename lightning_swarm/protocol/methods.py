@@ -29,8 +29,8 @@ KEEP = "snapshot.keep"
 KEEP_LOOP = "snapshot.keep_loop"
 SNAPSHOT = "snapshot.read"
 
-# A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If user code
-# changed what trains, or wrote weights, `change -> settle` come first. So each granted sample is in exactly one decided
+# A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If user code selected
+# other parameters or wrote weights, `change -> settle` come first. So each granted sample is in exactly one decided
 # record.
 CHANGE = "step.change"
 SETTLE = "step.settle"

@@ -179,7 +179,7 @@ async def ask_servers(transport: Transport, run: RunState, *, timeout: float) ->
         try:
             replies[peer] = await watch(transport, peer, request, timeout=timeout)
         except SwarmError as error:
-            _log.debug("%s does not say whom it follows: %s", peer, error)
+            _log.debug("%s does not report its coordinator: %s", peer, error)
 
     async with asyncio.TaskGroup() as group:
         asking = {group.create_task(ask(peer)) for peer in run.servers if peer != transport.peer_id}
@@ -254,7 +254,7 @@ async def _ask_promised(
         try:
             found[peer] = (await watch(transport, peer, request, timeout=timeout + GRACE_S)).promised
         except SwarmError as error:
-            _log.debug("%s does not say what it promised: %s", peer, error)
+            _log.debug("%s does not report its promised term: %s", peer, error)
 
     async with asyncio.TaskGroup() as group:
         asking = {group.create_task(ask(peer)) for peer in peers}

@@ -394,7 +394,7 @@ class RunState:
         check_seated(seats, enlisted)
         if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
             raise ProtocolError(
-                f"the lead {self.manifest.lead} must be among the trainers, and nobody twice; they begin with "
+                f"the lead {self.manifest.lead} must be among the trainers, and no peer twice; they begin with "
                 f"{seats.trainers[:_MAX_NAMED]}"
             )
         sizes = [len(set(roster)) for roster in seats.rosters]

@@ -33,7 +33,7 @@ class Compression:
             tensors are never encoded.
         gradients: Codec of the gradients of hidden states.
         averaging: Codec of the gradient sums that the servers of a stage exchange. ``"powersgd"`` sends each matrix as
-            the product of two thin ones, by PowerSGD (arXiv:1905.13727), where that is smaller.
+            the product of two thin matrices, by PowerSGD (arXiv:1905.13727), where that is smaller.
         rank: Columns of these thin matrices.
         error_feedback: Add the encoding error of this step's sums to the next step's sums. None: with PowerSGD only.
 
@@ -164,12 +164,12 @@ class RunSettings(WithCompression, frozen=True):
             self.rebalancing,
             get_args(Rebalancing),
             "'gain' (peers move where that gains more than it costs), 'paper' (by the SWARM paper's rule) or 'none' "
-            "(nobody moves)",
+            "(no server moves)",
         )
         interval_s: object = self.rebalance_interval
         if isinstance(interval_s, bool) or not isinstance(interval_s, (int, float)) or not 0 < interval_s < math.inf:
             raise ConfigError(
-                f"`rebalance_interval` must be a positive number of seconds, got {interval_s!r}. To have nobody move, "
+                f"`rebalance_interval` must be a positive number of seconds, got {interval_s!r}. To prevent moves, "
                 "write `rebalancing='none'`."
             )
         if not isinstance(self.deterministic, bool):
@@ -212,14 +212,14 @@ class RunSettings(WithCompression, frozen=True):
             )
         if self.compression.averaging != "none":
             raise ConfigError(
-                "with `trust='audited'` sums of gradients must travel as they are, because others check how they are "
-                f"averaged: got averaging {self.compression.averaging!r}. Write `compression=Compression("
+                "with `trust='audited'` sums of gradients must travel as they are, because other servers check the "
+                f"averaging: got averaging {self.compression.averaging!r}. Write `compression=Compression("
                 "activations=..., gradients=...)`, which keep their codecs, or leave it out."
             )
         if self.rebalancing == "paper":
             raise ConfigError(
-                "with `trust='audited'` a server moves only where the measured gain says so, for the paper's rule goes "
-                "by what servers say of themselves: got rebalancing 'paper'. Write `rebalancing='gain'` or 'none'."
+                "with `trust='audited'` a server moves only where the measured gain says so, because the paper's "
+                "rule relies on servers' own reports: got rebalancing 'paper'. Write `rebalancing='gain'` or 'none'."
             )
 
     def _check_robust(self) -> None:
@@ -248,8 +248,8 @@ class RunSettings(WithCompression, frozen=True):
             )
         if self.compression.averaging != "none":
             raise ConfigError(
-                "with `deterministic=True` sums of gradients must travel as they are, because what a codec makes of "
-                f"them depends on which server has added up what: got averaging {self.compression.averaging!r}. Write "
+                "with `deterministic=True` sums of gradients must travel as they are, because a codec's result "
+                f"depends on which server added which gradients: got averaging {self.compression.averaging!r}. Write "
                 "`compression=Compression(activations=..., gradients=...)`, which keep their codecs, or leave it out."
             )
 

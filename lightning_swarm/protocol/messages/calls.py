@@ -76,7 +76,7 @@ class CallKey(WireMessage, frozen=True):
 
     @property
     def is_probe(self) -> bool:
-        """True for a probe, whose output is only compared with others; repeated probes draw equal random numbers."""
+        """True for a probe, whose output is only compared with another; repeated probes draw equal random numbers."""
         return self.evaluation and self.first >= PLACES
 
     @property
@@ -99,7 +99,7 @@ AttributeName = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class ModuleStates(WireMessage, frozen=True):
-    """Modes and attributes that the trainer set on a stage's modules. Only those that differ are sent."""
+    """Modes and attributes that the trainer set on a stage's modules. Only differences are sent."""
 
     # Whether a module is in train mode, where that differs from the module around it.
     modes: Annotated[dict[ModuleName, bool], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)

@@ -26,7 +26,7 @@ Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
 """Counts the steps of a session from 1. A server applies each number once."""
 
 LayerKind = Literal["full", "sliding", "linear", "linear_full", "linear_sliding"]
-"""Content of a block's cache: all keys and values, those of a window, the state of linear attention, or both."""
+"""Content of a block's cache: all keys and values, a window of them, the state of linear attention, or both."""
 
 
 FailureKind = Literal["lost", "unreachable", "busy", "adapter", "refused"]
@@ -66,7 +66,7 @@ class SessionStep(WireMessage, frozen=True):
     attempt: Count  # rises with each change of the route, which ends older routes
     generation: Count
     version: Count  # version of the weights
-    weights: Count  # the number of evaluation weights; 0: those of the version
+    weights: Count  # the number of evaluation weights; 0: the version's weights
     number: Number
     resume: Number  # a server forwards its outputs from this step on
     stage_index: Count

@@ -45,12 +45,12 @@ def check_change(change: StepChange, stages: Sequence[StageManifest]) -> None:
 
 
 def trained_names(selection: Selection) -> set[str]:
-    """Return the parameters that the optimizer steps: those in one of its groups that are not frozen."""
+    """Return the parameters that the optimizer steps, which are in one of its groups and not frozen."""
     return selection.groups.keys() - set(selection.frozen)
 
 
 def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
-    """Return the first stage that trains a parameter, has batch norms, or is on trainers; if none, their number."""
+    """Return the first stage that trains a parameter, has batch norms, or is on trainers; if none, `len(stages)`."""
     # Earlier stages need no gradient unless the pipeline's own input does, and hold no receipts.
     trained = trained_names(selection) if selection is not None else set()
     for index, stage in enumerate(stages):
@@ -265,7 +265,7 @@ class Manifest(WireMessage, frozen=True):
     max_steps: int | None = None  # no step opens beyond it
     open_to_trainers: bool = False  # further trainers may join
     selection: Selection | None = None  # selection in the first step; None: the run only evaluates, without optimizer
-    scaling: LossScaling | None = None  # scaling in the first step; None: no losses are scaled, or by a lone trainer
+    scaling: LossScaling | None = None  # scaling in the first step; None: unscaled, or scaled by a lone trainer
     # The optimizer's class and its settings; None: no peer has an optimizer, or the starter does not name it.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     # Why unlike machines cannot step the optimizer to the same bits; unset: they can.

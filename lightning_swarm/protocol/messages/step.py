@@ -264,7 +264,7 @@ class Record(WireMessage, frozen=True):
     # Invitation of each newcomer and new trainer; unset: there are none, or the run needs no invitations.
     invited: dict[PeerId, InvitedBy] | msgspec.UnsetType = msgspec.UNSET
     bans: Bans = msgspec.UNSET  # new bans
-    # Snapshots ordered by earlier records, as most servers of their stages took them; unset: no further ones are known.
+    # Snapshots ordered by earlier records, as most servers of their stages took them; unset: none is new.
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET
     keepers: Keepers = msgspec.UNSET  # newcomers that are keepers; unset: none
     convicted: Convictions = msgspec.UNSET  # peers convicted by the audits of this step; unset: none

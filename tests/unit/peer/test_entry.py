@@ -260,7 +260,7 @@ def test_who_only_looks_takes_the_run_from_its_invitation(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="it expired 1 minute ago"):
         visitor_entry(written(tmp_path, invitation(lasts_s=-60.0)), now_s=NOW_S)
     one = OWNER.certify(PEER, Role.OBSERVER, now_s=NOW_S, expires_at_s=NOW_S + WEEK_S)
-    with pytest.raises(ConfigError, match="it was made for one peer, and who looks has a new id"):
+    with pytest.raises(ConfigError, match="it was made for one peer, and an onlooker has a new id"):
         visitor_entry(written(tmp_path, one), now_s=NOW_S)
 
 

@@ -229,7 +229,7 @@ def test_an_older_word_of_the_owner_is_refused_aloud(make_swarm: MakeSwarm) -> N
     async def go() -> None:
         await tell(swarm, banned, A)
         await tell(swarm, banned, A)
-        with pytest.raises(AccessDenied, match=r"older than what is known here.*Set the clock"):
+        with pytest.raises(AccessDenied, match=r"a newer one is known here.*Set the clock"):
             await tell(swarm, lifted, A)
 
     swarm.run(go())

@@ -28,7 +28,7 @@ from tests.unit.swarm import LEAD, Swarm, key, rows
 
 A, B, C, D, G = map(PeerId, "abcdg")
 REASON = "its output was not that of its weights"
-DENIED = f"who was convicted takes no part in the run any more.*b was: {REASON}"
+DENIED = f"a convicted peer takes no part in the run any more.*b was convicted: {REASON}"
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_what_no_record_may_say_of_convictions_is_refused(make_swarm: MakeSwarm,
 def test_where_nothing_is_audited_nobody_is_convicted(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b c", "d b c")
     record = swarm.run(step(swarm, 0))
-    with pytest.raises(ProtocolError, match="only in an audited run is anybody convicted"):
+    with pytest.raises(ProtocolError, match="only an audited run convicts peers"):
         check_record(
             RunState(swarm.manifest), replaced(record, convicted=[Conviction(peer=PeerId("z"), reason=REASON)])
         )
