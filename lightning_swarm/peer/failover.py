@@ -38,7 +38,7 @@ _POLL_START_S: Final = 0.1
 
 # Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent.
 PackLoop = Callable[[], Sequence[Tensor]]
-# Whether a loop could continue at a version; the second argument tells whether a step's record counts batches.
+# Whether a loop could continue at a version; the second argument returns whether a step's record counts batches.
 CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
 
 

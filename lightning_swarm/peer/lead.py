@@ -196,7 +196,7 @@ class Lead:
         self._transport = directory.transport
         self._config = config
         self._events = events
-        self._is_over = is_over  # whether this peer's server has heard that the run is over
+        self._is_over = is_over  # whether this peer's server knows that the run is over
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # stages of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors

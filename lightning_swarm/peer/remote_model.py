@@ -204,7 +204,7 @@ class ServedModelClient:
         except ImportError as error:
             raise ConfigError("adapters are peft's. Install it: `pip install 'lightning-swarm[tune]'`.") from error
         try:
-            if not Path(folder, "adapter_config.json").is_file():  # or peft would look for it on the Hugging Face Hub
+            if not Path(folder, "adapter_config.json").is_file():  # otherwise peft would look for it on the Hub
                 raise FileNotFoundError("it has no adapter_config.json")
             check_kind(peft.PeftConfig.from_pretrained(str(folder)))
             with warnings.catch_warnings():

@@ -18,7 +18,7 @@ WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"
 
 _HOLD_S = 10.0  # seconds after which a long poll is answered "pending", so that polls of dead consumers end
-_MAX_EARLY = 4096  # most unpromised names that one peer may wait for; it has no more open calls than that
+_MAX_EARLY = 4096  # most unpromised names that one peer may wait for; no peer has more open calls
 _MAX_EARLY_IN_ALL = 32_768
 _REPLY_MARGIN_S = 5.0  # seconds after which the consumer repeats an unanswered poll
 

@@ -45,7 +45,7 @@ class Blockwise8Bit(Codec):
         blocks.view(-1)[: len(flat)] = flat
         lowest, highest = blocks.amin(dim=1), blocks.amax(dim=1)
         # The map has 1 but not -1. If the largest element of a block were a hundredth too small whenever it is
-        # negative, gradients of a cross entropy would be biased, for their largest elements are negative.
+        # negative, gradients of a cross entropy would be biased, because their largest elements are negative.
         signs = torch.where(highest < -lowest, -1.0, 1.0)
         # A block below this becomes zero: the inverse of a scale must be finite, too.
         is_zero = torch.maximum(highest, -lowest) < torch.finfo(torch.float32).tiny

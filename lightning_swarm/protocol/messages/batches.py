@@ -287,7 +287,7 @@ class LeaseMetricsRequest(WireMessage, frozen=True):
     lease: int
 
 
-# Keys of a checkpoint without which a loop cannot go on.
+# Keys of a checkpoint without which a loop cannot continue.
 NEEDED: Final = ("epoch", "global_step", "state_dict", "loops", "optimizer_states", "lr_schedulers")
 
 Metrics = tuple[list[bytes], list[Any]]  # encoded `MetricState`s, and the tensors of all of them

@@ -76,7 +76,7 @@ class CallKey(WireMessage, frozen=True):
 
     @property
     def is_probe(self) -> bool:
-        """True for a probe, whose output is only compared with another; repeated probes draw equal random numbers."""
+        """True for a probe, whose output is only compared; repetitions of a probe draw equal random numbers."""
         return self.evaluation and self.first >= PLACES
 
     @property

@@ -30,7 +30,7 @@ EventKind: TypeAlias = Literal[
     "sheds",  # a peer with several stages gives one up
     "takeover",  # another peer becomes the coordinator
     "pause",  # the run waits for a stage without servers
-    "resume",  # the run goes on after a pause
+    "resume",  # the run continues after a pause
     "went_back",  # the run rolled back to an earlier step
     "stopped",  # user code of a trainer that began the run with the lead set `trainer.should_stop`
 ]
@@ -40,7 +40,7 @@ EVENT_KINDS: Final[tuple[EventKind, ...]] = get_args(EventKind)
 class EventCounts(WireMessage, frozen=True):
     """A peer's counts of events of each kind since it started. Repeated or late reports do no harm."""
 
-    log: Count  # random; identifies the process that counts, for a restarted peer counts anew
+    log: Count  # random; identifies the counting process, because a restarted peer counts anew
     counts: dict[EventKind, Count]
 
 
