@@ -1,9 +1,9 @@
 """Swarms for tests: all peers in one process and one thread, over the in-memory network, on a virtual clock.
 
-`local_swarm` makes one for a test of your own model. A `FaultPlan` says what goes wrong in it and when; `Phase` names
-the moments. An `Adversary` is a peer whose server lies, by one of the `attacks`. ``pytest_plugins =
-["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`. `SharedGPU` puts several peers on one
-card, a `SmallMemory` gives a peer's server less of it, and an `UnlikeMachine` rounds as one of another kind.
+`local_swarm` makes one for a test of your own model. A `FaultPlan` schedules faults, at moments that `Phase` names. An
+`Adversary` is a peer whose server lies, by one of the `attacks`. ``pytest_plugins =
+["lightning_swarm.testing.plugin"]`` adds the pytest fixture `local_swarm`. `SharedGPU` runs several peers on one card,
+`SmallMemory` limits a server's memory, and `UnlikeMachine` rounds like a machine of another kind.
 """
 
 from lightning_swarm.testing import attacks

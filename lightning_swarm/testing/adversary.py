@@ -1,6 +1,7 @@
-"""Adversaries: peers of a swarm under test whose servers lie; which attack, and in which steps.
+"""Adversaries: peers of a swarm under test whose servers report false values, by some attack and in some steps.
 
-An `Adversary` only decides, and counts; `attacks.py` says what is told, and `lying_server.py` tells it.
+An `Adversary` only decides and counts. `attacks.py` computes the lies (the false values), and `lying_server.py` puts
+them in place of the true values.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Adversary:
         peer: The name of the peer, as in a `FaultPlan`.
         attack: An attack of `lightning_swarm.testing.attacks`, or the name of one in `ATTACKS`.
         since: The first step in which it lies.
-        until: The first step in which it does not lie any more; None: it goes on.
+        until: The first step in which it no longer lies; None: it lies to the end.
         every: It lies in every n-th step from `since` on.
-        seed: Decides what is random in its lies. Adversaries with the same seed draw the same numbers.
-        options: Arguments of an attack that is given by its name.
+        seed: Seed of the random numbers in its lies. Adversaries with the same seed draw the same numbers.
+        options: Arguments of the attack, if `attack` is a name.
     """
 
     def __init__(
@@ -62,32 +63,32 @@ class Adversary:
         self.peer = PeerId(peer)
         self.attack = ATTACKS[attack](**options) if isinstance(attack, str) else attack
         self.since, self.until, self.every, self.seed = since, until, every, seed
-        self.lies: Counter[int] = Counter()  # by step
+        self.lies: Counter[int] = Counter()  # step -> number of lies
         self.on_lie: Callable[[Adversary], None] = lambda _: None  # called before each lie
 
     @property
     def struck(self) -> int:
-        """The number of times that it has said something that is not true."""
+        """The number of lies so far."""
         return self.lies.total()
 
     def lies_in(self, step: int) -> bool:
-        """Tell whether it lies in a step."""
+        """Return whether it lies in a step."""
         return step >= self.since and (self.until is None or step < self.until) and not (step - self.since) % self.every
 
     def tell(self, step: int, true: Sequence[Tensor], said: Sequence[Tensor]) -> bool:
-        """Count a lie, if what is said differs from what is true; returns whether it does."""
+        """Count a lie if the reported tensors `said` differ from the true ones; returns whether they do."""
         if all(map(_is_same, true, said)):
             return False
         self.count(step)
         return True
 
     def count(self, step: int) -> None:
-        """Count a lie, which is about to be told."""
+        """Count a lie before it is reported."""
         self.on_lie(self)
         self.lies[step] += 1
 
     def generator(self, *numbers: int) -> torch.Generator:
-        """Make a generator whose numbers follow from the seed and these numbers."""
+        """Make a random generator, seeded by the adversary's seed and these numbers."""
         return torch.Generator("cpu").manual_seed(key_seed(self.seed, *numbers) % _MAX_SEED)
 
     def __str__(self) -> str:
@@ -96,11 +97,11 @@ class Adversary:
 
 
 def check_struck(adversaries: Sequence[Adversary]) -> None:
-    """Raise `DidNotHappen`, which names the adversaries that told no lie, if there are any."""
+    """Raise `DidNotHappen` if any adversaries told no lie, and name them."""
     if honest := [adversary for adversary in adversaries if not adversary.struck]:
         raise DidNotHappen(f"These adversaries told no lie: {'; '.join(map(str, honest))}.")
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether tensors are equal; what is no number is equal to what is none."""
+    """Return whether two tensors are equal, where NaN equals NaN."""
     return one is other or bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,7 +1,7 @@
-"""Attacks of peers that lie: what an adversary says in place of what is true.
+"""Attacks of malicious servers: the false values that an adversary reports in place of the true ones.
 
-An attack only computes the lie. `adversary.py` tells it on a real server, where the true value is made, so that all
-that the server commits to later is of the lie. Each class names its source; ALIE, CenteredClip and IPM stand for:
+An attack only computes the lie. `lying_server.py` puts it in place of the true value where a real server produces that
+value, so that the server's later commitments agree with the lie. Each class names its source:
 
 - ALIE: Baruch et al. 2019, "A Little Is Enough", arXiv:1902.06156.
 - CenteredClip: Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", arXiv:2012.10333.
@@ -25,16 +25,16 @@ from typing_extensions import override
 
 from lightning_swarm.protocol.messages.audits import DIGEST_BYTES, AuditFinding, StageSketch
 
-_TOLERANCE: Final = 0.05  # of a gradient that is at most 1, and may have been encoded in 8 bits
+_TOLERANCE: Final = 0.05  # absolute error of gradients of at most 1, which may have been encoded in 8 bits
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """A server's gradient sum, and the weight of what it holds.
+    """A server's gradient sum, and its weight.
 
     Args:
-        values: The sum ``[n]``, in floats.
-        weight: The weights of its microbatches together. Only ratios between servers mean something.
+        values: The sum ``[n]``, as floats.
+        weight: The total weight of its microbatches. Only ratios between servers are meaningful.
     """
 
     values: Tensor
@@ -42,22 +42,22 @@ class WeightedSum:
 
     @property
     def mean(self) -> Tensor:
-        """The mean gradient ``[n]`` of what the sum holds, but for a factor that all servers share."""
+        """The mean gradient ``[n]`` of the sum's microbatches, up to a factor common to all servers."""
         return self.values / self.weight
 
 
 @dataclass(frozen=True)
 class SeenSums:
-    """The sums of a stage at the moment an adversary's own is frozen; it sees those of all servers.
+    """The sums of all servers of a stage, as an adversary sees them when its own sum is frozen.
 
-    The vectors may be the servers' own memory: an attack must not write into them, and copies what it keeps.
+    The vectors may be the servers' own memory, so an attack must not write into them, and must copy any that it keeps.
 
     Args:
         own: The adversary's true sum.
-        honest: The sums of the servers that do not lie in this step, without those that hold nothing.
+        honest: The sums of the servers that do not lie in this step, without empty sums.
         num_servers: The number of servers of the stage, liars included.
-        num_liars: The number of these that lie in this step.
-        earlier: The adversary's own true sums of the steps before, by how many steps ago that was.
+        num_liars: The number of these servers that lie in this step.
+        earlier: The adversary's own true sums of earlier steps; the key is the number of steps since then.
         generator: Draws the same numbers at all adversaries of a stage in a step.
     """
 
@@ -71,13 +71,13 @@ class SeenSums:
 
 @dataclass(frozen=True)
 class SeenFinding:
-    """An adversary's finding as an auditor, and its knowledge of a fellow liar whom it audits.
+    """An adversary's finding as an auditor, and its knowledge of the audited server if that one colludes.
 
     Args:
-        true: What it found.
-        claims: What a fellow liar claims of the same microbatches; None: the audited server is no fellow.
-        sketch: What the fellow says of its sum.
-        sum_digest: The digest of the fellow's sum.
+        true: The true finding.
+        claims: The colluding server's claims about the same microbatches; None: the audited server does not collude.
+        sketch: The colluding server's sketch of its reported sum.
+        sum_digest: The digest of the colluding server's reported sum.
     """
 
     true: AuditFinding
@@ -87,29 +87,29 @@ class SeenFinding:
 
 
 class Attack:
-    """A lie; each method gets something true, and returns what the adversary says. By default that is the truth."""
+    """A lie: each method receives a true value and returns the value to report, by default the true one."""
 
-    sees_others: ClassVar[bool] = False  # looks at other servers' sums, which must be in the same process
+    sees_others: ClassVar[bool] = False  # needs the sums of other servers, which must be in the same process
 
     @property
     def memory(self) -> int:
         """The number of its own earlier sums that the adversary keeps."""
         return 0
 
-    # ------------------------------------------------------------------ of a sum
+    # ------------------------------------------------------------------ sums
 
     def sum(self, seen: SeenSums) -> Tensor:
         """Return the gradient sum ``[n]`` to freeze."""
         return seen.own.values
 
-    # ------------------------------------------------------------------ of a microbatch
+    # ------------------------------------------------------------------ microbatches
 
     def output(self, output: Tensor, inputs: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-        """Return a tensor of a forward's output. A microbatch that is computed again draws the same numbers again."""
+        """Return a tensor of a forward's output. Computing a microbatch again draws the same random numbers."""
         return output
 
     def output_gradient(self, gradient: Tensor, output: Tensor) -> Tensor:
-        """Return the gradient of an output with which to compute the backward."""
+        """Return the gradient of an output from which to compute the backward."""
         return gradient
 
     def input_gradient(self, gradient: Tensor, generator: torch.Generator) -> Tensor:
@@ -117,53 +117,53 @@ class Attack:
         return gradient
 
     def parameter_gradient(self, gradient: Tensor) -> Tensor:
-        """Return a microbatch's gradient of a parameter, which is added to the sum."""
+        """Return a microbatch's gradient of a parameter, to add to the sum."""
         return gradient
 
-    # ------------------------------------------------------------------ in averaging
+    # ------------------------------------------------------------------ averaging
 
     def part(self, part: Tensor, generator: torch.Generator) -> Tensor:
         """Return a part ``[m]`` of the sum for another server to reduce."""
         return part
 
     def reduced(self, part: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the part ``[m]`` of the mean that the adversary has reduced for all."""
+        """Return the part ``[m]`` of the mean that the adversary reduced for all servers."""
         return part
 
     def squared_norm(self, squared_norm: float) -> float:
-        """Return the squared norm of that part."""
+        """Return the squared norm of the part that the adversary reduced."""
         return squared_norm
 
-    # ------------------------------------------------------------------ of a stage's state
+    # ------------------------------------------------------------------ a stage's state
 
     def downloaded_weight(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a weight for a server that joins."""
+        """Return a weight tensor for a server that joins."""
         return weight
 
     def read_weight(self, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a weight for a trainer that reads the model."""
+        """Return a weight tensor for a trainer that reads the model."""
         return weight
 
-    # ------------------------------------------------------------------ as an auditor
+    # ------------------------------------------------------------------ audits
 
     def finding(self, seen: SeenFinding) -> AuditFinding:
-        """Return what was found of another server's work."""
+        """Return the finding about another server's work."""
         return seen.true
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a direction, with the norm of `like`."""
+    """Draw a random direction, with the norm of `like`."""
     drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
     noise: Tensor = drawn * (like.to(torch.float64).norm() / drawn.norm())
     return noise.to(like.dtype)
 
 
-# ---------------------------------------------------------------------- of a server's sum
+# ---------------------------------------------------------------------- sums
 
 
 @dataclass(frozen=True)
 class SignFlip(Attack):
-    """The negative sum, so many times. Source: BTARD, with a strength of 1000; CenteredClip, with 1."""
+    """The negative sum, times `strength`. Source: BTARD, with a strength of 1000; CenteredClip, with 1."""
 
     strength: float = 1.0
 
@@ -174,7 +174,7 @@ class SignFlip(Attack):
 
 @dataclass(frozen=True)
 class RandomDirection(Attack):
-    """A direction that all adversaries share, with a norm that is so many times the sum's. Source: BTARD."""
+    """A random direction that all adversaries share, with `strength` times the sum's norm. Source: BTARD."""
 
     strength: float = 1000.0
 
@@ -185,7 +185,7 @@ class RandomDirection(Attack):
 
 @dataclass(frozen=True)
 class DelayedGradient(Attack):
-    """The mean gradient of so many steps ago; the truth where there was none. Source: BTARD."""
+    """The mean gradient of `delay` steps ago, or the true sum if there was none. Source: BTARD."""
 
     delay: int = 100
 
@@ -220,7 +220,7 @@ class LittleIsEnough(Attack):
     """The honest servers' mean gradient minus `z` of its standard deviations. Source: ALIE.
 
     Args:
-        z: The number of standard deviations; None: the most that still hides among the honest, by ALIE's formula.
+        z: The number of standard deviations; None: the most that stays hidden among the honest servers.
     """
 
     sees_others = True
@@ -236,16 +236,16 @@ class LittleIsEnough(Attack):
 
 
 def hidden_deviations(num_servers: int, num_liars: int) -> float:
-    """Return ALIE's `z`: so many honest servers are farther from the mean that with the liars they are a majority."""
+    """Return ALIE's `z`: enough honest servers deviate by more than that to be a majority with the liars."""
     num_honest = num_servers - num_liars
-    supporters = max(1, num_servers // 2 + 1 - num_liars)  # that the liars need to be a majority
+    supporters = max(1, num_servers // 2 + 1 - num_liars)  # honest servers that the liars need for a majority
     share = (num_honest - supporters) / max(1, num_honest)
     return NormalDist().inv_cdf(share) if share > 0.5 else 0.0
 
 
 @dataclass(frozen=True)
 class ZeroSum(Attack):
-    """A sum of nothing, with receipts as if of all. Source: after BTARD."""
+    """A sum of zeros, with the receipts of the true sum. Source: after BTARD."""
 
     @override
     def sum(self, seen: SeenSums) -> Tensor:
@@ -254,7 +254,7 @@ class ZeroSum(Attack):
 
 @dataclass(frozen=True)
 class NotANumber(Attack):
-    """A sum that is no number anywhere. Source: after BTARD."""
+    """A sum that is NaN everywhere. Source: after BTARD."""
 
     @override
     def sum(self, seen: SeenSums) -> Tensor:
@@ -263,7 +263,7 @@ class NotANumber(Attack):
 
 @dataclass(frozen=True)
 class ScaledSum(Attack):
-    """The sum, so many times. Source: BTARD."""
+    """The sum, times `strength`. Source: BTARD."""
 
     strength: float = 10.0
 
@@ -272,12 +272,12 @@ class ScaledSum(Attack):
         return self.strength * seen.own.values
 
 
-# ---------------------------------------------------------------------- of a microbatch
+# ---------------------------------------------------------------------- microbatches
 
 
 @dataclass(frozen=True)
 class NoCompute(Attack):
-    """Receipts as if the gradients of parameters had been computed, and zeros in their place. Source: after BTARD."""
+    """Zeros in place of the parameters' gradients, with receipts as if they had been computed. Source: after BTARD."""
 
     @override
     def parameter_gradient(self, gradient: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ class NoCompute(Attack):
 
 @dataclass(frozen=True)
 class NoisyOutput(Attack):
-    """A forward's output with noise of so many times its norm. Source: after BTARD."""
+    """A forward's output with noise of `strength` times its norm. Source: after BTARD."""
 
     strength: float = 0.01
 
@@ -297,7 +297,7 @@ class NoisyOutput(Attack):
 
 @dataclass(frozen=True)
 class ScaledOutput(Attack):
-    """A forward's output, so many times; 0 gives zeros. Source: after BTARD."""
+    """A forward's output, times `strength`; 0 gives zeros. Source: after BTARD."""
 
     strength: float = 1.05
 
@@ -308,7 +308,7 @@ class ScaledOutput(Attack):
 
 @dataclass(frozen=True)
 class SkippedBlocks(Attack):
-    """A forward's input in place of its output, where one has the output's shape. Source: after BTARD."""
+    """A forward's input in place of its output, if an input has the output's shape. Source: after BTARD."""
 
     @override
     def output(self, output: Tensor, inputs: Sequence[Tensor], generator: torch.Generator) -> Tensor:
@@ -318,7 +318,7 @@ class SkippedBlocks(Attack):
 
 @dataclass(frozen=True)
 class ScaledInputGradient(Attack):
-    """The gradient of the input, so many times; 0 gives zeros. Source: after BTARD."""
+    """The gradient of the input, times `strength`; 0 gives zeros. Source: after BTARD."""
 
     strength: float = -1.0
 
@@ -329,7 +329,7 @@ class ScaledInputGradient(Attack):
 
 @dataclass(frozen=True)
 class NoisyInputGradient(Attack):
-    """The gradient of the input with noise of so many times its norm. Source: after BTARD."""
+    """The gradient of the input with noise of `strength` times its norm. Source: after BTARD."""
 
     strength: float = 0.01
 
@@ -340,10 +340,10 @@ class NoisyInputGradient(Attack):
 
 @dataclass(frozen=True)
 class LabelFlip(Attack):
-    """The backward of a cross entropy whose labels `y`, of `C`, became ``C - 1 - y``. Source: CenteredClip; BTARD.
+    """The backward of a cross entropy with labels ``C - 1 - y`` in place of `y`. Source: CenteredClip; BTARD.
 
-    Only a server whose output ``[..., C]`` is the logits can tell it: the gradient of a row is
-    ``s * (softmax - 1_y)``, with one negative number, at the label. Other gradients stay as they are.
+    It applies only if the server's output ``[..., C]`` is the logits. Then the gradient of a row is
+    ``s * (softmax - 1_y)``, whose only negative number is at the label. Other gradients stay as they are.
     """
 
     @override
@@ -352,7 +352,7 @@ class LabelFlip(Attack):
             return gradient
         label, softmax = gradient.argmin(dim=-1, keepdim=True), output.detach().softmax(dim=-1)
         missing = (1.0 - softmax.gather(-1, label)).sum()
-        # Of all rows together: where one is learnt by heart, both numbers are zero.
+        # Sums over all rows, because both numbers of a row are zero if its label is predicted with certainty.
         scale = -gradient.gather(-1, label).sum() / missing
         ones = torch.zeros_like(softmax).scatter(-1, label, 1.0)
         if not bool(((gradient / scale - softmax + ones).abs() < _TOLERANCE).all()):
@@ -360,13 +360,13 @@ class LabelFlip(Attack):
         return gradient + (scale * (ones - ones.flip(-1))).to(gradient.dtype)
 
 
-# ---------------------------------------------------------------------- in averaging
+# ---------------------------------------------------------------------- averaging
 
 
 @dataclass(frozen=True)
 class _Shift(Attack):
-    strength: float = 1e-3  # the number that is added, in root mean squares of the part
-    num_elements: int | None = None  # elements, drawn at random, that it is added to; None: all
+    strength: float = 1e-3  # shift of an element, as a multiple of the part's root mean square
+    num_elements: int | None = None  # number of shifted elements, drawn at random; None: all
 
     def _shifted(self, part: Tensor, generator: torch.Generator) -> Tensor:
         if not len(part):
@@ -381,7 +381,7 @@ class _Shift(Attack):
 
 @dataclass(frozen=True)
 class ChangedReduction(_Shift):
-    """A part of the mean with something added, as its reducer tells all alike. Source: BTARD."""
+    """A shifted part of the mean, which its reducer sends to all servers alike. Source: BTARD."""
 
     @override
     def reduced(self, part: Tensor, generator: torch.Generator) -> Tensor:
@@ -390,7 +390,7 @@ class ChangedReduction(_Shift):
 
 @dataclass(frozen=True)
 class ChangedPart(_Shift):
-    """Parts for others to reduce that are not those of the frozen sum. Source: BTARD."""
+    """Shifted parts of the frozen sum, sent to the servers that reduce them. Source: BTARD."""
 
     @override
     def part(self, part: Tensor, generator: torch.Generator) -> Tensor:
@@ -399,7 +399,7 @@ class ChangedPart(_Shift):
 
 @dataclass(frozen=True)
 class FalseNorm(Attack):
-    """The squared norm of the part that was reduced, so many times: clipping goes by it. Source: after BTARD."""
+    """The squared norm of the reduced part, times `strength`; clipping depends on it. Source: after BTARD."""
 
     strength: float = 100.0
 
@@ -408,12 +408,12 @@ class FalseNorm(Attack):
         return self.strength * squared_norm
 
 
-# ---------------------------------------------------------------------- of a stage's state
+# ---------------------------------------------------------------------- a stage's state
 
 
 @dataclass(frozen=True)
 class PoisonedDownload(Attack):
-    """Weights with noise of so many times their norm, for servers that join. Source: after BTARD."""
+    """Weights with noise of `strength` times their norm, for servers that join. Source: after BTARD."""
 
     strength: float = 0.1
 
@@ -424,7 +424,7 @@ class PoisonedDownload(Attack):
 
 @dataclass(frozen=True)
 class PoisonedReading(Attack):
-    """Weights with noise of so many times their norm, for trainers that read the model. Source: after BTARD."""
+    """Weights with noise of `strength` times their norm, for trainers that read the model. Source: after BTARD."""
 
     strength: float = 0.1
 
@@ -433,18 +433,18 @@ class PoisonedReading(Attack):
         return weight + self.strength * _noise(weight, generator)
 
 
-# ---------------------------------------------------------------------- as an auditor
+# ---------------------------------------------------------------------- audits
 
 
 @dataclass(frozen=True)
 class FalseAccusation(Attack):
-    """Findings that agree with nothing an honest server claims. Source: BTARD."""
+    """Findings that contradict all results that an honest server claims. Source: BTARD."""
 
     @override
     def finding(self, seen: SeenFinding) -> AuditFinding:
         if seen.claims is not None:
             return seen.true
-        # It says truly what it was given: else nobody could tell that the accused did not give it something else.
+        # Digests of its inputs stay true. False ones would look as if the accused had sent it other inputs.
         results = (place // DIGEST_BYTES % 2 for place in range(len(seen.true.claims)))
         said = (255 - byte if of_result else byte for byte, of_result in zip(seen.true.claims, results, strict=True))
         return replaced(seen.true, claims=bytes(said))
@@ -452,7 +452,7 @@ class FalseAccusation(Attack):
 
 @dataclass(frozen=True)
 class CoverUp(Attack):
-    """Findings that agree with all that a fellow liar claims of its microbatches and of its sum. Source: BTARD."""
+    """Findings that agree with all that a colluding server claims about its microbatches and sum. Source: BTARD."""
 
     @override
     def finding(self, seen: SeenFinding) -> AuditFinding:

@@ -1,4 +1,4 @@
-"""Planned faults: what goes wrong, when, and whether it happened.
+"""Planned faults of a swarm under test: their kinds, their moments, and a count of how often each struck.
 
 A `FaultPlan` only decides; `sabotage.py` carries it out, on the in-memory network and in real processes.
 """
@@ -19,20 +19,20 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import methods, tickets
 
 Side = Literal["request", "answer", "arrived"]
-"""The request has come and is not handled yet; its answer is about to leave; the answer has come back."""
+"""The request has arrived and is not handled yet; the answer is about to leave; the answer has arrived."""
 
 
 class Phase(enum.Enum):
     """The work that a peer is doing. ``X_DONE``: the work of ``X`` is done, and the answer is about to leave.
 
-    Both the caller and the peer that answers are in a request's phase; in some phases only one of them is, which is
-    noted there. A small result leaves together with the news that it is ready: then ``FORWARD_DONE`` and
-    ``SEND_OUTPUT`` are in one message.
+    The caller and the answering peer are both in a request's phase, unless the comment on the phase names one of them.
+    A small result leaves together with the notice that it is ready. That message is in two phases at once, such as
+    ``FORWARD_DONE`` and ``SEND_OUTPUT``.
     """
 
-    FORWARD = enum.auto()  # before a microbatch's forward: it was asked for
-    FORWARD_ACCEPTED = enum.auto()  # during it: its input is still to come
-    FORWARD_DONE = enum.auto()  # the output is ready and nobody knows yet (the server)
+    FORWARD = enum.auto()  # a microbatch's forward is requested and has not begun
+    FORWARD_ACCEPTED = enum.auto()  # the forward is accepted, and its input has not arrived
+    FORWARD_DONE = enum.auto()  # the output is ready, and not yet announced (the server)
     SEND_OUTPUT = enum.auto()  # the output leaves for the next stage or the trainer (the server that has it)
     BACKWARD = enum.auto()
     BACKWARD_ACCEPTED = enum.auto()
@@ -43,7 +43,7 @@ class Phase(enum.Enum):
     CANCEL_DONE = enum.auto()
     REPLAY = enum.auto()  # the coordinator has a trainer compute microbatches again
     REPLAY_DONE = enum.auto()
-    GRANT = enum.auto()  # a trainer asks for its place in the data
+    GRANT = enum.auto()  # a trainer asks for its batch's places in the step
     GRANT_DONE = enum.auto()
     DONE = enum.auto()  # a trainer reports that its batch is through
     DONE_DONE = enum.auto()
@@ -53,16 +53,16 @@ class Phase(enum.Enum):
     CLOSE_DONE = enum.auto()
     SKETCH = enum.auto()  # the coordinator asks a server for sketches of its frozen sums
     SKETCH_DONE = enum.auto()
-    AUDIT = enum.auto()  # a trainer has a server compute another one's microbatch again
+    AUDIT = enum.auto()  # a trainer has a server compute another server's microbatch again
     AUDIT_DONE = enum.auto()
-    KEPT_WORK = enum.auto()  # an auditor asks the audited server for what it kept of the microbatch
+    KEPT_WORK = enum.auto()  # an auditor asks the audited server for its kept work of the microbatch
     KEPT_WORK_DONE = enum.auto()
-    FINDINGS = enum.auto()  # the coordinator asks a server what it found as an auditor
+    FINDINGS = enum.auto()  # the coordinator asks a server for its findings as an auditor
     FINDINGS_DONE = enum.auto()
     AVERAGE = enum.auto()  # the coordinator has a server average
     AVERAGE_SEND = enum.auto()  # a server's own part of the sum leaves (the sender)
     AVERAGE_REDUCE = enum.auto()  # the part that a server reduced leaves (the reducer)
-    AVERAGE_TIED = enum.auto()  # a stage's share of parameters that other stages hold, too, leaves (the sender)
+    AVERAGE_TIED = enum.auto()  # a stage's share of parameters that other stages also hold leaves (the sender)
     AVERAGE_DONE = enum.auto()
     PREPARE = enum.auto()  # a coordinator asks a voter for its promise
     PREPARE_DONE = enum.auto()
@@ -87,7 +87,7 @@ class Phase(enum.Enum):
 LEAVING: Final = frozenset(
     phase for phase in Phase if phase.name.endswith(("_DONE", "_ACCEPTED", "_SEEN")) or phase.name.startswith("SEND_")
 ) | {Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE, Phase.AVERAGE_TIED}
-"""The phases in which an answer leaves or has come."""
+"""The phases in which an answer leaves or has arrived."""
 
 _METHODS: Final[Mapping[str, Phase]] = {
     methods.CANCEL: Phase.CANCEL,
@@ -121,11 +121,11 @@ _AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.r\d+\.\d+/average/(\d+)/(?:left/|
 
 
 class MessagePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A message at one point of its way."""
+    """A message at one point of its exchange."""
 
     phases: tuple[Phase, ...]  # empty if this point has no name
     caller: PeerId
-    peer: PeerId  # the one that answers
+    peer: PeerId  # answers the request
     doers: frozenset[PeerId]  # the peers that are in these phases
     step: int | None = None
     stage: int | None = None
@@ -135,7 +135,7 @@ class MessagePoint(msgspec.Struct, frozen=True, kw_only=True):
 def read_message(
     caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None = None
 ) -> MessagePoint:
-    """Tell a message's phases, peers and place from the control bodies of its request and, if known, its answer."""
+    """Read a message's phases, peers and place from the control bodies of its request and, if known, its answer."""
     both, holder = frozenset((caller, peer)), frozenset((peer,))
     if method in (tickets.WAIT_METHOD, tickets.FETCH_METHOD):
         phases, place = _read_ticket(method, _fields(request).get("name"), side, answer)
@@ -183,7 +183,7 @@ def _fields(body: bytes) -> Mapping[str, Any]:
 
 
 def _place(fields: Mapping[str, Any]) -> dict[str, int]:
-    """The step, stage and microbatch that a message names, itself or in a record inside it."""
+    """Return the step, stage and microbatch that a message, or a record inside it, names."""
     records = [fields]
     for name in ("key", "record", "closing"):
         records += [record[name] for record in records if isinstance(record.get(name), dict)]
@@ -198,11 +198,11 @@ Kind: TypeAlias = Literal["kill", "freeze", "delay", "drop", "duplicate", "corru
 class Moment(TypedDict, total=False):
     """Conditions that narrow down when a fault strikes."""
 
-    of: str  # the peer that must be in the phase, if not the one that is struck
+    of: str  # the peer that must be in the phase; default: the struck peer
     step: int
     stage: int
-    microbatch: int  # its place in its batch, counted from 0
-    nth: int  # from the nth such message on, counted from 1
+    microbatch: int  # place in its batch, counted from 0
+    nth: int  # the first such message that is struck, counted from 1
 
 
 class DidNotHappen(AssertionError):
@@ -214,18 +214,18 @@ class Fault:
     """One planned fault; made by the methods of `FaultPlan`."""
 
     kind: Kind
-    peer: PeerId | None  # the peer that it strikes; None: whichever peer answers
+    peer: PeerId | None  # the struck peer; None: the answering peer
     at: Phase | None  # None: it strikes with any message
     when: Moment
     for_s: float = 0.0  # its duration in seconds, for kinds that have one
-    times: int | None = 1  # how often it strikes; None: without end
-    groups: tuple[frozenset[PeerId], ...] = ()  # of peers, which a partition cuts off from each other
+    times: int | None = 1  # maximum number of strikes; None: unlimited
+    groups: tuple[frozenset[PeerId], ...] = ()  # groups of peers that a partition separates
     fired: int = field(default=0, init=False)  # how often it has struck
     _seen: int = field(default=0, init=False)
 
     @property
     def is_over(self) -> bool:
-        """True once it has struck as often as it shall."""
+        """True once it has struck `times` times."""
         return self.times is not None and self.fired >= self.times
 
     def strikes(self, message: MessagePoint) -> bool:
@@ -262,8 +262,8 @@ class FaultPlan:
 
     Each method adds one fault and returns the plan. They have these arguments in common:
 
-    - ``peer``: the name of the peer that is struck; None: whichever peer answers.
-    - ``at``: a `Phase`. The caller and the peer that answers are both in it, unless the phase says otherwise.
+    - ``peer``: the name of the struck peer; None: the answering peer.
+    - ``at``: a `Phase`. The caller and the answering peer are both in it, unless the phase says otherwise.
     - ``of``, ``step``, ``stage``, ``microbatch``, ``nth``: see `Moment`.
 
     A test must look at `fired` or call `check`: a test whose faults did not strike has shown nothing.
@@ -277,7 +277,7 @@ class FaultPlan:
         return self._add("kill", peer, at, when)
 
     def freeze(self, peer: str | None, *, for_s: float, at: Phase, **when: Unpack[Moment]) -> Self:
-        """Let nothing reach or leave a peer for a time, as SIGSTOP and SIGCONT do; no connection breaks."""
+        """Block all messages of a peer for a time, as SIGSTOP and SIGCONT do; no connection breaks."""
         return self._add("freeze", peer, at, when, for_s=for_s)
 
     def delay(
@@ -289,7 +289,7 @@ class FaultPlan:
         times: int | None = 1,
         **when: Unpack[Moment],
     ) -> Self:
-        """Hold messages back. Without `at` and with `times=None`: all of the peer's, which makes it a slow peer."""
+        """Delay messages. Without `at` and with `times=None`, all of the peer's messages: it becomes a slow peer."""
         return self._add("delay", peer, at, when, for_s=by_s, times=times)
 
     def drop(self, peer: str | None, *, at: Phase, times: int | None = 1, **when: Unpack[Moment]) -> Self:
@@ -309,7 +309,7 @@ class FaultPlan:
         return self._add("corrupt", peer, at, when, times=times)
 
     def partition(self, *groups: Collection[str], for_s: float, at: Phase, **when: Unpack[Moment]) -> Self:
-        """Let nothing pass between groups of peers for a time; a peer in no group reaches all. In memory only."""
+        """Block messages between groups of peers for a time; a peer in no group reaches all. In memory only."""
         if len(groups) < 2:
             raise ConfigError(f"a partition parts at least two groups of peers, got {groups}. Name both sides.")
         sides = tuple(frozenset(map(PeerId, group)) for group in groups)
@@ -336,7 +336,7 @@ class FaultPlan:
         return [fault for fault in self.faults if not fault.fired]
 
     def check(self) -> None:
-        """Raise `DidNotHappen`, which names the faults that did not strike, if there are any."""
+        """Raise `DidNotHappen` if any faults did not strike, and name them."""
         if self.unfired:
             raise DidNotHappen(f"These faults did not happen: {'; '.join(map(str, self.unfired))}.")
 

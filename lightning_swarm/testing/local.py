@@ -52,23 +52,23 @@ else:
 class InMemoryStrategy(_SwarmStrategy):
     """`SwarmStrategy` whose peers all run in this thread; ``devices`` is their number.
 
-    The servers' copies of the model start with NaN in every parameter, so a weight that did not come from the starter
-    cannot go unnoticed. The trainer's module holds NaN in what the servers hold, until something reads it.
+    The servers' copies of the model start with NaN in every parameter, to reveal weights that did not come from the
+    starter. The trainer's module holds NaN in place of the servers' weights until code reads them.
 
     Args:
         seed: Decides how pipelines are wired; the same seed replays the same run.
-        latency_s: Latency of each message, on the virtual clock. With 0 steps take no time, and a peer that pauses,
-            such as one that will try again to join, waits until nothing else is left to do.
+        latency_s: Latency of each message, on the virtual clock. With 0, steps take no time. Then a pause, such as
+            before another attempt to join, lasts until no other work is left.
         microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
-            peers take as long as the last. Without any, computing takes no time.
+            peers take as long as the last. Empty: computing takes no time.
         lines: Simulated links of the peers; further peers have links without limits.
         faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         adversaries: Peers whose servers lie. They collude.
         memories: Peers whose servers have little memory.
         unlike: Machines of other kinds, by the names of their peers.
-        keepers: With ``trust="audited"``: peers that decide, too; the trainer's peer always does.
-        kwargs: Arguments of `SwarmStrategy`. Peers do not move between stages by default: in one thread nothing is
-            gained by it.
+        keepers: With ``trust="audited"``: the keepers beside the trainer's peer.
+        kwargs: Arguments of `SwarmStrategy`. By default peers do not move between stages, because moves gain nothing in
+            one thread.
     """
 
     strategy_name = "swarm_in_memory"
@@ -100,7 +100,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self._latency_s = latency_s
         self.network: MemoryNetwork | None = None
         self.peers: list[Peer] = []
-        self.servers: list[Server] = []  # of the last run, by their peers; they stay readable after its end
+        self.servers: list[Server] = []  # servers of the last run, in the order of their peers
         self.refusals: list[SwarmError] = []  # errors that kept servers from joining, or ended them
         self._copies: list[LightningModule] = []
         self._original: LightningModule | None = None
@@ -210,7 +210,7 @@ class InMemoryStrategy(_SwarmStrategy):
             self.refusals.append(error)
 
     def _end_tasks_of(self, peer_id: PeerId) -> None:
-        """End a killed peer's tasks: a killed process would do nothing any more."""
+        """End a killed peer's tasks, as its process would end."""
         self._collusion.forget(peer_id)
         server = next((peer.server for peer in self.peers if peer.transport.peer_id == peer_id), None)
         if server is not None:
@@ -225,7 +225,7 @@ class InMemoryStrategy(_SwarmStrategy):
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.is_floating_point():
-                    parameter.fill_(float("nan"))  # so that a weight which nobody hands out is noticed
+                    parameter.fill_(float("nan"))  # reveals a weight that the starter did not send
         return model_setup.served_model(self, module)
 
     @override
@@ -291,7 +291,7 @@ class _InlineLauncher(_Launcher):
 
     @override
     def kill(self, signum: int) -> None:
-        """There is no process to pass the signal on to."""
+        """Ignore the signal, because there is no other process to stop."""
 
 
 def _name(number: int) -> PeerId:
@@ -323,7 +323,7 @@ QUIET: Final[dict[str, Any]] = {
 
 
 class LocalSwarm:
-    """Makes Trainers whose swarm runs in this thread; `local_swarm` gives one.
+    """Makes Trainers whose swarm runs in this thread; made by `local_swarm`.
 
     Args:
         num_peers: Number of peers, the trainer's own included. They are called ``peer-0`` (the trainer's) to
@@ -394,7 +394,7 @@ def local_swarm(
 
     Raises:
         AssertionError: A fault did not strike, an adversary told no lie, or an unlike machine rounded nothing
-            differently, so the test has not shown what it was written for.
+            differently, so the test has not tested it.
     """
     swarm = LocalSwarm(num_peers, faults=faults, adversaries=adversaries, unlike=unlike, settings=settings)
     yield swarm

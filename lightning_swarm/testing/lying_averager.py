@@ -1,4 +1,4 @@
-"""Averages for a server that lies: of something else than its frozen sum, or with another result."""
+"""Averaging by a malicious server, which sends false parts of its sum, or a false mean or norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_swarm.testing.wrapping import wrap
 
 
 class LyingAverager(Averager):
-    """Averages something else than the frozen sum, or says something else of the mean."""
+    """Averages false parts of the frozen sum, or reports a false part of the mean or a false norm."""
 
     def __init__(self, honest: Averager, adversary: Adversary, stage: Stage) -> None:
         self._honest, self._adversary, self._step = honest, adversary, stage.version
@@ -45,7 +45,7 @@ class LyingAverager(Averager):
         return await self._honest.collect(like, group)
 
     def _with_other_parts(self, vector: Tensor, group: Group, place: int) -> Tensor:
-        """Return the vector with lies in all parts that others reduce."""
+        """Return the vector with lies in all parts that other servers reduce."""
         true = floats_of(vector)
         parts = [true[bounds] for bounds in group.bounds(len(true))]
         said = [one if i == place else self._adversary.attack.part(one, self._generator) for i, one in enumerate(parts)]
@@ -57,8 +57,8 @@ class LyingAverager(Averager):
             reduced.copy_(said)
 
 
-# The reducer whose lies the running task tells. Both averagers call a function of their module where a part of the mean
-# is made; servers of one process share it.
+# Replaces the part of the mean that the running task reduces. Both averagers reduce by a function of their module, and
+# all servers of the process share that function.
 _reducing: ContextVar[Callable[[Tensor], None] | None] = ContextVar("_reducing", default=None)
 
 
@@ -71,25 +71,25 @@ async def _reduce(honest: Callable[..., Awaitable[float | None]], into: Tensor, 
 
 
 def open_reductions() -> None:
-    """Have reducers tell the lies of the running task, if it has any."""
+    """Wrap the reducing functions, so that they apply the running task's lie, if there is one."""
     for module in (all_reduce, deterministic):
         if not isinstance(module._reduce, partial):
             wrap(module, "_reduce", _reduce)
 
 
 def floats_of(values: Tensor) -> Tensor:
-    """Return a sum's vector ``[n]`` in floats, of a sum in floats or in fixed point."""
+    """Return the vector ``[n]`` of a sum as floats; the sum is in floats or in fixed point."""
     return values if values.is_floating_point() else deterministic.quotient(values[:, :-1], 1.0)
 
 
 def with_floats(values: Tensor, floats: Tensor) -> Tensor:
-    """Return a sum like `values`, in floats or in fixed point, of the vector ``[n]``."""
+    """Return a sum in the format of `values`, floats or fixed point, with the vector ``[n]`` of `floats`."""
     if values.is_floating_point():
         return floats.to(values)
     difference, said = floats - floats_of(values), values.clone()
     fits = deterministic.fit([difference], 1.0)
     if fits:
         deterministic.add(said[:, :-1], difference, 1.0)
-    else:  # as a gradient that does not fit: the sum has no mean
+    else:  # no mean, as after a gradient that does not fit
         deterministic.note(said, fits=False)
     return said

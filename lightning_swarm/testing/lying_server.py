@@ -1,7 +1,7 @@
-"""Tells adversaries' lies on the real objects of a server, where the true values are made.
+"""Puts adversaries' lies in place of the true values, in the real objects of a server that produce these.
 
-A sum is a lie as it is frozen, and an output before it is sent. So all that the server hashes or answers later agrees
-with its lies. What it computes in order to check others is none of these, but what it says of that may be.
+A sum is replaced when it is frozen, and an output before it is sent. So the server's later hashes and answers agree
+with its lies. Its computations to check other servers stay true, but its reports about them may be lies.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Collusion:
     """The adversaries of one swarm, and the servers of their process, whose sums they all see."""
 
     adversaries: Sequence[Adversary] = ()
-    servers: dict[PeerId, Server] = field(default_factory=dict)  # by their names among the adversaries
-    names: dict[PeerId, PeerId] = field(default_factory=dict)  # by peer id
+    servers: dict[PeerId, Server] = field(default_factory=dict)  # name as in `Adversary.peer` -> server
+    names: dict[PeerId, PeerId] = field(default_factory=dict)  # peer id -> name
 
     def watch(self, peer: Peer, name: PeerId) -> None:
-        """Have a peer's server lie as planned, as soon as it is there; call it once for each peer of the process."""
+        """Make a peer's server lie as planned once it has started; call this once for each peer of the process."""
 
         def lie(server: Server) -> None:
             self.servers[name], self.names[peer.transport.peer_id] = server, name
@@ -64,16 +64,16 @@ class Collusion:
         on_new_server(peer, lie)
 
     def forget(self, peer: PeerId) -> None:
-        """Leave out a peer that was killed: what would be its process is gone."""
+        """Forget a killed peer, whose process would be gone."""
         self.servers.pop(self.names.pop(peer, peer), None)
 
     def roster(self, server: Server, stage: int) -> list[PeerId]:
-        """The names of a stage's servers, as one of them knows them, without those of other processes."""
+        """Return the names of a stage's servers in this process, by the roster that `server` knows."""
         found = (self.names.get(member.peer_id) for member in server.membership.run.rosters[stage])
         return [name for name in found if name is not None]
 
     def lies(self, name: PeerId, step: int) -> bool:
-        """Tell whether a peer lies in a step."""
+        """Return whether a peer lies in a step."""
         return any(adversary.peer == name and adversary.lies_in(step) for adversary in self.adversaries)
 
 
@@ -82,14 +82,14 @@ _Place: TypeAlias = tuple[int, int, int]  # generation, step, stage
 
 @dataclass(frozen=True, eq=False)
 class _FrozenSum:
-    """A sum as an adversary froze it: the vector that it holds, and the one that it says it holds."""
+    """A frozen sum of an adversary: the true vector, and the reported one."""
 
     true: Tensor
     said: Tensor
 
 
 class _Liar:
-    """Tells an adversary's lies on one server."""
+    """Applies an adversary's lies to one server."""
 
     def __init__(self, adversary: Adversary, server: Server, transport: BaseTransport, collusion: Collusion) -> None:
         self._adversary, self._attack = adversary, adversary.attack
@@ -97,7 +97,7 @@ class _Liar:
         self._sums = server.steps.sums
         open_reductions()
         self._frozen: dict[_Place, _FrozenSum] = {}
-        self._earlier: defaultdict[int, dict[int, WeightedSum]] = defaultdict(dict)  # true sums by stage and step
+        self._earlier: defaultdict[int, dict[int, WeightedSum]] = defaultdict(dict)  # stage -> step -> true sum
         wrap(self._sums, "_freeze_stage", self._freeze)
         wrap(self._sums, "add", self._add)
         wrap(server.calls, "_compute", self._compute)
@@ -110,7 +110,7 @@ class _Liar:
     # ------------------------------------------------------------------ sums
 
     def _freeze(self, honest: Callable[..., list[str]], stage: Stage, named: Any, request: FreezeRequest) -> list[str]:
-        """Freeze the true sum, so that what it shall hold is found in it; then put the lie in its place."""
+        """Freeze the true sum, so that its content is checked as usual; then put the lie in its place."""
         place = (request.generation, request.step, stage.index)
         self._take_back(stage, place)
         stale = honest(stage, named, request)
@@ -119,7 +119,7 @@ class _Liar:
         return stale
 
     def _add(self, honest: Callable[..., bool], stage: Stage, key: CallKey, *arguments: Any) -> bool:
-        """Add to the true sum; if nothing is added, as of a gradient that comes twice, the lie stays."""
+        """Add to the true sum; if nothing is added, as for a repeated gradient, put the lie back."""
         place = (key.generation, key.step, stage.index)
         told, had = self._take_back(stage, place), self._sums.holds(stage.index, key)
         try:
@@ -130,7 +130,7 @@ class _Liar:
                 stage.sum_of(key.step).values = told.said
 
     def _take_back(self, stage: Stage, place: _Place) -> _FrozenSum | None:
-        """Put the truth back into a sum that may change again; returns what was frozen."""
+        """Restore the true vector of a sum that may change again; returns the frozen sum."""
         told = self._frozen.pop(place, None)
         if told is None or place[1] != stage.version or stage.next_sum.values is not told.said:
             return None
@@ -164,7 +164,7 @@ class _Liar:
             sum_.values = told.said
 
     def _sum_of(self, name: PeerId, step: int, index: int) -> WeightedSum | None:
-        """The sum of another server of the stage; None if it holds nothing, or is not at the step."""
+        """Return the sum of another server of the stage; None if it is empty, or the server is not at the step."""
         sums = self._collusion.servers[name].steps.sums
         found = _weighted(sums, sums.stages[index]) if sums.version == step and index in sums.stages else None
         return found if found is not None and found.weight else None
@@ -172,7 +172,7 @@ class _Liar:
     # ------------------------------------------------------------------ microbatches
 
     def _compute(self, honest: Callable[..., _T], stage: Stage, priority: Priority, run: Callable[[], Any]) -> _T:
-        """Run a trainer's call on a computation that lies; nothing else on the server computes with that one."""
+        """Run a trainer's call with a lying forward and backward; the server's other computations stay true."""
         step = priority[1]
 
         def lying() -> Any:
@@ -214,7 +214,7 @@ class _Liar:
         return said, own
 
     def _tell(self, step: int, stage: Stage, codec: Codec | None, tree: Tree, lie: Callable[[Tensor], Tensor]) -> Tree:
-        """Return a tree, encoded by the codec, with lies for its floats; the tree itself if these are the truth."""
+        """Return an encoded tree with lies in place of its float tensors, or the tree itself if nothing differs."""
         structure, true = serialization.flatten(decoded(tree, codec, stage.device))
         said = [lie(one) if one.is_floating_point() else one for one in true]
         if not self._adversary.tell(step, true, said):
@@ -231,7 +231,7 @@ class _Liar:
     # ------------------------------------------------------------------ a stage's state
 
     def _copy(self, honest: Callable[[Callable[[], Any]], _T], run: Callable[[], Any]) -> _T:
-        """Have stages hold other weights while they are copied for a joiner: their hash in the copy is of those."""
+        """Replace the stages' weights while they are copied for a joiner, so that the copy's hash matches the lie."""
         step = self._server.steps.version
         return honest(partial(self._copy_poisoned, step, run) if self._adversary.lies_in(step) else run)
 
@@ -261,7 +261,7 @@ class _Liar:
         said = [self._attack.read_weight(one, generator) if one.is_floating_point() else one for one in answer.tensors]
         return Message(answer.body, tuple(said)) if self._adversary.tell(request.step, answer.tensors, said) else answer
 
-    # ------------------------------------------------------------------ as an auditor
+    # ------------------------------------------------------------------ audits
 
     async def _find(self, honest: Callable[[PeerId, bytes], Awaitable[bytes]], caller: PeerId, body: bytes) -> bytes:
         answer, request = await honest(caller, body), decode(body, FindingsRequest)
@@ -275,7 +275,7 @@ class _Liar:
         return encode(FindingsReply(findings=said))
 
     def _seen(self, finding: AuditFinding, request: FindingsRequest) -> SeenFinding:
-        """Add to a finding what a fellow liar claims, also of its sum."""
+        """Add a colluding server's claims to the finding about it, also about its sum."""
         name, index = self._collusion.names.get(finding.audited), finding.stage_index
         if name is None or not self._collusion.lies(name, request.step):
             return SeenFinding(finding)
@@ -288,7 +288,7 @@ class _Liar:
 
 
 def _weighted(sums: GradientSums, stage: Stage) -> WeightedSum:
-    """A server's sum of the step whose record is next, as it is now."""
+    """Return a server's present sum of the step whose record is next."""
     ledger = sums.ledgers[stage.index]
     weight = sum(ledger.origins[first].weight for first, _, _ in ledger.held)
     return WeightedSum(floats_of(stage.next_sum.values), weight)
@@ -296,7 +296,7 @@ def _weighted(sums: GradientSums, stage: Stage) -> WeightedSum:
 
 @contextlib.contextmanager
 def _wrapped(target: object, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Like `wrap`, inside."""
+    """Wrap a function as `wrap` does, until the context ends."""
     own, before = vars(target), vars(target).get(name)
     wrap(target, name, around)
     try:

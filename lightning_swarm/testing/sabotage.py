@@ -1,7 +1,7 @@
-"""Carries out a `FaultPlan`: on messages directly, on peers by way of `Victims`.
+"""Carries out a `FaultPlan`: faults of messages directly, and faults of peers through `Victims`.
 
-The peers are those of an in-memory network or, from `_OwnProcess` on, real processes: there each peer strikes itself,
-by signals, when its moment comes.
+The victims are the peers of an in-memory network or, from `_OwnProcess` on, real processes. A process strikes itself
+by signals.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Victims(Protocol):
         ...
 
     def hit(self, fault: Fault, peer: PeerId) -> None:
-        """Kill a peer, freeze it, or cut it off from others."""
+        """Kill or freeze a peer, or partition the network."""
         ...
 
 
 class Saboteur:
-    """Taps exchanges and has a plan's faults happen to them. See `Tap`."""
+    """Taps exchanges and applies a plan's faults to them. See `Tap`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Saboteur:
         victims: Victims,
         *,
         struck: Callable[[Fault, MessagePoint], None] = lambda *_: None,  # called before a fault strikes
-        names: Mapping[PeerId, PeerId] = MappingProxyType({}),  # of peers in the plan, if not their ids
+        names: Mapping[PeerId, PeerId] = MappingProxyType({}),  # peer id -> name in the plan, where they differ
     ) -> None:
         self._plan = plan
         self._victims = victims
@@ -114,9 +114,9 @@ class Saboteur:
         return read_message(caller, peer, method, request, side=side, answer=answer)
 
     async def _strike(self, message: MessagePoint, *, has_come: bool = False) -> list[Fault]:
-        """Carry out what is planned for a message, and return the faults that deliver its request again.
+        """Apply the faults planned for a message, and return its `duplicate` faults.
 
-        With `has_come` the answer has arrived: the peer that gave it may die, and the answer still counts.
+        With `has_come` the answer has arrived. It counts even if the answering peer is killed now.
         """
         if hits := self._announced(self._plan.strike(message, _PEER_FAULTS), message):
             for fault in hits:
@@ -125,13 +125,13 @@ class Saboteur:
             if not self._victims.is_live(here := message.caller if has_come else message.peer):
                 raise Unreachable(f"{here} was killed")
         if message.caller == message.peer:
-            return []  # on no wire
+            return []  # not sent over a wire
         duplicates = []
         for fault in self._announced(self._plan.strike(message, _MESSAGE_FAULTS), message):
             if fault.kind == "delay":
                 await asyncio.sleep(fault.for_s)
             elif fault.kind == "drop":
-                await asyncio.get_running_loop().create_future()  # until the caller hangs up
+                await asyncio.get_running_loop().create_future()  # pending until the caller gives up
             else:
                 duplicates.append(fault)
         return duplicates
@@ -193,8 +193,8 @@ def sabotage(
 ) -> None:
     """Carry out a plan's faults on an in-memory network.
 
-    `killed` is called for each peer that was killed: the tasks of what was its process are still to be ended. `struck`
-    is called for each fault before it strikes.
+    `killed` is called for each killed peer; it must end the tasks that stand for the peer's process. `struck` is called
+    for each fault before it strikes.
     """
     network.attach_tap(Saboteur(plan, InMemoryVictims(network, killed), struck=struck))
 
@@ -215,9 +215,9 @@ class _OwnProcess:
 
 
 def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: Path) -> None:
-    """Carry out those faults of a swarm's plan that strike this process, which the plan calls `name`.
+    """Carry out the faults of a swarm's plan that strike this process, which the plan calls `name`.
 
-    A line for each fault goes to the file `fired` before it strikes: a killed process cannot report it any more.
+    A line for each fault is appended to the file `fired` before it strikes, because a killed process cannot report it.
     """
     for fault in plan.faults:
         if (
@@ -241,7 +241,7 @@ def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: P
 
 
 def lie_in_process(peer: Peer, adversaries: Sequence[Adversary], name: str, fired: Path) -> Collusion:
-    """Have this process's server lie as those of its adversaries do that have its name; see `strike_in_process`."""
+    """Make this process's server lie like the adversaries called `name`; see `strike_in_process`."""
 
     def write(adversary: Adversary) -> None:
         if not adversary.struck:
@@ -258,11 +258,12 @@ def lie_in_process(peer: Peer, adversaries: Sequence[Adversary], name: str, fire
 class FaultySwarmStrategy(SwarmStrategy):
     """`SwarmStrategy` whose processes are struck by planned faults, or lie.
 
-    Every process runs the script again, and so makes this strategy with the same plan.
+    Every process runs the script, and so makes this strategy with the same plan.
 
     Args:
         faults: Faults for the peers that the launcher starts, ``peer-0`` (the trainer's) to ``peer-<devices - 1>``.
-        fired: A file to which each process appends a line before a fault strikes: a killed process cannot report it.
+        fired: A file to which each process appends a line before a fault strikes, because a killed process cannot
+            report it.
         name: This process's name in the plan, if no launcher numbers it.
         adversaries: Peers whose servers lie, by the same names. Each appends a line to `fired` before its first lie.
         kwargs: Arguments of `SwarmStrategy`.

@@ -10,13 +10,13 @@ from lightning_swarm.core.errors import ConfigError
 
 
 class SharedGPU(CUDAAccelerator):
-    """The first CUDA GPU as each of the Trainer's ``devices``: Lightning itself wants a GPU for each of them.
+    """The first CUDA GPU as each of the Trainer's ``devices``; Lightning itself requires a GPU for each.
 
     ``Trainer(accelerator=SharedGPU(), devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on one card,
-    to try a swarm. They share its memory and take turns on it: a swarm on one card is not faster than one peer.
+    to try a swarm. They share its memory and compute in turn, so a swarm on one card is not faster than one peer.
 
     Raises:
-        ConfigError: ``devices`` is no number of peers.
+        ConfigError: ``devices`` is not a number of peers.
     """
 
     @staticmethod
@@ -39,5 +39,5 @@ class SharedGPU(CUDAAccelerator):
     @staticmethod
     @override
     def auto_device_count() -> int:
-        """Return the number of peers where none is given."""
+        """Return the default number of peers."""
         return 1

@@ -1,4 +1,4 @@
-"""A server whose device has little memory: graphs of microbatches fill it, and computations run out of it."""
+"""A server with little device memory: the graphs of microbatches fill it, and computations run out of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_swarm.testing.faults import DidNotHappen
 from lightning_swarm.testing.wrapping import on_new_server, wrap
 
 _T = TypeVar("_T")
-_MAX_SAVED: Final = 6  # tensors that a computation which fails saves, or reads, before
+_MAX_SAVED: Final = 6  # a failing computation saves or reads fewer tensors than this before it fails
 
 
 class SmallMemory:
@@ -29,15 +29,15 @@ class SmallMemory:
 
     ``SmallMemory("peer-1", num_bytes=4096)``
 
-    A tensor that autograd saves for a backward takes its bytes until the graph is freed. If there is no room for one,
-    the block's own operation raises `torch.OutOfMemoryError`. A test must look at `struck`, or call `check_ran_out`.
+    Each tensor that autograd saves for a backward takes its bytes until the graph is freed. If a tensor does not fit,
+    the block's operation raises `torch.OutOfMemoryError`. A test must look at `struck`, or call `check_ran_out`.
 
     Args:
         peer: The name of the peer, as in a `FaultPlan`.
         num_bytes: The bytes that all graphs of the server may take; None: as many as they need.
-        stage: The only stage in which memory is short; None: in all.
-        fails: The share of computations, forwards as backwards, that run out of memory half-way whatever they need.
-        seed: Decides which of them.
+        stage: The only stage with little memory; None: all stages.
+        fails: The share of forwards and backwards that run out of memory half-way, whatever they need.
+        seed: Seed of the choice of these computations.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class SmallMemory:
         self.num_bytes, self.stage, self.fails = num_bytes, stage, fails
         self.held_bytes = 0
         self.struck = Counter[str]()  # computations that ran out of memory, by direction
-        self._uses = Counter[int]()  # of storages
+        self._uses = Counter[int]()  # address of a storage -> saved tensors that use it
         self._rng = random.Random(seed)
-        self._left: int | None = None  # tensors until the computation that runs now fails
+        self._left: int | None = None  # tensors until the running computation fails; None: it does not
 
     def watch(self, peer: Peer) -> None:
-        """Give the peer's server this memory as soon as the server is there."""
+        """Limit the memory of the peer's server once it has started."""
         on_new_server(peer, lambda server: wrap(server.calls, "_compute", self._compute))
 
     def _compute(self, compute: Callable[..., _T], stage: Stage, priority: Priority, run: Callable[[], Any]) -> _T:
@@ -120,6 +120,6 @@ class _Saved:
 
 
 def check_ran_out(memories: Sequence[SmallMemory]) -> None:
-    """Raise `DidNotHappen`, which names the peers that had enough memory, if there are any."""
+    """Raise `DidNotHappen` if any peers had enough memory, and name them."""
     if enough := [memory.peer for memory in memories if not memory.struck]:
         raise DidNotHappen(f"These peers never ran out of memory: {', '.join(enough)}.")

@@ -1,4 +1,4 @@
-"""A machine of another kind: its server's results differ from the others' by rounding, and it says so."""
+"""A simulated machine of another kind, whose server rounds differently and reports its kind."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class UnlikeMachine:
 
     ``local_swarm(2, unlike={"peer-1": UnlikeMachine()})``
 
-    Each number that a kernel of several roundings gives is moved by up to `ulps` units in the last place. The move
-    follows from the number and the seed, so the machine repeats its own results. Copies, comparisons and the single
-    operations of IEEE 754 (sums of two numbers, differences, products, quotients, square roots) stay as they are, as
-    they do on real machines of any kind, and so do products of matrices of whole numbers that float64 holds exactly.
+    Each result of a kernel with several roundings is moved by up to `ulps` units in the last place. The move follows
+    from the number and the seed, so the machine repeats its own results. Copies, comparisons and single operations of
+    IEEE 754 (sum of two numbers, difference, product, quotient, square root) stay as they are, as on real machines of
+    any kind. So do products of matrices of whole numbers that float64 holds exactly.
 
     Args:
         ulps: The largest move, in units in the last place.
@@ -62,16 +62,16 @@ class UnlikeMachine:
 
     @property
     def arithmetic(self) -> str:
-        """The name of its kind, which its server tells."""
+        """The name of the machine's kind, which its server reports."""
         return f"unlike machine, {self.ulps} ulps, seed {self.seed}"
 
     def compute(self, run: Callable[[], _T]) -> _T:
-        """Run something as this machine computes it."""
+        """Run a function with this machine's rounding."""
         with _OtherRounding(self):
             return run()
 
     def watch(self, peer: Peer) -> None:
-        """Have a peer be this machine; call it before the peer serves."""
+        """Make a peer compute as this machine; call this before the peer serves."""
 
         async def start(honest: Callable[..., Awaitable[None]], model: PeerModel) -> None:
             _tell(self.arithmetic, model)
@@ -84,12 +84,12 @@ class UnlikeMachine:
         def submit(honest: Callable[..., Any], priority: Priority, run: Callable[[], Any]) -> Any:
             return honest(priority, lambda: self.compute(run))
 
-        wrap(peer._host, "start", start)  # with each model: a run that rolled back brings another
+        wrap(peer._host, "start", start)  # called with each model: a rollback brings another
         on_new_server(peer, be_unlike)
 
 
 class _OtherRounding(TorchDispatchMode):
-    """Inside, kernels round as on an `UnlikeMachine`."""
+    """Makes kernels round as on an `UnlikeMachine` while it is active."""
 
     def __init__(self, machine: UnlikeMachine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,20 +113,20 @@ class _OtherRounding(TorchDispatchMode):
         moves = ((mixed >> 33) % (2 * self._machine.ulps + 1)) - self._machine.ulps
         limits = torch.finfo(tensor.dtype)
         sizes = tensor.detach().abs()
-        is_safe = (sizes > 2.0**10 * limits.tiny) & (sizes < limits.max / 2.0)  # neither zero nor infinity comes near
+        is_safe = (sizes > 2.0**10 * limits.tiny) & (sizes < limits.max / 2.0)  # far from zero and infinity
         moves = torch.where(is_safe, moves, 0).to(bits.dtype)
         self._machine.num_moved += int(moves.count_nonzero())
         bits.add_(moves)
 
 
 def check_moved(machines: Mapping[str, UnlikeMachine]) -> None:
-    """Raise `DidNotHappen`, which names the peers whose machines rounded nothing differently, if there are any."""
+    """Raise `DidNotHappen` if any machines rounded nothing differently, and name their peers."""
     if alike := [peer for peer, machine in machines.items() if not machine.num_moved]:
         raise DidNotHappen(f"These unlike machines rounded nothing differently: {', '.join(alike)}.")
 
 
 def _is_repeated(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether machines of all kinds give the same bits."""
+    """Return whether an operation gives the same bits on machines of all kinds."""
     schema = func._schema
     space, _, name = schema.name.partition("::")
     if is_exact(schema.name) or schema.name in _LOOKED_UP or torch.Tag.nondeterministic_seeded in func.tags:
@@ -139,7 +139,7 @@ def _is_repeated(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_whole(name: str, args: Sequence[Any], product: Any) -> bool:
-    """Tell whether a product is of whole numbers, which come to the same in whatever order they are added up."""
+    """Return whether a product is of whole numbers, whose sum is exact in any order."""
     if name not in _PRODUCTS or product.dtype != torch.float64:
         return False
     left, right = args
@@ -148,7 +148,7 @@ def _is_whole(name: str, args: Sequence[Any], product: Any) -> bool:
 
 
 def _results(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> Iterator[Tensor]:
-    """The numbers that an operation computed: what it returns, and what it wrote to."""
+    """Yield the float tensors that an operation returned or wrote to."""
     given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
     written = [
         given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
@@ -161,6 +161,6 @@ def _results(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found:
 
 
 def _tell(kind: str, teller: PeerModel | GradientSums) -> None:
-    """Have an object tell this kind of machine as its own."""
+    """Make an object report this kind of machine."""
     own = type(teller)
     teller.__class__ = type(own.__name__, (own,), {"arithmetic": property(lambda _: kind)})

@@ -1,4 +1,4 @@
-"""Puts functions of tests around the package's own."""
+"""Wraps the package's functions in functions of tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_swarm.server.server import Server
 
 
 def wrap(target: object, name: str, around: Callable[..., Any]) -> None:
-    """Have a function of a module or an object be called by `around`, which gets it before the arguments."""
+    """Replace a function of a module or an object by `around`, which gets the original before the arguments."""
     setattr(target, name, partial(around, getattr(target, name)))
 
 
 def on_new_server(peer: Peer, act: Callable[[Server], None]) -> None:
-    """Have `act` be called with each server that a peer starts; after a rollback the peer goes on with its server."""
+    """Call `act` with each server that a peer starts; a peer keeps its server in a rollback."""
 
     async def start(own: Callable[..., Awaitable[None]], *arguments: Any) -> None:
         before = peer.server
@@ -25,4 +25,4 @@ def on_new_server(peer: Peer, act: Callable[[Server], None]) -> None:
         if peer.server is not before:
             act(peer.server)
 
-    wrap(peer._host, "start", start)  # trainers that follow another's lead come this way, too
+    wrap(peer._host, "start", start)  # trainers that follow another's lead start here, too
