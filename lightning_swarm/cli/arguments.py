@@ -1,4 +1,4 @@
-"""The options of commands whose own modules take long to import: their help must not wait for torch."""
+"""The options of commands whose modules take long to import, so that their help does not wait for torch."""
 
 from __future__ import annotations
 
@@ -152,13 +152,13 @@ COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
 
 
 def add_owner_arguments(parser: argparse._ActionsContainer) -> None:
-    """Let a command speak in the name of a run's owner."""
+    """Add the options by which a command acts as a run's owner."""
     parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
     parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
 
 
 def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
-    """Let a command look at a run where only invited peers are answered."""
+    """Add the options by which a command looks at a run that answers only invited peers."""
     group.add_argument(
         "--invite",
         metavar="FILE",

@@ -41,7 +41,7 @@ _LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
 class _Command:
     """A command that argparse parses; its code is imported when it runs."""
 
-    line: str  # in the list of commands, and first in its own help
+    line: str  # one line for the list of commands, and first in the command's own help
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: str  # ``module:function``, which takes the parsed arguments and returns the exit status
@@ -124,14 +124,14 @@ def main() -> int:
         print(f"lightning-swarm: error: {text}", file=sys.stderr)  # noqa: T201 - a command
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return 130  # as shells report Ctrl-C
+        return 130  # the status that shells report for Ctrl-C
 
 
 def _command(words: Sequence[str]) -> Callable[[], int]:
     name = words[0] if words else ""
     # Lightning's own parsers of these commands take seconds to build, and need jsonargparse.
     if name in programs.TRAINER_COMMANDS or name in ("-c", "--config"):
-        return collecting_rarely()(programs.run_trainer)  # until `fit` begins
+        return collecting_rarely()(programs.run_trainer)  # ends when `fit` begins
     if name in programs.PEER_COMMANDS:
         return partial(programs.run_peer, name, words[1:])
     return partial(_run, _parser().parse_args(words))

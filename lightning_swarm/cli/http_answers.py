@@ -1,4 +1,4 @@
-"""Answers of OpenAI's HTTP protocol: whole ones, pieces of streams, and errors."""
+"""Answers of OpenAI's HTTP protocol: whole answers, chunks of streams, and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT: Final = "text_completion"
 
 @dataclass
 class Choice:
-    """One of a request's texts, as far as it was written."""
+    """One of a request's texts, as far as it is written."""
 
     index: int
     text: str = ""
@@ -25,7 +25,7 @@ class Choice:
     has_begun: bool = False
 
     def add(self, piece: TextPiece) -> None:
-        """Take the next piece."""
+        """Append the next piece."""
         self.text += piece.text
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.scores += piece.scores
@@ -44,7 +44,7 @@ class AnswerForm:
         self._created = int(time.time())
 
     def whole(self, choices: Sequence[Choice], usage: Mapping[str, int]) -> dict[str, Any]:
-        """All of the texts."""
+        """Return the answer with all of the texts."""
         return {
             **self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, choices)),
             "usage": usage,
@@ -57,7 +57,7 @@ class AnswerForm:
         return {**self._of(choice.index, choice.finish_reason, choice.scores, 0), **text}
 
     def chunk(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
-        """The next piece of a text, which `choice` does not have yet."""
+        """Return the chunk of a text's next piece, which `choice` does not contain yet."""
         text: dict[str, Any] = {"text": piece.text}
         if self.chat:
             text = {"delta": {**({} if choice.has_begun else {"role": "assistant"}), "content": piece.text}}
@@ -66,7 +66,7 @@ class AnswerForm:
         return self._piece([{**own, **text}])
 
     def usage_chunk(self, usage: Mapping[str, int]) -> dict[str, Any]:
-        """What ends a stream whose usage was asked for."""
+        """Return the last chunk of a stream that reports its usage."""
         return {**self._piece([]), "usage": usage}
 
     def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,13 +102,13 @@ def _columns(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error that came while a text was written."""
+    """Return the HTTP status of an error that occurred while a text was written."""
     if isinstance(error, ConfigError):
         return 400
     return 503 if isinstance(error, SwarmError) else 500
 
 
 def error_answer(message: str, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's HTTP protocol, with fields that vLLM adds: each field is honoured, or refused by its name."""
+"""Requests of OpenAI's HTTP protocol, with fields that vLLM adds. Each field is honoured, or refused by its name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 MAX_TOKENS: Final = 1 << 20
 MAX_CHOICES: Final = 16
-MAX_TEXTS: Final = 32  # of a request, and of a client at once
+MAX_TEXTS: Final = 32  # per request, and per client at once
 MAX_LOGPROBS: Final = 20
 _MAX_STOPS, _MAX_STOP = 16, 256
 
@@ -23,7 +23,7 @@ WITHOUT_EFFECT: Final = frozenset(
         *("prediction", "priority", "request_id", "cache_salt", "parallel_tool_calls"),
     }
 )
-"""Fields that say who asks, or how to schedule it, and ask for no other text."""
+"""Ignored fields: they name the client or concern scheduling, and do not change the text."""
 
 MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
     "tools": ([],),
@@ -67,7 +67,7 @@ MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
     "vllm_xargs": (),
     "thinking_token_budget": (),
 }
-"""Fields that are not there, and their values that ask for nothing. Another value is refused."""
+"""Unsupported fields, each with the values that request nothing. Any other value is refused."""
 
 
 class RequestError(Exception):
@@ -80,7 +80,7 @@ class RequestError(Exception):
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    include_obfuscation: bool = False  # of the lengths of pieces, by fields that hold noise: there are none
+    include_obfuscation: bool = False  # ignored: no field with noise hides the lengths of pieces
 
 
 _Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -89,7 +89,7 @@ _TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=4096)]
 
 
 class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of completions and of chats that are honoured. None: as the model's generation_config.json says."""
+    """Honoured fields of completions and chats. None: the value in the model's generation_config.json."""
 
     model: str = ""
     max_tokens: _Count | None = None
@@ -117,7 +117,7 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     echo: bool = False
 
     def check(self) -> None:
-        """Refuse values that go together with no others."""
+        """Refuse values that contradict each other."""
         if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
             raise RequestError(400, f"`stop` has at most {_MAX_STOPS} texts of {_MAX_STOP} characters", param="stop")
         if self.best_of not in (None, self.n):
@@ -131,7 +131,7 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_tokens(self) -> int | None:
-        """The most tokens of the text. None: as many as the model's context has left."""
+        """The maximum number of new tokens. None: as many as the model's context has left."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -141,12 +141,12 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """So many of the most probable tokens are told in each place, with the one that was written. None: none is."""
+        """The number of most probable tokens to report at each place, beside the written token. None: report none."""
         return None
 
 
 class Completion(TextFields, kw_only=True):
-    """A request for completions of prompts: texts, or tokens."""
+    """A request to complete prompts, which are texts or tokens."""
 
     prompt: Any
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -164,7 +164,7 @@ class Completion(TextFields, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each is a text, or the numbers of tokens."""
+        """The prompts, each a text or a list of token numbers."""
         prompt = self.prompt
         if isinstance(prompt, str) or _are(prompt, int):
             return [prompt]
@@ -212,7 +212,7 @@ class Chat(TextFields, kw_only=True):
 
     @property
     def conversation(self) -> list[dict[str, str]]:
-        """The messages as a template takes them, each with its text."""
+        """The messages in the form that a chat template takes, each with its text."""
         return [_message(one) for one in self.messages]
 
 
@@ -220,7 +220,7 @@ _Request = TypeVar("_Request", bound=TextFields)
 
 
 def read(body: bytes, kind: type[_Request]) -> _Request:
-    """Read a request. Raises RequestError for what is not honoured, with the field's name."""
+    """Read a request; raises RequestError with the name of a field that is not honoured."""
     try:
         sent = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

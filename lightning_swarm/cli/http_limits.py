@@ -1,4 +1,4 @@
-"""Limits of the HTTP endpoint, so that one client can neither exhaust its memory nor keep all others waiting."""
+"""Limits of the HTTP endpoint, so that one client can neither exhaust its memory nor keep all other clients waiting."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, Final, Protocol, TypeVar
 from lightning_swarm.cli.http_fields import MAX_TEXTS, RequestError
 
 MAX_BODY_BYTES: Final = 4 << 20
-_BODY_S: Final = 30.0  # a body that takes longer is given up
+_BODY_S: Final = 30.0  # seconds within which a body must arrive
 _SMALL_BODY_BYTES: Final = 64 << 10
 _SMALL_TEXT_TOKENS: Final = 512
-_MAX_IN_ALL: Final = 64  # texts
+_MAX_IN_ALL: Final = 64  # texts of all clients
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ class Budget:
 
     @contextmanager
     def share(self) -> Iterator[_Grow]:
-        """Hold a share until the context ends. The yielded function enlarges it, or raises RequestError if it is full.
+        """Hold a share until the context ends. The yielded function enlarges it, or raises RequestError.
 
         A large amount may not use the last quarter.
         """
@@ -62,15 +62,15 @@ class RequestLimits:
     def __init__(self) -> None:
         self._bodies = Budget(64 << 20, "bytes of requests")
         self._texts = Budget(_MAX_IN_ALL, "texts")
-        self._of_clients: dict[str, int] = {}  # texts, by the client's address
-        # Tokenizing a long prompt takes seconds. On the common threads it would hold up all short ones.
+        self._of_clients: dict[str, int] = {}  # client's address -> number of texts
+        # Tokenizing a long prompt takes seconds. On the common threads it would delay all short prompts.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
 
     @asynccontextmanager
     async def body(self, request: Any) -> AsyncIterator[bytes]:
         """Read a request's JSON body; its memory counts until the context ends."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a page of another origin can send other types without being asked to
+        if kind != "application/json":  # a page of another origin can send other types without a preflight request
             raise RequestError(415, f"a request's Content-Type must be application/json, got {kind!r}")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
@@ -93,13 +93,13 @@ class RequestLimits:
         return bytes(body)
 
     async def tokenized(self, tokenize: Callable[[], _T], num_bytes: int) -> _T:
-        """Run a tokenizer on a thread. Long prompts take turns, and do not hold up short ones."""
+        """Run a tokenizer on a thread. Long prompts take turns, so that they do not delay short prompts."""
         pool = None if num_bytes <= _SMALL_BODY_BYTES else self._long_prompts
         return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
 
     @contextmanager
     def text(self, num_tokens: int, client: str) -> Iterator[None]:
-        """Hold a place for a text of at most so many new tokens while it is written for a client of this address."""
+        """Hold a place for a text of at most `num_tokens` new tokens while it is written for the client."""
         own = self._of_clients.get(client, 0)
         if client and own >= MAX_TEXTS:
             raise RequestError(429, f"one client has at most {MAX_TEXTS} texts at once. Try again later")
@@ -117,8 +117,8 @@ class RequestLimits:
 def names_of(host: str, also: Sequence[str]) -> list[str]:
     """Return the names by which clients may address an endpoint that listens at `host`; `["*"]` is any.
 
-    A page in a user's browser can have its own name point to 127.0.0.1, and so read from an endpoint of this machine.
-    Its requests name the page's host.
+    A web page can make its own host name resolve to 127.0.0.1, and so read from an endpoint of the user's machine.
+    Such requests are refused because they name the page's host.
     """
     return ["localhost", "127.0.0.1", "[::1]", host, *also] if is_local(host) else ["*"]
 

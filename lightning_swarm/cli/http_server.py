@@ -1,4 +1,4 @@
-"""An endpoint that speaks OpenAI's HTTP protocol, for served models: completions and chats, whole or as they come."""
+"""An endpoint with OpenAI's HTTP protocol for served models: completions and chats, whole or streamed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lightning_swarm.cli.http_limits import RequestLimits, names_of
 from lightning_swarm.cli.texts import PromptScores, ServedText, TextPiece, TextWriter
 from lightning_swarm.core.errors import ConfigError
 
-_HEALTH_S: Final = 10.0  # for so long a token proves that texts can be written
+_HEALTH_S: Final = 10.0  # seconds for which a health check is valid, and its timeout
 _MAX_CONNECTIONS: Final = 512
-_REQUEST_S: Final = 10.0  # for a request's headers to come
+_REQUEST_S: Final = 10.0  # seconds within which a request's headers must arrive
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use the endpoint.
+    """The restrictions on the endpoint's use.
 
     Args:
-        key: What requests of `/v1` must bring as a bearer token. None: nothing.
-        hosts: The names by which clients may address it; `("*",)`: any.
-        origins: Of other sites whose pages may use it from a browser.
+        key: The bearer token that requests of `/v1` must bring. None: no token.
+        hosts: The host names by which clients may address it; `("*",)`: any.
+        origins: The origins of other sites whose pages may use it from a browser.
     """
 
     key: str | None = None
@@ -40,13 +40,13 @@ class Access:
 
 
 class TextEndpoint:
-    """Answers the requests."""
+    """Answers the HTTP requests."""
 
     def __init__(self, served: Sequence[ServedText]) -> None:
         self._served = {one.name: one for one in served}
-        self._health: tuple[float, str] = (float("-inf"), "")  # when it was looked at, and what was wrong
+        self._health: tuple[float, str] = (float("-inf"), "")  # time of the last check, and its problem
         self._looking = asyncio.Lock()
-        self._probe: TextWriter | None = None  # of the health
+        self._probe: TextWriter | None = None  # the text of the last health check
         self._limits = RequestLimits()
 
     def app(self, access: Access = Access()) -> Any:
@@ -89,12 +89,12 @@ class TextEndpoint:
         return _json(error_answer(str(error), error.status, error.code, error.param), error.status)
 
     async def _answer_other(self, request: Any, error: Any) -> Any:
-        """Answer what there is no route or method for."""
+        """Answer a request without a matching route or method."""
         message = f"{error.detail}: {request.method} {request.url.path}"
         return _json(error_answer(message, error.status_code), error.status_code, error.headers)
 
     async def _answer_nobody(self, _: Any, error: Exception) -> Any:
-        """Answer a client that left: the response goes nowhere, and the server logs no failure of its own."""
+        """Answer a client that left, only so that the server logs no failure of its own."""
         from starlette.responses import Response
 
         return Response(status_code=400)
@@ -103,8 +103,8 @@ class TextEndpoint:
         return _json(error_answer(str(error), status_of(error)), status_of(error))
 
     async def _answer_health(self, _: Any) -> Any:
-        """Say that texts can be written if a token has just been written, by each model."""
-        async with self._looking:  # many who ask cost one token
+        """Report whether each model has just written a token."""
+        async with self._looking:  # simultaneous requests share one check
             if time.monotonic() >= self._health[0] + _HEALTH_S:
                 self._health = time.monotonic(), await self._problem()
         problem = self._health[1]
@@ -172,7 +172,7 @@ class TextEndpoint:
 
         check_tokens(asked, served.model.config.get_text_config().vocab_size)
         held, places = ExitStack(), ExitStack()
-        with places:  # each is kept until its text's thread has ended, whatever becomes of the request
+        with places:  # a text's thread holds its place until it ends, even if the request ends earlier
             wanted = []
             for one in given:
                 num_prompt = one.tokens["input_ids"].shape[1]
@@ -230,7 +230,7 @@ def _tokens_of_prompt(served: ServedText, asked: Completion, prompt: str | list[
 
 
 def _tokens_of_chat(served: ServedText, asked: Chat) -> _Prompt:
-    """Turn a chat into tokens, by the template of the model."""
+    """Turn a chat into tokens by the model's template."""
     if getattr(served.tokenizer, "chat_template", None) is None:
         raise RequestError(
             400,
@@ -248,7 +248,7 @@ def _tokens_of_chat(served: ServedText, asked: Chat) -> _Prompt:
         )
     except Exception as error:
         raise RequestError(400, f"the model's chat template refuses this chat: {error}", param="messages") from error
-    special = bool(asked.add_special_tokens)  # a template has them already
+    special = bool(asked.add_special_tokens)  # the template adds special tokens itself
     return _Prompt(_both(served.tokenizer(text, return_tensors="pt", add_special_tokens=special)), "")
 
 
@@ -257,14 +257,14 @@ def _both(found: Any) -> dict[str, Any]:
 
 
 def _usage(texts: Sequence[TextWriter], num_choices: int) -> dict[str, int]:
-    """The tokens of the prompts, each counted once, and of all texts so far."""
+    """Count the tokens of the prompts, each prompt once, and of all texts so far."""
     prompts = sum(text.num_prompt for text in texts[::num_choices])
     written = sum(text.num_tokens for text in texts)
     return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
 
 
 async def _merged(texts: Sequence[TextWriter]) -> AsyncIterator[tuple[int, TextPiece]]:
-    """Yield the pieces of several texts as they come, with the texts' numbers."""
+    """Yield the pieces of several texts as they arrive, with the texts' indices."""
     pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
 
     async def read_one(index: int) -> None:
@@ -298,7 +298,7 @@ async def _until_gone(request: Any) -> None:
 
 
 def _stream(events: AsyncIterator[str], held: ExitStack) -> Any:
-    """Return a response of server-sent events. `held` is closed after it, also if the client left before the first."""
+    """Return a response of server-sent events. `held` is closed after it, even if the client leaves first."""
     from starlette.responses import StreamingResponse
 
     class EventStream(StreamingResponse):
@@ -345,7 +345,7 @@ def _client_of(request: Any) -> str:
 
 
 class _Numbered:
-    """Gives each answer an id, by which a client's report can be found in a proxy's log, say."""
+    """Adds an id to each answer, by which it can be found in logs, such as a proxy's."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -362,7 +362,7 @@ class _Numbered:
 
 
 class _Guarded:
-    """Lets in requests that bring the key, and those of pages of other sites only if they are named."""
+    """Admits requests that bring the key. Pages of other sites are admitted only if `Access.origins` names the site."""
 
     def __init__(self, app: Any, access: Access) -> None:
         self._app, self._access = app, access
@@ -398,9 +398,9 @@ def run(
     allowed_hosts: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
 ) -> None:
-    """Answer requests until the process is told to end.
+    """Answer requests until the process is asked to end.
 
-    If only this machine reaches the endpoint, requests must address it by a name of this machine, or an allowed one.
+    If only this machine reaches the endpoint, requests must address it by a name of this machine or an allowed name.
     """
     try:
         import uvicorn
@@ -414,7 +414,7 @@ def run(
 
 
 def _connections() -> Any:
-    """Return uvicorn's protocol, which closes connections that send no request, so that they cannot use up all."""
+    """Return uvicorn's protocol, extended to close connections without a request before they use up all places."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

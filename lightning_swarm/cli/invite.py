@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def owner_path(arguments: argparse.Namespace) -> Path:
-    """Return the path of the owner's key, which may not be there."""
+    """Return the path of the owner's key, which may not exist."""
     path: Path = arguments.owner or owner_file(owners_folder(), arguments.run_id)
     return path
 

@@ -1,4 +1,4 @@
-"""The commands `lightning-swarm members`, `ban` and `unban`: who came to a run, and who may not come any more."""
+"""The commands `lightning-swarm members`, `ban` and `unban`: list the members of a run, ban them, and lift bans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TIMEOUT_S: Final = 10.0
 
 
 def show_members(arguments: argparse.Namespace) -> int:
-    """Show who came to a run; returns the exit status."""
+    """Show all members of a run, present and past; returns the exit status."""
     address = Address.parse(arguments.address)
     with (
         looking(arguments, str(address)) as visitor,
@@ -82,7 +82,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
-    """Name whom the owner speaks of: a peer first, then the invitations by which it came."""
+    """Return the subjects of the ban: a peer's id first, then the numbers of its invitations."""
     if public_key(arguments.subject) is None:
         return [invitation_in(arguments.subject, run_id=arguments.run_id).number.hex()]
     if not arguments.invitation:
@@ -105,7 +105,7 @@ def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]]
     name = " and ".join(
         short_name(one) if public_key(one) is not None else f"the invitation {one[:8]}" for one in subjects
     )
-    # What a peer did not hear in full, it did not hear.
+    # A peer counts as informed only if it accepted the ban of each subject.
     told = {peer: next((one[peer] for one in each if one[peer] is not None), None) for peer in each[0]}
     heeded = [peer for peer, problem in told.items() if problem is None]
     for peer, problem in told.items():

@@ -6,5 +6,5 @@ import sys
 
 
 def say(text: str) -> None:
-    """Print a line that is no result to standard error."""
+    """Print a line to standard error, because it is not part of the result."""
     print(text, file=sys.stderr)  # noqa: T201 - a command

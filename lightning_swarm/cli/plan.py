@@ -1,4 +1,4 @@
-"""`plan`: predicts what a swarm of some machines would do with a model, before any of them starts."""
+"""The command `lightning-swarm plan`: predicts the speed of a swarm of given machines before any machine starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GB: Final = 1e9
 
 @dataclass(frozen=True)
 class _Subject:
-    """The model to plan for, and what is known of it."""
+    """The model to plan for, and its known properties."""
 
     model: ModelProfile
     measure: Callable[[], float]  # FLOP/s of this machine with the model
@@ -104,7 +104,7 @@ def _of_numbers(arguments: argparse.Namespace) -> _Subject:
 
 
 def _of_file(path: Path, *, measured: bool) -> _Subject:
-    """The model of a file that `fit` takes; its Trainer and data are built, too, and not used."""
+    """Build the model of a file that `fit` takes; the file's Trainer and data are built, too, but not used."""
     require_jsonargparse("plan --config")
     given = ["--config", str(path)]
     tree = cli_module(given, [])
@@ -126,7 +126,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
 
 
 def _chosen_travel(arguments: argparse.Namespace) -> WireSettings:
-    """Read the options on how tensors travel; raises a ConfigError if that is impossible."""
+    """Read the options about the compression of tensors; raises a ConfigError if they are invalid."""
     every = arguments.compression
     options = {name: getattr(arguments, f"compression.{name}") for name in COMPRESSION_NAMES}
     chosen = {name: _value(text) for name, text in options.items() if text is not None}
@@ -142,7 +142,7 @@ def _value(text: str) -> object:
 
 
 def _run_live(arguments: argparse.Namespace) -> int:
-    """Look at the swarm twice, plan, and print the plan; returns the exit status, as `run`."""
+    """Survey the swarm twice, plan, and print the plan; returns the exit status, as `run`."""
     _check_live(arguments)
     line_bytes_per_s = arguments.line_mbit * _MBIT
     assumed = AssumedRates(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
@@ -171,7 +171,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
         "--sequence": arguments.sequence,
         "--measure": arguments.measure,
         "--picture": arguments.picture,
-        "--boundary-ratio": arguments.boundary_ratio,  # a stage's costs are those with the layers that it has
+        "--boundary-ratio": arguments.boundary_ratio,  # the measured costs of a stage include its boundary layers
     }
     both = [name for name, value in given.items() if value]
     if both:

@@ -1,4 +1,4 @@
-"""The commands that run a user's program: `fit` and its like with a Trainer, `join` and `serve` as another peer."""
+"""The commands that run a user's program: `fit` and the like with a Trainer, `join` and `serve` as another peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_swarm.strategy.framework import ImportTree
 
 _MODEL, _DATA, _STRATEGY = "model", "data", "trainer.strategy"
-_CLASSES: Final = (_MODEL, _DATA, _STRATEGY)  # the import tree of the first one that is given decides
+_CLASSES: Final = (_MODEL, _DATA, _STRATEGY)  # the first class that is given decides the import tree
 
 TRAINER_COMMANDS: Final[Mapping[str, str]] = {
     "fit": "Train a model on a swarm, which begins with this machine's devices.",
@@ -58,7 +58,7 @@ _NOTES: Final = {
     "writes it.\n\n"
 }
 
-# Begins lines of jsonargparse's errors with the types that it tried in vain.
+# Beginnings of lines in jsonargparse's errors that only list the types that it tried.
 _NOISE: Final = (
     "Does not validate against any",
     "Subtypes:",
@@ -79,7 +79,7 @@ Classes are named by their import path from the current folder, like my_project.
 
 
 def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
-    """The import tree whose Trainer can run a command line, which begins with one of `commands`."""
+    """Choose the import tree whose Trainer can run a command line, which begins with one of `commands`."""
     from lightning_swarm.strategy.framework import LIGHTNING, framework_of_class, mixed_import
 
     named: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> Impor
 def _named_in_file(path: str | None, candidates: Sequence[str], commands: Sequence[str]) -> Iterator[tuple[str, Any]]:
     try:
         content = yaml.safe_load(Path(path or "").read_text())
-    except (OSError, ValueError, yaml.YAMLError):  # the real parser reports what is wrong with it
+    except (OSError, ValueError, yaml.YAMLError):  # the real parser reports the error
         return
     # A file that is named before the command has a section for each command.
     sections = (_at(content, name) for name in candidates if name in commands)
@@ -129,7 +129,7 @@ def _imported(path: Any) -> Any:
 
 
 def cli_module(arguments: Sequence[str], commands: Sequence[str]) -> Any:
-    """The module whose `SwarmCLI` can run a command line, which may name classes of the current folder."""
+    """Import the module whose `SwarmCLI` can run a command line, which may name classes of the current folder."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
@@ -174,7 +174,7 @@ def run_trainer() -> int:
 
 
 def require_jsonargparse(*commands: str) -> None:
-    """Raise a ConfigError that tells how to install jsonargparse, which these commands need, if it is missing."""
+    """Raise a ConfigError with the remedy if jsonargparse, which these commands need, is not installed."""
     try:
         importlib.metadata.version("jsonargparse")
         importlib.metadata.version("docstring-parser")
@@ -236,13 +236,13 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
         parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
     with handed_over(_from_stdin() if chosen.invite == "-" else None) as (invitation, _):
         os.environ.update({**environment, **invitation})
-        with collecting_rarely():  # until `fit` begins
+        with collecting_rarely():  # ends when `fit` begins
             _run_program(name, program)
     return 0
 
 
 def _from_stdin() -> str:
-    """The invitation on standard input."""
+    """Read the invitation from standard input."""
     text = sys.stdin.read(MAX_TEXT_BYTES)
     from_text(text, "standard input")
     return text
@@ -335,13 +335,13 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
-    """The environment variables that make the program join."""
+    """Return the environment variables that make the program join."""
     if chosen.invite is not None:
         check_is_file_name(chosen.invite)
     variables = {
         JOIN: str(Address.parse(chosen.address)) if chosen.address else None,
         LISTEN: str(HostPort.to_listen(chosen.listen)) if chosen.listen else None,
-        # Empty values, too: the program's own ones are those of the machine that it was written for.
+        # Set even if empty, because the program's own values are for the machine that it was written for.
         ANNOUNCE: " ".join(str(HostPort.to_announce(text)) for text in chosen.announce) or os.environ.get(ANNOUNCE, ""),
         IDENTITY: chosen.identity or os.environ.get(IDENTITY, ""),
         INVITE: chosen.invite if chosen.invite != "-" else None,

@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn: penalties, temperature and cuts in vLLM's order, by a generator of its own."""
+"""Draws the tokens of a text: penalties, temperature and cuts in vLLM's order, and a generator for each text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_swarm.cli.http_fields import RequestError, TextFields
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """A request's values, with the model's own where it gave none."""
+    """A request's sampling parameters, with the model's defaults where it has none."""
 
     temperature: float
     top_p: float
@@ -25,7 +25,7 @@ class Sampling:
 
     @classmethod
     def of(cls, asked: TextFields, config: Any) -> Sampling:
-        """Complete a request by the model's generation config."""
+        """Complete a request's parameters by the model's generation config."""
         own = config.to_diff_dict()
 
         def value(name: str, neutral: float) -> Any:
@@ -42,14 +42,14 @@ class Sampling:
 
 
 def end_tokens(config: Any, asked: TextFields) -> list[int]:
-    """The tokens with which a text ends."""
+    """Return the tokens that end a text."""
     own = config.eos_token_id
     own = [] if own is None else [own] if isinstance(own, int) else list(own)
     return [*own, *asked.stop_token_ids]
 
 
 def check_tokens(asked: TextFields, num_tokens: int) -> None:
-    """Refuse numbers of tokens that the model does not have."""
+    """Refuse token numbers that the model does not have."""
     for name, ids in [
         ("logit_bias", map(int, asked.logit_bias)),
         ("allowed_token_ids", asked.allowed_token_ids),
@@ -69,16 +69,16 @@ def processors(
     see: Callable[[Tensor], None],
     device: torch.device,
 ) -> list[Any]:
-    """Return what turns a row of logits into one whose largest is the token that is drawn.
+    """Return the logits processors after which the largest logit of a row is the drawn token.
 
     Args:
         asked: The request.
-        sampling: Its values.
-        prompt: How many tokens the prompt has.
-        ends: The tokens with which the text ends.
-        seed: Of the draws; None: another one each time.
-        see: Takes the logits as the model gave them.
-        device: Of the logits.
+        sampling: The request's sampling parameters.
+        prompt: Number of the prompt's tokens.
+        ends: The tokens that end the text.
+        seed: Seed of the draws; None: a new seed each time.
+        see: Called with the logits of each token as the model computed them.
+        device: Device of the logits.
     """
     found: list[Any] = [_Seen(see)]
     if asked.allowed_token_ids:
@@ -117,7 +117,7 @@ class _Seen(transformers.LogitsProcessor):
 
 
 class _Penalized(transformers.LogitsProcessor):
-    """Penalizes tokens of the text so far, as OpenAI does: for being there, and for each time."""
+    """Penalizes tokens of the text so far, as OpenAI does: once for their presence, and again for each occurrence."""
 
     def __init__(self, prompt: int, presence: float, frequency: float) -> None:
         self._prompt, self._presence, self._frequency = prompt, presence, frequency
@@ -128,7 +128,7 @@ class _Penalized(transformers.LogitsProcessor):
 
 
 class _Noise(transformers.LogitsProcessor):
-    """Draws by a generator of the text's own: texts are written at the same time, on several threads."""
+    """Draws tokens by the text's own generator, because several threads write texts at the same time."""
 
     def __init__(self, seed: int | None) -> None:
         self._generator = torch.Generator()

@@ -1,4 +1,4 @@
-"""The commands `serve --weights` and `generate`: a model that is not trained, and texts that it writes."""
+"""The commands `serve --weights`, `generate` and `http`: serve a finished model, and write texts with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_swarm.peer.process import owners_folder, with_kept_identity
 from lightning_swarm.protocol.settings import RunSettings
 
 SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
-"""Options of `serve` that only a model has which is not trained."""
+"""Options of `serve` that are only for a model that is not trained."""
 
 _SERVE: Final = """\
 Serve a model that is not trained: hold some of its blocks, and write texts with those who ask.
@@ -48,7 +48,8 @@ Write a text with a served model, as it comes.
 The servers see hidden states, from which a prompt can be reconstructed.
 """
 
-_INVITED: Final = (" --listen 0.0.0.0:31337 --invite server.invite", " --invite writer.invite")  # options of others
+# Options of `serve` and `generate` in a run by invitation.
+_INVITED: Final = (" --listen 0.0.0.0:31337 --invite server.invite", " --invite writer.invite")
 
 _UNITS: Final = {
     "": 1,
@@ -91,7 +92,7 @@ def _serve(chosen: argparse.Namespace) -> int:
 
     device_of(chosen.device)
     if chosen.weights is not None:
-        PretrainedFolder(chosen.weights)  # refuses a folder that is none before anything starts
+        PretrainedFolder(chosen.weights)  # checks the folder before anything starts
     elif not chosen.join:
         raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
     hosts = tuple(map(Address.parse, chosen.join))
@@ -113,7 +114,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     entry = entry_of(config, owners_folder, now_s=time.time())
     runtime, transport, directory = start_network(config, entry, keeps_memory=False)
     host = ModelHost(transport, directory, ThreadExecutor, config.limits, options)
-    with contextlib.ExitStack() as closing:  # each of them, whatever the others raise
+    with contextlib.ExitStack() as closing:  # closes each, even if another one raises
         closing.callback(runtime.close)
         closing.callback(lambda: runtime.run(transport.close()))
         closing.callback(lambda: runtime.run(directory.close()))
@@ -266,7 +267,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _api_key(arguments: argparse.Namespace) -> str | None:
-    """Read the key; refuses an endpoint without one that other machines could reach."""
+    """Read the API key; raises a ConfigError if an endpoint that other machines could reach has none."""
     from lightning_swarm.cli.http_limits import is_local
 
     file = arguments.api_key or os.environ.get(API_KEY_FILE)

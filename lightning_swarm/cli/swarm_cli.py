@@ -24,7 +24,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.strategy.strategy import SwarmStrategy
 
-# At run time `written_once` puts the classes before those of either import tree.
+# At run time `written_once` puts these classes before the base classes of either import tree.
 if TYPE_CHECKING:
     _LightningCLI = LightningCLI
     _SaveConfigCallback = SaveConfigCallback
@@ -34,7 +34,7 @@ else:
 
 @written_once(SaveConfigCallback)
 class SaveConfig(_SaveConfigCallback):
-    """Saves what `fit` was run with, into the folder that a logger makes for it."""
+    """Saves the configuration of `fit` in the folder that a logger creates."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -47,8 +47,8 @@ class SaveConfig(_SaveConfigCallback):
 class SwarmCLI(_LightningCLI):
     """A LightningCLI whose strategy is `SwarmStrategy` unless another one is named.
 
-    Used as LightningCLI is: ``SwarmCLI(MyModel, MyData)`` in a script, or without classes. ``trainer_defaults`` with a
-    strategy comes before this one's. Needs jsonargparse: ``pip install "lightning-swarm[cli]"``.
+    Use it as LightningCLI: ``SwarmCLI(MyModel, MyData)`` in a script, or without classes. A strategy in
+    ``trainer_defaults`` takes precedence. Needs jsonargparse: ``pip install "lightning-swarm[cli]"``.
     """
 
     strategy_class: ClassVar[type[SwarmStrategy]]
@@ -85,7 +85,7 @@ class SwarmCLI(_LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError:
-            # jsonargparse hides a class's own error about its arguments behind one about types.
+            # jsonargparse hides a class's own error about its arguments behind an error about types.
             self._refuse(self._get(self.config, "trainer").get("strategy"))
             raise
 
@@ -103,7 +103,7 @@ class SwarmCLI(_LightningCLI):
 
     @override
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """Have ``--optimizer`` make a new optimizer at each call, because every stage needs one of its own."""
+        """Make ``--optimizer`` build a new optimizer at each call, because every stage needs its own."""
         super()._add_configure_optimizers_method_to_model(subcommand)
         if "configure_optimizers" not in vars(self.model):
             return
@@ -118,7 +118,7 @@ class SwarmCLI(_LightningCLI):
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
     def _chosen(self, registered: Mapping[str, tuple[Any, str]]) -> Any:
-        """The class path and arguments of the optimizer or scheduler that the model does not make itself."""
+        """Return the class path and arguments of the optimizer or scheduler that the model does not make itself."""
         for key, (kind, link_to) in registered.items():
             if link_to == "AUTOMATIC":
                 chosen = self._get(self.config_init, key)

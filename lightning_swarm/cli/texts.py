@@ -14,14 +14,14 @@ from typing import Any, Final
 
 from lightning_swarm.cli.http_fields import RequestError, TextFields
 
-_CONTEXT: Final = 4  # tokens of the prompt that the first ones are decoded with
-_MAX_SCORED: Final = 2048  # tokens of a prompt whose logprobs are told
-_UNLIMITED: Final = 1 << 24  # positions: a tokenizer that says more knows no limit
+_CONTEXT: Final = 4  # last tokens of the prompt, decoded together with the first new tokens
+_MAX_SCORED: Final = 2048  # most tokens of a prompt whose logprobs are reported
+_UNLIMITED: Final = 1 << 24  # positions; a tokenizer with a larger limit has none
 
 
 @dataclass(frozen=True)
 class ServedText:
-    """A model, and the tokenizer that goes with it."""
+    """A served model and its tokenizer."""
 
     name: str
     model: Any
@@ -29,19 +29,19 @@ class ServedText:
 
     @cached_property
     def turn(self) -> AbstractContextManager[Any]:
-        """Held while a text is written, where only one may be: some position tables depend on the text so far."""
+        """A lock if the model writes one text at a time, because its position tables depend on the text so far."""
         from lightning_swarm.peer.remote_model import positions_depend_on_length
 
         return threading.Lock() if positions_depend_on_length(self.model) else nullcontext()
 
     @cached_property
     def context(self) -> int | None:
-        """The most tokens of a prompt and its text together. None: nothing limits them."""
+        """The maximum number of tokens of a prompt and its text together. None: no limit."""
         longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if not isinstance(longest, int):
             longest = getattr(self.tokenizer, "model_max_length", None)
         known = [longest] if isinstance(longest, int) and longest < _UNLIMITED else []
-        if not self.model.generation_config.use_cache:  # each step has the whole text
+        if not self.model.generation_config.use_cache:  # each step computes the whole text
             from lightning_swarm.peer.remote_model import step_tokens
 
             known.append(step_tokens(self.model))
@@ -49,16 +49,16 @@ class ServedText:
 
     @cached_property
     def longest_token(self) -> int:
-        """The most bytes that one token stands for, for a bound of a prompt's tokens from below."""
+        """The maximum number of bytes of a token, for a lower bound on a prompt's number of tokens."""
         return max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
 
     def check_text(self, num_bytes: int) -> None:
-        """Refuse a prompt that is too long for the context whatever its tokens are, before it is tokenized."""
+        """Refuse, before tokenizing, a prompt whose bytes alone show that it exceeds the context."""
         if self.context is not None and num_bytes > self.context * max(16, self.longest_token):
             self._refuse(f"a prompt of {num_bytes} bytes")
 
     def num_new(self, num_prompt: int, asked: int | None) -> int:
-        """How many tokens a text may have: what was asked for, or what the context has left."""
+        """Return the maximum number of new tokens: the requested number, or as many as the context has left."""
         if num_prompt == 0:
             raise RequestError(400, "a prompt has at least one token, and this one has none", param="prompt")
         own: int | None = getattr(self.model.generation_config, "max_new_tokens", None)
@@ -74,7 +74,7 @@ class ServedText:
         return min(left, own or left) if asked is None else asked
 
     def check_scored(self, num_prompt: int) -> None:
-        """Refuse to score a long prompt: the logits of all its places are in memory at once."""
+        """Refuse to score a long prompt, because the logits of all its places are in memory at once."""
         if num_prompt > _MAX_SCORED:
             text = f"`echo` with `logprobs` is for prompts of at most {_MAX_SCORED} tokens, got {num_prompt}"
             raise RequestError(400, text, param="echo")
@@ -88,16 +88,16 @@ class ServedText:
 
 
 class StopFinder:
-    """Passes text on as it comes, but for what may be the beginning of a string that ends it."""
+    """Passes text on as it arrives, but holds back a possible beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
         self._stops = stops
-        self._keeps = keeps  # the string is part of the text
+        self._keeps = keeps  # the stop string stays part of the text
         self._held = ""
         self.found = False
 
     def take(self, text: str) -> str:
-        """Take more text, and return what is certainly before any of the strings."""
+        """Append more text, and return the part that is certainly before any stop string."""
         self._held += text
         places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
@@ -111,27 +111,27 @@ class StopFinder:
         return passed
 
     def _overlap(self, stop: str) -> int:
-        """Return how much of the string's beginning is at the end of what is held."""
+        """Return the length of the longest beginning of the stop string that ends the held text."""
         longest = min(len(stop) - 1, len(self._held))
         return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)
 
     def rest(self) -> str:
-        """Return what is held when no more comes."""
+        """Return the held text after the end of the input."""
         held, self._held = self._held, ""
         return held
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token of a text, and the logarithms of probabilities that the model gave it and the most probable others."""
+    """A token of a text, with the log probabilities of this token and of the most probable tokens."""
 
     text: str
-    logprob: float | None  # None: the first one of a prompt has none
+    logprob: float | None  # None: the first token of a prompt has none
     top: Sequence[tuple[str, float]] = ()
 
     @classmethod
     def of(cls, tokenizer: Any, token: int, logits: Any, num_top: int) -> TokenScore:
-        """Score a token by the logits of its place; None: there are none."""
+        """Score a token by the logits of its place; `logits` of None: without a score."""
         if logits is None:
             return cls(tokenizer.decode([token]), None)
         logprobs = logits.double().log_softmax(dim=-1)
@@ -142,12 +142,12 @@ class TokenScore:
 
 @dataclass
 class TextPiece:
-    """A piece of a text that is written, or its end."""
+    """A piece of a text under way, or its end."""
 
     text: str = ""
     finish_reason: str | None = None
     error: BaseException | None = None
-    scores: Sequence[TokenScore] = ()  # of its tokens, if they were asked for
+    scores: Sequence[TokenScore] = ()  # scores of its tokens, if requested
 
 
 class PromptScores:
@@ -159,7 +159,7 @@ class PromptScores:
         self._found: Future[list[TokenScore]] = Future()
 
     def get(self) -> list[TokenScore]:
-        """Return the scores, or raise the error of computing them; the first thread that asks computes them."""
+        """Return the scores, or raise the error of computing them; the first caller's thread computes them."""
         with self._lock:
             if not self._found.done():
                 try:
@@ -189,9 +189,9 @@ class TextWriter:
         asked: TextFields,
         *,
         num_new: int,
-        prompt: str = "",  # as it was sent
-        choice: int = 0,  # of those for the same prompt
-        prompt_scores: PromptScores | None = None,  # None: they are not asked for
+        prompt: str = "",  # the prompt's text
+        choice: int = 0,  # index among the choices of the prompt
+        prompt_scores: PromptScores | None = None,  # None: not requested
         on_end: Callable[[], None] = lambda: None,  # called in the loop when its thread has ended
     ) -> None:
         self._on_end = on_end
@@ -204,13 +204,13 @@ class TextWriter:
         self.num_new = num_new
         self.prompt_end: list[int] = given["input_ids"][0, -_CONTEXT:].tolist()
         self.num_tokens = 0
-        self._logits: Any = None  # of the token that comes next
-        self._scores: list[TokenScore] = []  # of tokens whose text was not given yet
+        self._logits: Any = None  # logits of the next token
+        self._scores: list[TokenScore] = []  # scores of tokens whose text was not passed on yet
         self._thread = threading.Thread(target=self._run, name="text", daemon=True)
         self._thread.start()
 
     def abort(self) -> None:
-        """Write no more."""
+        """Stop writing; the thread ends soon."""
         self._aborted.set()
 
     @property
@@ -219,7 +219,7 @@ class TextWriter:
         return not self._thread.is_alive()
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
-        """Give the text as it comes; the last piece has the reason of its end."""
+        """Yield the text in pieces as it is written; the last piece has the finish reason."""
         finder = StopFinder(self.asked.stops, keeps=self.asked.include_stop_str_in_output)
         scores: list[TokenScore] = []
         if self.asked.echo:
@@ -246,17 +246,17 @@ class TextWriter:
         return piece
 
     def see(self, logits: Any) -> None:
-        """On its thread: note the logits of the next token."""
+        """Record the logits of the next token; called on the text's thread."""
         if self.asked.num_logprobs is not None:
             self._logits = logits.detach().clone()
 
     def score(self, token: int) -> None:
-        """On its thread: a token was drawn."""
+        """Score a drawn token; called on the text's thread."""
         if self.asked.num_logprobs is not None:
             self._scores.append(TokenScore.of(self.served.tokenizer, token, self._logits, self.asked.num_logprobs))
 
     def give(self, text: str) -> None:
-        """On its thread: pass text on to whoever reads, and what is known of its tokens."""
+        """Pass text on to the reader, with the scores of its tokens; called on the text's thread."""
         scores, self._scores = self._scores, []
         self._put(TextPiece(text, scores=scores))
 
@@ -311,7 +311,7 @@ class TextWriter:
             num_return_sequences=1,
             max_new_tokens=self.num_new,
             do_sample=False,
-            repetition_penalty=1.0,  # in its place among the others
+            repetition_penalty=1.0,  # `processors` applies it in vLLM's order
             logits_processor=transformers.LogitsProcessorList(drawing),
             stopping_criteria=transformers.StoppingCriteriaList([_Until(self._aborted)]),
             streamer=_Streamer(self),
@@ -331,16 +331,16 @@ class _Until:
 
 
 class _Streamer:
-    """Turns tokens into text that does not change any more when others follow."""
+    """Turns tokens into text that later tokens no longer change."""
 
     def __init__(self, writer: TextWriter) -> None:
         self._writer = writer
-        self._tokens = list(writer.prompt_end)  # a token may have a space before it, but at the beginning of a text
-        self._begin, self._given = 0, len(self._tokens)  # what is decoded begins there; up to there it was given
+        self._tokens = list(writer.prompt_end)  # decoding drops a space at the beginning of a text
+        self._begin, self._given = 0, len(self._tokens)  # first decoded token; first token not passed on
         self._is_prompt = True
 
     def put(self, value: Any) -> None:
-        """Take the prompt, and then each token."""
+        """Receive the prompt, and then each token."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -353,7 +353,7 @@ class _Streamer:
             self._give(text)
 
     def end(self) -> None:
-        """Give the rest."""
+        """Pass on the rest of the text."""
         if text := self._new_text():
             self._give(text)
 

@@ -1,4 +1,4 @@
-"""How commands come to a run at which they only look: by an invitation, or as its owner."""
+"""Credentials of commands that only look at a run: by an invitation, or as its owner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_swarm.trust.owner import Owner
 
 @contextmanager
 def looking(arguments: argparse.Namespace, address: str) -> Iterator[Visitor]:
-    """Within the context a command looks at the run of a peer. Its errors name this command's own options."""
+    """Yield the visitor by which a command looks at a run; errors of access name the command's own options."""
     visitor = visitor_of(arguments)
     try:
         yield visitor
@@ -49,7 +49,7 @@ def visitor_of(arguments: argparse.Namespace) -> Visitor:
         return Visitor(partial(visitor_entry(source, now_s=now_s).credentials, now_s=now_s))
     try:
         path = owner_path(arguments)
-    except ConfigError:  # this user has no place for keys, and so owns no run
+    except ConfigError:  # without a folder for keys, this user owns no run
         return ANYONE
     if not is_there(path):
         if arguments.owner is not None:
@@ -58,10 +58,10 @@ def visitor_of(arguments: argparse.Namespace) -> Visitor:
                 "one, or leave it out."
             )
         return ANYONE
-    # Whoever owns a run of this name may look at another one, which takes any peer.
+    # The owner of a run of this name may look at another run, which takes any peer.
     return Visitor(as_owner(Owner.load(arguments.run_id, path)), is_guess=arguments.owner is None)
 
 
 def as_owner(owner: Owner) -> Certify:
-    """Make the credentials of a command that comes as the owner of a run."""
+    """Make the credentials of a command that acts as the owner of a run."""
     return partial(owner_entry(owner).credentials, now_s=time.time())
