@@ -1,4 +1,4 @@
-"""Decides what makes a machine unfit to be a peer, and names the remedy; looks at nothing itself."""
+"""Decides from examined facts whether a machine can be a peer, and names the remedies. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from lightning_swarm.core.readable import printable
 
 SUPPORTED_PYTHON: Final = ">=3.11"
-# Repeats the package's requirements: pip does not enforce them on what is installed later.
+# Repeats the package's requirements, because pip does not enforce them on packages that are installed later.
 SUPPORTED: Final[Mapping[str, str]] = {
     "lightning": ">=2.5,!=2.6.2,!=2.6.3,<2.7",
     "torch": ">=2.4",
@@ -26,40 +26,40 @@ SET_CLOCK: Final = (
     "Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true (on macOS: sudo sntp -sS "
     "pool.ntp.org)"
 )
-_ROUNDING: Final = ("torch", "CPU")  # decide how sums are rounded
+_ROUNDING: Final = ("torch", "CPU")  # determine how sums are rounded
 
 
 @dataclass(frozen=True)
 class Finding:
     """The outcome of one check."""
 
-    check: str  # what was looked at
+    check: str  # name of the check
     found: str
-    remedy: str | None = None  # what to do; None: nothing is wrong
-    consequence: str | None = None  # of a difference that is allowed, and may not be wanted
+    remedy: str | None = None  # None: nothing is wrong
+    consequence: str | None = None  # effect of an allowed difference, which may be unwanted
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong."""
+        """True if nothing is wrong."""
         return self.remedy is None
 
     def __str__(self) -> str:
         """Return the lines for people: the verdict and, if need be, the remedy or the consequence."""
         verdict = "WRONG" if self.remedy else "WARN " if self.consequence else "ok   "
         advice = self.remedy or self.consequence
-        line = printable(f"{verdict}  {self.check}: {self.found}")  # other peers have sent some of it
+        line = printable(f"{verdict}  {self.check}: {self.found}")  # other peers sent some of the text
         return f"{line}\n       -> {advice}" if advice else line
 
 
 def check_python(version: str) -> Finding:
-    """The interpreter is new enough."""
+    """Check that the interpreter is new enough."""
     fits = SpecifierSet(SUPPORTED_PYTHON).contains(version, prereleases=True)
     remedy = None if fits else f"Use a Python {SUPPORTED_PYTHON}."
     return Finding("Python", version, remedy)
 
 
 def check_version(package: str, version: str | None) -> Finding:
-    """A package of `SUPPORTED` is installed, in a version that the swarm works with."""
+    """Check that a package of `SUPPORTED` is installed, in a version that the swarm works with."""
     supported = SUPPORTED[package]
     install = f'Run: pip install "{package}{supported}"'
     if version is None:
@@ -74,7 +74,7 @@ def check_version(package: str, version: str | None) -> Finding:
 
 
 def check_binary(path: str | None, *, executable: bool) -> Finding:
-    """libp2p's daemon, which carries all connections, is there and can be run."""
+    """Check that libp2p's daemon, which carries all connections, exists and can be run."""
     reinstall = f'Run: pip install --force-reinstall --no-deps "hivemind{SUPPORTED["hivemind"]}"'
     if path is None:
         return Finding("daemon's file", "hivemind was installed without its program p2pd", reinstall)
@@ -84,7 +84,7 @@ def check_binary(path: str | None, *, executable: bool) -> Finding:
 
 
 def check_port(host: str, port: int, problem: str | None) -> Finding:
-    """This machine can listen on an address and a port (0 for any)."""
+    """Check that this machine can listen on an address and a port (0 for any)."""
     where = f"{host}, {f'port {port}' if port else 'any port'}"
     if problem is None:
         return Finding("port", f"{where}: free")
@@ -99,7 +99,7 @@ def check_port(host: str, port: int, problem: str | None) -> Finding:
 
 
 def check_daemon(problem: str | None, start_s: float) -> Finding:
-    """The daemon starts."""
+    """Check that the daemon starts."""
     if problem is None:
         return Finding("daemon", f"starts in {start_s:.1f} s")
     remedy = "Mend what is named above first. Else: a firewall or a container may forbid it to run or to listen."
@@ -107,7 +107,7 @@ def check_daemon(problem: str | None, start_s: float) -> Finding:
 
 
 def check_folder(path: str, purpose: str, problem: str | None, free_bytes: int) -> Finding:
-    """A folder, for what `purpose` says, can be written to and has room."""
+    """Check that the folder for `purpose` can be written to and has room."""
     check = f"folder for {purpose}"
     if problem is not None:
         return Finding(check, f"{path}: {problem}", f"Make {path} a folder that this user may write to.")
@@ -118,7 +118,7 @@ def check_folder(path: str, purpose: str, problem: str | None, free_bytes: int) 
 
 
 def check_threads(num_threads: int, num_cores: int) -> Finding:
-    """Torch's threads do not outnumber the cores that this process may use."""
+    """Check that torch's threads do not outnumber the cores that this process may use."""
     found = f"{num_threads} on {num_cores} core{'s' if num_cores > 1 else ''}"
     if num_threads <= num_cores:
         return Finding("torch's threads", found)
@@ -165,11 +165,11 @@ class DialResult:
 
     address: str  # host and port
     obstacle: Obstacle | None = None
-    detail: str = ""  # what the system said
+    detail: str = ""  # message of the system
 
 
 def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Finding:
-    """A peer can be reached; without a daemon here, or a certificate, it cannot be asked: there is no round trip."""
+    """Check that a peer can be reached. Without a daemon here, or a certificate, no round trip is known."""
     check = f"peer {dialed.address}"
     if dialed.obstacle is not None:
         detail = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
@@ -180,7 +180,7 @@ def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Findin
 
 
 def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
-    """The clocks here and there agree, as far as half a round trip can tell."""
+    """Check that the clocks here and there agree, to within half a round trip."""
     way = "ahead of" if ahead_s > 0 else "behind"
     found = f"{address} is {abs(ahead_s):.2f} s {way} this machine"
     if abs(ahead_s) <= MOST_SKEW_S + round_trip_s / 2:
@@ -193,7 +193,7 @@ def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
 
 
 def check_protocol(address: str, here: int, there: int) -> Finding:
-    """A peer speaks the same version of the protocol."""
+    """Check that a peer uses the same version of the protocol."""
     if here == there:
         return Finding("protocol", f"version {here} here and at {address}")
     remedy = "Install the same version of lightning_swarm on both sides."
@@ -201,7 +201,7 @@ def check_protocol(address: str, here: int, there: int) -> Finding:
 
 
 def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
-    """Compare versions. All may differ; where torch or the CPU does, the two machines are of different kinds."""
+    """Compare versions. All may differ, but machines with different torch or CPU are of different kinds."""
     names = [*here, *(name for name in there if name not in here)]
     others = [
         f"{name} {here.get(name, 'none')} here, {there.get(name, 'none')} there"

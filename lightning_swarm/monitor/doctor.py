@@ -1,4 +1,4 @@
-"""The doctor: looks whether this machine can be a peer, and at the way to other peers."""
+"""The doctor: examines whether this machine can be a peer, and whether it reaches other peers."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from lightning_swarm.protocol.queries import GreetingResult, installed_version
 from lightning_swarm.trust.credentials import is_untimely
 
 _TIMEOUT_S: Final = 10.0
-_MAX_KNOCKS: Final = 16  # at once
+_MAX_KNOCKS: Final = 16  # simultaneous connections
 _PAUSES_S: Final = (0.5, 1.0)  # between attempts to reach a peer
 _START_TIMEOUT_S: Final = 30.0
 _BY_INVITATION: Final = (
     "reachable; its run takes peers by invitation, and it tells others nothing of itself. `--invite FILE` shows it one"
 )
 _SOCKETS: Final = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
-_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # what libp2p peers say first, with its length before it
+_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # the first message of libp2p peers, behind its length
 
 
 def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
-    """Look whether libp2p answers at an address, without libp2p, so whatever its peer id is."""
+    """Check whether libp2p answers at an address, by a plain socket, so with any peer id."""
     at = str(address.place)
     try:
         socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -66,7 +66,7 @@ def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
 
 def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
     received = b""
-    with contextlib.suppress(OSError):  # a program of another protocol hangs up, or waits for what never comes
+    with contextlib.suppress(OSError):  # a program of another protocol hangs up, or never answers
         connection.sendall(_MULTISTREAM)
         while len(received) < len(_MULTISTREAM) and (more := connection.recv(len(_MULTISTREAM) - len(received))):
             received += more
@@ -88,7 +88,7 @@ def check_answering(addresses: Sequence[Address]) -> None:
 
 
 def _knock_until_one_answers(addresses: Sequence[Address]) -> list[DialResult]:
-    """Knock at all addresses at once. Returns the result of one that answers, or all results in order."""
+    """Knock at all addresses at once. Returns the result of the first that answers, or all results in order."""
     pool = ThreadPoolExecutor(_MAX_KNOCKS)
     try:
         knocks = [pool.submit(knock, address) for address in addresses]
@@ -101,7 +101,7 @@ def _knock_until_one_answers(addresses: Sequence[Address]) -> list[DialResult]:
 
 
 def explain(addresses: Sequence[Address]) -> str:
-    """Say why no peer of these ids was reached, though libp2p answers at one of the addresses."""
+    """Explain why no peer of these ids was reached, though libp2p answers at one of the addresses."""
     dialed = {address: knock(address) for address in addresses}
     answering = [address for address, found in dialed.items() if found.obstacle is None]
     dialed.update(zip(answering, (found for found, _ in meet(answering)), strict=True))
@@ -109,7 +109,7 @@ def explain(addresses: Sequence[Address]) -> str:
 
 
 def _as_rule(address: Address, dialed: DialResult) -> str:
-    obstacle = dialed.obstacle or Obstacle.SILENCE  # it has come up meanwhile
+    obstacle = dialed.obstacle or Obstacle.SILENCE  # the peer has started meanwhile
     detail = f" ({dialed.detail})" if dialed.detail else ""
     return (
         f"a peer to join must answer at the address that names it, {address}: {obstacle.what}{detail}. "
@@ -122,10 +122,10 @@ class Visitor:
     """A peer that looks at a run, and takes no part in it."""
 
     certify: Certify | None = None  # None: it has no certificate to show
-    is_guess: bool = False  # nobody said that the run is by invitation, nor which run it is
+    is_guess: bool = False  # the certificate may be for another run, or the run may take any peer
 
     async def introduce(self, transport: BaseTransport, peer: PeerId) -> None:
-        """Show a peer the certificate, if it may be the one to show, or find that the peer's run takes any peer."""
+        """Check a guessed certificate at a peer, and drop it if the peer shows none of the same run."""
         if not self.is_guess:
             return
         try:
@@ -139,9 +139,9 @@ ANYONE: Final = Visitor()
 
 @contextlib.contextmanager
 def visit(name: str, visitor: Visitor = ANYONE, **options: Any) -> Iterator[tuple[Runtime, BaseTransport]]:
-    """Be on the network for a while, in no run; `options` are those of `hivemind.start`."""
+    """Join the network, but no run, until the context ends; `options` are passed to `hivemind.start`."""
     from lightning_swarm.core.event_loop import ThreadRuntime
-    from lightning_swarm.network import hivemind  # a second, and only needed here
+    from lightning_swarm.network import hivemind  # takes a second, and is only needed here
 
     with contextlib.closing(ThreadRuntime(name)) as runtime:
         transport, directory = runtime.run(hivemind.start(certify=visitor.certify, **options))
@@ -153,7 +153,7 @@ def visit(name: str, visitor: Visitor = ANYONE, **options: Any) -> Iterator[tupl
 
 
 def meet(addresses: Sequence[Address], visitor: Visitor = ANYONE) -> Iterator[tuple[DialResult, GreetingResult | None]]:
-    """Connect to addresses where libp2p answers, and ask the peers there who they are."""
+    """Connect to addresses where libp2p answers, and exchange greetings with the peers there."""
     with visit("doctor", visitor, startup_timeout=_TIMEOUT_S) as (runtime, transport):
         for address in addresses:
             yield runtime.run(_meet(transport, address, visitor))
@@ -184,9 +184,9 @@ def examine(
     host: str = "127.0.0.1",
     port: int = 0,
     addresses: Sequence[Address] = (),
-    visitor: Visitor = ANYONE,  # some peers answer only who is invited
+    visitor: Visitor = ANYONE,  # some peers answer only invited peers
 ) -> Iterator[Finding]:
-    """Check this machine, where it is to listen (port 0: any), and the way to running peers; cheap checks first."""
+    """Check this machine, its address to listen on (port 0: any), and the way to running peers; cheap checks first."""
     yield checks.check_python(platform.python_version())
     versions = [checks.check_version(name, installed_version(name)) for name in checks.SUPPORTED]
     yield from versions
@@ -201,7 +201,7 @@ def examine(
     yield binary
     listening = checks.check_port(host, port, try_port(host, port))
     yield listening
-    # Where the daemon cannot start, the reason has been given.
+    # If the daemon cannot start, an earlier finding has named the reason.
     startable = all(finding.ok for finding in (*versions, binary))
     if startable and listening.ok:
         daemon_starts = checks.check_daemon(*try_daemon(host, port))
@@ -231,7 +231,7 @@ def _examine_peers(addresses: Sequence[Address], visitor: Visitor, *, with_daemo
 
 
 def find_daemon() -> Path | None:
-    """The path of libp2p's daemon, which comes with hivemind."""
+    """Return the path of libp2p's daemon, which comes with hivemind."""
     spec = importlib.util.find_spec("hivemind")
     folders = spec.submodule_search_locations if spec else None
     paths = [Path(folder) / "hivemind_cli" / "p2pd" for folder in folders or ()]
@@ -243,7 +243,8 @@ def try_port(host: str, port: int) -> str | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemon: ended connections may linger
+            # The daemon does so, too, because ended connections may linger.
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind((host, port))
             server.listen()
     except (OSError, OverflowError) as error:
@@ -263,7 +264,7 @@ def try_daemon(host: str, port: int) -> tuple[str | None, float]:
 
 
 def look_at_folder(path: Path) -> tuple[str | None, int]:
-    """Write a file there; returns why that is impossible, or None, and the free bytes of its disk, or 0."""
+    """Write a file to a folder; returns why that is impossible, or None, and the free bytes of its disk, or 0."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(b"x")

@@ -1,4 +1,4 @@
-"""The members of a run by the invitations that they came by, and the owner's bans, told to its peers."""
+"""Reads the members of a run and their invitations from its peers, and sends the owner's bans to all peers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class RunMember:
     peer_id: str
     role: str | None  # None: it does not answer
     invitation: str | None  # its number in hex; None: it never came
-    uses: tuple[int, int]  # of that invitation: used, and in all
-    parts: tuple[str, ...]  # that it has in the run now
-    banned: str | None  # the reason; None: it is not
-    convicted: str | None = None  # likewise
+    uses: tuple[int, int]  # uses of that invitation: used, and permitted
+    parts: tuple[str, ...]  # its present parts in the run
+    banned: str | None  # the reason; None: not banned
+    convicted: str | None = None  # the reason; None: not convicted
 
 
 class Members:
-    """Asks the peers of a run about its members, and tells them bans."""
+    """Asks the peers of a run about its members, and sends bans to them."""
 
     def __init__(
         self, runtime: Runtime, transport: BaseTransport, address: Address, visitor: Visitor, timeout: float
@@ -62,8 +62,8 @@ class Members:
 
     @property
     def view(self) -> RunView | None:
-        """The run, as one of its servers shows it; None: no peer that answers is in one."""
-        # In an audited run keepers are believed first.
+        """The run as one of its servers reports it; None: no answering peer is in a run."""
+        # In an audited run, ask keepers first.
         for one in sorted(self._sightings, key=lambda one: not is_certified_keeper(self._transport, one.peer_id)):
             if one.report is not None and one.report.server is not None:
                 view = self._runtime.run(ask_view(self._transport, one.peer_id, timeout=self._timeout))
@@ -72,7 +72,7 @@ class Members:
         return None
 
     def members(self) -> list[RunMember]:
-        """Return all that ever came to the run, and all that were banned."""
+        """Return all peers that ever came to the run, and all banned subjects."""
         view = self.view
         if view is None:
             raise ConfigError(
@@ -92,7 +92,7 @@ class Members:
         return [one.invitation for one in self.members() if one.peer_id == peer and one.invitation is not None]
 
     def banned_invitations_of(self, peer: PeerId) -> list[str]:
-        """Return those of them that the run's newest record has as banned; none if no run has begun."""
+        """Return a peer's invitations that the newest record lists as banned, in hex; none if no run has begun."""
         seats = None if (view := self.view) is None else view.seats
         if seats is None or isinstance(seats.invitations, UnsetType):
             return []
@@ -100,7 +100,7 @@ class Members:
         return [one.number.hex() for one in seats.invitations if peer in one.peers and one.number.hex() in subjects]
 
     def tell(self, signed: bytes) -> dict[PeerId, str | None]:
-        """Tell all peers what the owner has signed; returns for each why it did not heed it, or None."""
+        """Send a signed ban of the owner to all peers; returns each peer's reason to refuse it, or None."""
         return self._runtime.run(self._tell(signed))
 
     async def _tell(self, signed: bytes) -> dict[PeerId, str | None]:
@@ -117,13 +117,13 @@ class Members:
 
 @contextmanager
 def asking(address: Address, *, timeout: float, visitor: Visitor) -> Iterator[Members]:
-    """Be on the network for a while, and ask the peers of the run that has a peer at `address`."""
+    """Join the network until the context ends, to ask the peers of the run that has a peer at `address`."""
     with visit("members", visitor, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
         yield Members(runtime, transport, address, visitor, timeout)
 
 
 def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMember]:
-    """Return all peers that ever came to a run, those that are in it first, and all that were banned. Pure."""
+    """Return all peers that ever came to a run, present members first, and all banned subjects. Pure."""
     seats = view.seats
     banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
     convicted = {str(one.peer): printable(one.reason) for one in seats.convicted or ()}
@@ -163,7 +163,7 @@ def _parts(view: RunView, peer: PeerId) -> tuple[str, ...]:
 
 
 def table(run_id: str, members: Collection[RunMember]) -> str:
-    """A table for people."""
+    """Format the members as a table."""
     rows = [
         (
             one.peer_id,

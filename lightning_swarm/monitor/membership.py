@@ -21,7 +21,7 @@ _DIED = "died or was cut off"
 class MembershipLine:
     """One peer's change, for people."""
 
-    level: int  # as in `logging`
+    level: int  # a level of `logging`
     text: str
 
 
@@ -38,7 +38,7 @@ class Membership:
         self._dead: set[PeerId] = set()  # a later record may remove such a peer from the trainers
 
     def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
-        """Apply the next record. Returns a line for each peer that it adds or removes, and each stage that it mixes."""
+        """Apply the next record. Returns lines for peers that it adds or removes, and for stages that it mixes."""
         self._locate({one.member.peer_id: one.addresses for one in record.newcomers})
         came, went = defaultdict[PeerId, list[int]](list), defaultdict[PeerId, list[int]](list)
         for vacancy in record.left:
@@ -107,7 +107,7 @@ class Membership:
 
     def _gone(self, peer: PeerId, stages: Sequence[int], reason: str | None) -> MembershipLine:
         verb = reason
-        if verb is None and peer in self._all:  # in another part of the run
+        if verb is None and peer in self._all:  # it remains in another part of the run
             verb = f"left {' and '.join(f'stage {stage}' for stage in stages)}" if stages else "trains no more"
         elif verb is None:  # the record does not say whether a trainer died
             verb = "left" if stages else "is no longer in the run"

@@ -1,4 +1,4 @@
-"""A live swarm, seen by anyone who can reach its peers: they are asked, and nothing is changed."""
+"""Surveys a live swarm by the reports of its peers, and changes nothing."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _DIGEST: Final = re.compile(r"(?<=\bcpu )[0-9a-f]{8}, ")  # see `arithmetic_of`
 
 _BEGINNING: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
 
-KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]  # those heard of, with their addresses
+KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]  # known servers -> their addresses
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """One peer's answer, or why there is none."""
+    """One peer's answer, or the reason why there is none."""
 
     peer_id: PeerId
     place: str  # host and port
@@ -65,7 +65,7 @@ class Sighting:
 
 
 def answer(transport: Transport, report: Callable[[], PeerReport], others: KnownServers) -> None:
-    """Answer any peer that asks for this peer's report, or for the servers that it has heard of."""
+    """Register the answers to any peer that asks for this peer's report, or for the servers that it knows."""
 
     async def handle_report(caller: PeerId, body: bytes) -> bytes:
         _check_empty(REPORT, body)
@@ -84,7 +84,7 @@ def answer(transport: Transport, report: Callable[[], PeerReport], others: Known
 
 
 async def look(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
-    """Ask a connected peer, the `first`, then all at once the servers that it has heard of; these may be silent."""
+    """Ask the connected peer `first`, then all servers that it knows at once; these may be silent."""
     places = await others_of(transport, first, timeout=timeout)
     own = await _ask(transport, first, (address,), timeout, connected=True)
     rest = {peer: places[peer] for peer in sorted(places) if peer != first}
@@ -92,13 +92,13 @@ async def look(transport: Transport, first: PeerId, address: str, *, timeout: fl
 
 
 async def others_of(transport: Transport, peer: PeerId, *, timeout: float) -> dict[PeerId, list[str]]:
-    """The servers that a peer has heard of, with their addresses."""
+    """Return the servers that a peer knows, with their addresses."""
     body = await transport.call(peer, OTHERS, b"", timeout=timeout)
     return {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
 
 
 async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
-    """The id of a peer's run; None if the peer does not answer. A peer that refuses to answer raises its reason."""
+    """Return the id of a peer's run; None if the peer does not answer. If it refuses, raise its reason."""
     try:
         return decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport).run_id
     except SwarmError as error:
@@ -124,7 +124,7 @@ async def _ask(
 
 
 def place_of(addresses: Sequence[str]) -> str | None:
-    """The host and port of a peer, one that other machines can use if there is any, as printable text."""
+    """Return the host and port of a peer as printable text, if possible of an address that other machines can use."""
     parsed = Address.parse_all(addresses)
     return printable(str(widest(parsed).place)) if parsed else None
 
@@ -141,17 +141,17 @@ class ObservedPeer:
     peer_id: str
     place: str  # host and port
     problem: str | None  # why it did not answer; None if it did
-    stages: tuple[int, ...] = ()  # none while it waits for a run
+    stages: tuple[int, ...] = ()  # empty while it waits for a run
     lead: bool = False
     coordinator: bool = False
-    role: str | None = None  # by its certificate; None: the run takes any peer, or it did not answer
-    refused: int = 0  # requests of others that it refused: a certificate was missing, or did not permit them
-    step: int | None = None  # the open one; None while it waits
+    role: str | None = None  # role of its certificate; None: the run takes any peer, or it did not answer
+    refused: int = 0  # requests that it refused, because a certificate was missing or did not permit them
+    step: int | None = None  # the open step; None while it waits
     samples_per_s: float = 0.0  # forward, through each of its stages but the trainers'
     queued: int = 0  # jobs that wait for its compute thread
     sent_gb_per_hour: float = 0.0  # on the wire, in 1e9 bytes
     received_gb_per_hour: float = 0.0
-    peak_gb: float | None = None  # of memory, in 1e9 bytes; None: unknown
+    peak_gb: float | None = None  # peak memory in 1e9 bytes; None: unknown
     arithmetic: str = ""  # equal on machines of one kind, which compute the same bits; empty: unknown
     age_s: float = 0.0
 
@@ -161,9 +161,9 @@ class SwarmReport:
     """A swarm at one moment."""
 
     run_id: str
-    step: int | None  # the open one; None while no run is under way, or the coordinator does not answer
+    step: int | None  # the open step; None while no run is under way, or the coordinator does not answer
     steps_per_minute: float
-    stages: tuple[tuple[str, ...], ...]  # for each stage, the ids of the peers that hold it
+    stages: tuple[tuple[str, ...], ...]  # stage -> ids of the peers that hold it
     trainers_stage: int | None = None  # the index of the stage that the trainers compute, if there is one
     portable: tuple[int, ...] = ()  # stages that took the newest step by portable arithmetic
     peers: tuple[ObservedPeer, ...]
@@ -175,7 +175,7 @@ class SwarmReport:
 
 
 def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
-    """A report of what peers answered now, with rates since the previous look if there was one."""
+    """Combine the peers' answers into a report, with rates since the previous look if there was one."""
     reports, earlier = _reports(sightings), _reports(before)
     servers = {peer: report.server for peer, report in reports.items() if report.server}
     past = {peer: _same_life(report, earlier.get(peer)) for peer, report in reports.items()}
@@ -229,7 +229,7 @@ def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
 
 
 def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport:
-    """The earlier report, or the peer's beginning if it was started again since, or joined another run."""
+    """Return the earlier report, or the peer's beginning if it has restarted or joined another run since."""
     if before is None or before.age_s >= now.age_s or before.sent_bytes > now.sent_bytes:
         return _BEGINNING
     if now.server and before.server and before.server.age_s >= now.server.age_s:
@@ -238,7 +238,7 @@ def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport:
 
 
 def _rates(now: ServerReport, past: ServerReport | None) -> tuple[float, float]:
-    """Samples/s and steps a minute since an earlier report or, without one, since the server joined its run."""
+    """Return samples/s and steps a minute since an earlier report or, without one, since the server joined its run."""
     elapsed_s = now.age_s - (past.age_s if past else 0.0)
     num_samples = now.num_samples - (past.num_samples if past else 0)
     num_steps = now.step - (past.step if past else now.first_step)
@@ -250,7 +250,7 @@ def _per(count: float, elapsed_s: float) -> float:
 
 
 def table(swarm: SwarmReport) -> str:
-    """A table for people: a line for each stage of each peer, then the peers that hold none."""
+    """Format a swarm as a table: a line for each stage of each peer, then the peers that hold none."""
     rows = [
         _row(_stage(swarm, index), peer, is_trainers=index == swarm.trainers_stage)
         for index in range(len(swarm.stages))
@@ -298,7 +298,7 @@ def _mixed_lines(swarm: SwarmReport) -> list[str]:
 
 
 def _readable(kinds: Collection[str]) -> list[str]:
-    """Name kinds for people: without the digest of processor and environment, unless nothing else differs."""
+    """Shorten the names of kinds by the digest of processor and environment, unless nothing else differs."""
     plain = [_DIGEST.sub("", kind) for kind in kinds]
     return [printable(kind if plain.count(short) > 1 else short) for kind, short in zip(kinds, plain, strict=True)]
 
@@ -353,7 +353,7 @@ def _duration(seconds: float) -> str:
 def watch(
     address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[SwarmReport]:
-    """Reports of the swarm that a peer belongs to; see `look_repeatedly`."""
+    """Yield reports of the swarm that a peer belongs to; see `look_repeatedly`."""
     before: Sequence[Sighting] = ()
     with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout, visitor=visitor)) as sightings:
         for now in sightings:
@@ -364,7 +364,7 @@ def watch(
 def look_repeatedly(
     address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[Sequence[Sighting]]:
-    """The answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once."""
+    """Yield the answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once."""
     for name, seconds in (("--watch", every_s), ("--timeout", timeout)):
         if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
             raise ConfigError(
@@ -393,7 +393,7 @@ def look_repeatedly(
 
 
 def _explain(address: Address, timeout: float) -> str:
-    """Why libp2p does not reach a peer, found out without libp2p and in plainer words."""
+    """Explain why libp2p does not reach a peer, by the result of a plain connection."""
     dialed = knock(address, timeout=timeout)
     obstacle = dialed.obstacle or Obstacle.IDENTITY  # libp2p answers there
     detail = f" ({dialed.detail})" if dialed.detail else ""

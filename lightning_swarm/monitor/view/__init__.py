@@ -50,21 +50,21 @@ class _ReportsStatus(Protocol):
     """A strategy that knows the state of its swarm."""
 
     def status(self) -> SwarmStatus:
-        """The state of the run at this moment."""
+        """Return the state of the run at this moment."""
 
 
 @written_once(ProgressBar)
 class SwarmView(_ProgressBar):
     """Shows a run while it trains: its stages and peers, loss, samples/s, and events as they happen.
 
-    ``Trainer(callbacks=[SwarmView()])`` replaces Lightning's progress bar. On a terminal it is a panel below whatever
-    is printed, which needs rich (``pip install lightning-swarm[demo]``). Elsewhere it prints a line for each event,
-    and one for the run now and then. An error in the view never ends the run.
+    ``Trainer(callbacks=[SwarmView()])`` replaces Lightning's progress bar. On a terminal it is a panel below all other
+    output, and needs rich (``pip install lightning-swarm[demo]``). Elsewhere it prints a line for each event, and lines
+    of the run's state at intervals. An error in the view never ends the run.
 
     Args:
         refresh_per_second: How often the panel is drawn.
         plain_interval_s: Seconds between two lines of the run's state where the output is no terminal.
-        num_events: The number of newest events that the panel shows at most.
+        num_events: The maximum number of newest events in the panel.
     """
 
     def __init__(self, refresh_per_second: float = 4.0, plain_interval_s: float = 10.0, num_events: int = 6) -> None:
@@ -77,7 +77,7 @@ class SwarmView(_ProgressBar):
         self._phase = ""
         self._live: Terminal | None = None
         self._failure: Exception | None = None
-        self._lock = threading.Lock()  # guards what the loop's thread and the panel's share: all that follows
+        self._lock = threading.Lock()  # guards all that follows, which the loop's thread and the panel's thread share
         self._start_s: float | None = None
         self._next_line_s = 0.0
         self._last_event: Event | None = None
@@ -154,7 +154,7 @@ class SwarmView(_ProgressBar):
     # ------------------------------------------------------------------ showing
 
     def _safely(self, work: Callable[[], None]) -> None:
-        """Do some work of the view; if that fails, close the view and let the run go on."""
+        """Do some work of the view; if it fails, close the view and let the run go on."""
         if not self._enabled:
             return
         try:
@@ -185,7 +185,7 @@ class SwarmView(_ProgressBar):
         self._live = live
 
     def _console(self) -> Console | None:
-        """The terminal, if there is one, and rich to draw on it."""
+        """Return the terminal's console; None if there is no terminal, or rich is not installed."""
         if not sys.stdout.isatty():
             return None
         try:
@@ -209,7 +209,7 @@ class SwarmView(_ProgressBar):
             _log.warning("The view failed, and the run went on without it: %r", failure)
 
     def _show_progress(self, *, last: bool = False) -> None:
-        """Runs on the loop's thread, where metrics may be read."""
+        """Show the run's progress; runs on the loop's thread, where metrics may be read."""
         self._update()
         if self._live is None:
             self._print_events()
@@ -227,7 +227,7 @@ class SwarmView(_ProgressBar):
             print(event_line(event), flush=True)  # noqa: T201 - as above
 
     def _render(self) -> RenderableType:
-        """Runs on the panel's own thread."""
+        """Render the panel; runs on the panel's own thread."""
         from lightning_swarm.monitor.view.panel import SwarmPanel
 
         self._update_swarm()
@@ -279,7 +279,7 @@ class SwarmView(_ProgressBar):
 
 
 def _progress(trainer: Trainer) -> float | None:
-    """The share of the run that is done, if the run has an end."""
+    """Return the share of the run that is done; None if the run has no end."""
     if trainer.max_steps > 0:
         return min(trainer.global_step / trainer.max_steps, 1.0)
     num_batches, max_epochs = trainer.num_training_batches, trainer.max_epochs

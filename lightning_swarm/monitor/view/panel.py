@@ -56,17 +56,17 @@ _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
 }
 _WIDE: Final = 100
 _FEWEST_ROWS: Final = 2
-_FIXED_LINES: Final = 9  # border, headline, the table's own, and what stands between
+_FIXED_LINES: Final = 9  # border, headline, header of the table, and the lines between them
 
 
 class Terminal:
-    """Shows what `render` returns, until it is closed. A thread of its own calls `render`."""
+    """Shows the result of `render`, which its own thread calls, until it is closed."""
 
     def __init__(
         self,
         console: Console,
         render: Callable[[], RenderableType],
-        on_failure: Callable[[Exception], None],  # with what `render` or drawing raised; must not print
+        on_failure: Callable[[Exception], None],  # called with an error of `render` or of drawing; must not print
         *,
         refresh_per_second: float,
     ) -> None:
@@ -75,7 +75,7 @@ class Terminal:
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def open(self) -> None:
-        """Take the terminal's last lines; what is printed or logged from now on stands above them."""
+        """Occupy the terminal's last lines; later output and logs appear above them."""
         before = {id(sys.stdout), id(sys.stderr)}
         # The cursor comes back however the process ends.
         atexit.register(self.close)
@@ -88,7 +88,7 @@ class Terminal:
                 self._handlers.append((handler, handler.setStream(sys.stderr)))
 
     def close(self) -> None:
-        """Give the lines back; the panel's last picture stays."""
+        """Release the lines; the panel's last picture stays."""
         atexit.unregister(self.close)
         handlers, self._handlers = self._handlers, []
         for handler, stream in handlers:
@@ -143,7 +143,7 @@ def _headline(scene: Scene) -> Table:
 
 
 def _numbers(scene: Scene, width: int) -> Text:
-    """Metrics, the curve of the first one and the rate, in as many lines as they need."""
+    """Return the metrics, the curve of the first metric and the rate, in as many lines as they need."""
     parts = [Text.assemble((f"{name} ", "dim"), (f"{value:.4g}", "bold")) for name, value in scene.metrics.items()]
     spark = sparkline(scene.losses, max(width // 4, 8))
     if spark and parts:

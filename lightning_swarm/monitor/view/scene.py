@@ -1,4 +1,4 @@
-"""One moment of a run, in numbers and lines of text, and the view's memory between moments."""
+"""The state of a run at one moment, as numbers and lines of text, and the view's memory between moments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_swarm.protocol.messages.reports import EventKind
 
 State: TypeAlias = Literal["serving", "joining", "failing", "gone"]
 
-WORDS: Final[Mapping[EventKind, str]] = {  # for people
+WORDS: Final[Mapping[EventKind, str]] = {  # event -> its text
     "retry": "failed, request repeated",
     "ban": "avoided for a while",
     "replay": "microbatch computed again",
@@ -62,7 +62,7 @@ class PeerRow:
 
 @dataclass(frozen=True)
 class Scene:
-    """One moment of a run, as the view shows it; what is None is not known, or not yet."""
+    """The state of a run at one moment, as the view shows it; None: not known yet."""
 
     name: str = ""
     phase: str = "training"
@@ -70,8 +70,8 @@ class Scene:
     max_steps: int | None = None
     epoch: int = 0
     progress: float | None = None  # share of the run that is done, 0 to 1
-    metrics: Mapping[str, float] = field(default_factory=dict)  # those logged for the progress bar
-    losses: Sequence[float] = ()  # the first of them over time
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the progress bar
+    losses: Sequence[float] = ()  # the first metric over time
     samples_per_s: float | None = None  # over the last seconds
     steps_per_s: float | None = None
     elapsed_s: float = 0.0
@@ -81,14 +81,14 @@ class Scene:
 
 
 class PeerPresence:
-    """The peers of each stage, with those that disappeared during the last minute."""
+    """The peers of each stage, and the peers that disappeared during the last minute."""
 
     def __init__(self) -> None:
         self._present: dict[tuple[int, PeerId], PeerStatus] = {}
         self._gone: dict[tuple[int, PeerId], tuple[PeerStatus, float]] = {}
 
     def update(self, status: SwarmStatus, *, now_s: float) -> list[list[PeerRow]]:
-        """The rows of each stage, peers that are gone last; a peer in another stage has moved, and is not gone."""
+        """Return the rows of each stage, gone peers last; a peer in another stage has moved, and is not gone."""
         present = {(stage.index, peer.peer_id): peer for stage in status.stages for peer in stage.peers}
         left = self._present.keys() - present.keys()
         self._gone |= {key: (self._present[key], now_s) for key in sorted(left)}
@@ -120,11 +120,11 @@ class RateWindow:
         self._newest: tuple[float, float] | None = None
 
     def pause(self) -> None:
-        """Forget the window: the time of a validation, say, must not count as training."""
+        """Clear the window, because the time of a validation, for example, must not count as training."""
         self._points.clear()
 
     def tick(self, now_s: float, step: int, samples_per_step: int) -> None:
-        """Note how many steps are taken by now, and how many samples the newest one had."""
+        """Record the number of steps taken so far, and the number of samples of the newest step."""
         if self._points:
             self._num_samples += max(step - self._points[-1][1], 0) * samples_per_step
         self._points.append((now_s, step, self._num_samples))
@@ -133,7 +133,7 @@ class RateWindow:
 
     @property
     def now(self) -> tuple[float, float] | None:
-        """Both rates, after a pause those from before it; None until two moments are known."""
+        """Steps/s and samples/s, after a pause the rates before it; None until two moments are known."""
         if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
             return self._newest
         (begin_s, first, before), (end_s, last, after) = self._points[0], self._points[-1]
@@ -160,25 +160,25 @@ class DownsampledSeries:
 
 
 def newer_than(last: Event | None, events: Sequence[Event]) -> Sequence[Event]:
-    """The events after `last`, or all of them if it has been dropped meanwhile."""
+    """Return the events after `last`, or all of them if it has been dropped meanwhile."""
     known = next((i for i in reversed(range(len(events))) if events[i] is last), -1)
     return events[known + 1 :]
 
 
 def time_of_day(event: Event) -> str:
-    """The local time of an event."""
+    """Return the local time of an event."""
     return time.strftime("%H:%M:%S", time.localtime(event.unix_time_s))
 
 
 def where(event: Event) -> str:
-    """The stage and the step of an event, as far as it belongs to any."""
+    """Return the stage and the step of an event, if it has any."""
     parts = [f"stage {event.stage}"] if event.stage is not None else []
     parts += [f"step {event.step}"] if event.step is not None else []
     return ", ".join(parts)
 
 
 def why(event: Event) -> str:
-    """The reason of an event in one short line, which does not name the event's own peer again."""
+    """Return the reason of an event in one short line, which does not name the event's own peer again."""
     reason = shorten(event.reason)
     if event.peer is None:
         return reason
@@ -190,7 +190,7 @@ def why(event: Event) -> str:
 
 
 def event_line(event: Event) -> str:
-    """An event in one line."""
+    """Format an event in one line."""
     name = f"peer {short_name(event.peer)} " if event.peer is not None else ""
     place = f" ({where(event)})" if where(event) else ""
     reason = f": {why(event)}" if event.reason else ""
@@ -198,26 +198,26 @@ def event_line(event: Event) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours if there are any."""
+    """Format seconds as minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def steps(scene: Scene) -> str:
-    """The number of steps taken, and of how many."""
+    """Return the number of steps taken, with the maximum or the epoch."""
     return f"step {scene.step}/{scene.max_steps}" if scene.max_steps else f"step {scene.step}, epoch {scene.epoch}"
 
 
 def rates(scene: Scene) -> str:
-    """The speed of the run, as far as it is known."""
+    """Return the speed of the run, if it is known."""
     if scene.samples_per_s is not None:
         return f"{scene.samples_per_s:.0f} samples/s"
     return f"{scene.steps_per_s:.3g} steps/s" if scene.steps_per_s else ""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve in one line of text: each character is the mean of an equal span of `values`."""
+    """Draw a curve in one line of text: each character is the mean of an equal span of `values`."""
     finite = [value for value in values if value - value == 0.0]
     if len(finite) < 2 or width < 2:
         return ""
@@ -230,7 +230,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def plain_line(scene: Scene) -> str:
-    """A moment without its events in one line of at most 100 columns: the fullest text that fits."""
+    """Format a scene without its events in one line of at most 100 columns, with the fullest text that fits."""
     metrics = [f"{name} {value:.4g}" for name, value in scene.metrics.items()]
     head = "  ".join(part for part in (steps(scene), *metrics, rates(scene)) if part)
     lines = [f"{head}   {swarm}" for swarm in _swarm_texts(scene)] or [head]
@@ -243,7 +243,7 @@ def stage_name(scene: Scene, index: int) -> str:
 
 
 def _swarm_texts(scene: Scene) -> Iterator[str]:
-    """The peers of a swarm, from the fullest text to the shortest."""
+    """Yield texts about the peers of a swarm, from the fullest to the shortest."""
     stages = scene.stages
     if not stages:
         return
