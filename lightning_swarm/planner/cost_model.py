@@ -1,4 +1,4 @@
-"""Costs of a model and of its stages: what they compute, keep and send, and how long a batch takes. Pure."""
+"""Costs of a model and of its stages: computing, memory, traffic, and the time of a batch. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_swarm.planner.records import (
     encoded_size,
 )
 
-# Place of embeddings and head: in the first and the last stage (which computes the loss, too), or around all.
+# Place of embeddings and head: in the first and the last stage (which also computes the loss), or around all stages.
 Ends: TypeAlias = Literal["stages", "trainer"]
 
 _TOKEN_BYTES: Final = 8
-# Numbers that a block's backward needs of a token, as a multiple of its width, if no attention matrix is kept.
+# Numbers per token that a block keeps for its backward, as a multiple of its width, without attention matrices.
 # Source: Korthikanti et al., arXiv:2205.05198, section 4.
 _GRAPH_PER_WIDTH: Final = 17
 
@@ -85,13 +85,13 @@ def _embeddings_and_head(
     return embeddings, head
 
 
-FLOAT32: Final = 4  # bytes; sums of gradients have at least float32
-ADAM: Final = 2  # numbers that Adam keeps for each parameter, the most that is usual of an optimizer
+FLOAT32: Final = 4  # bytes of a number; gradient sums have at least float32
+ADAM: Final = 2  # numbers that Adam keeps for each parameter; usual optimizers keep no more
 
 
 def stage_profiles(model: ModelProfile, num_stages: int) -> tuple[StageProfile, ...]:
-    """Partition a model so that its slowest stage has as little to compute as can be, and count each stage."""
-    # Blocks that compute nothing, embeddings, go with their neighbours.
+    """Partition a model so that its slowest stage computes as little as possible, and count each stage."""
+    # Blocks that compute nothing, such as embeddings, join their neighbours.
     ranges = balanced_ranges([max(1, round(block.flop / 1e6)) for block in model.blocks], num_stages)
     return tuple(_stage_profile(model, indices) for indices in ranges)
 
@@ -112,7 +112,7 @@ def _stage_profile(model: ModelProfile, indices: range) -> StageProfile:
         output_gradient_bytes=back.num_bytes,
         graph_bytes=sum(block.graph_bytes for block in blocks),
         state_bytes=state_bytes(model, parameters),
-        # The other half of each is the other end's.
+        # The other end of each transfer takes the other half.
         coding_s=((incoming.coding_s + out.coding_s) / 2, (gradient.coding_s + back.coding_s) / 2),
     )
 
@@ -129,34 +129,34 @@ def _crossing(model: ModelProfile, index: int) -> tuple[TransferSize, TransferSi
 
 
 def sum_bytes(model: ModelProfile) -> int:
-    """Bytes of one number of a gradient sum."""
+    """Return the bytes of one number of a gradient sum."""
     return max(FLOAT32, model.weight_bytes)
 
 
 def state_bytes(model: ModelProfile, parameters: int) -> float:
-    """Bytes that a server keeps where it computes, for that many parameters, without activations and snapshots."""
-    # The gradients' sum over the step, the mean, and with error feedback what encoding lost of the sum. Beside them are
+    """Return a server's device memory in bytes for that many parameters, without activations and snapshots."""
+    # The gradient sum of the step, the mean and, with error feedback, the encoding error of the sum. Beside them are
     # the weights, the gradients of a microbatch and the optimizer's state.
     sums = 2 + model.wire.error_feedback
     return float(parameters * ((2 + ADAM) * model.weight_bytes + sums * sum_bytes(model)))
 
 
 def graph_capacity(stage: StageProfile, machine: Machine) -> float:
-    """The number of samples whose graphs fit into a machine beside a stage; below 0: the stage itself does not fit."""
+    """Return how many samples' graphs fit into a machine beside a stage; below 0: the stage itself does not fit."""
     return (machine.memory_bytes - stage.state_bytes) / max(1, stage.graph_bytes)
 
 
 # ---------------------------------------------------------------------- the time of a batch
 
-# Seconds of a core for a microbatch's calls at a stage, forward and backward: as many at its server as at the trainer.
-# It is 1.6 ms of wall time where two cores do both, `python -m benchmarks.hops`.
+# Seconds of a core for a microbatch's calls at a stage, forward and backward: equal at its server and at the trainer.
+# Measured by `python -m benchmarks.hops`: 1.6 ms of wall time if two cores do both.
 CALL_S: Final = 0.0016
-HANDLING_S_PER_BYTE: Final = 2.4e-9  # of a core, sent or received: half of what both ends and their daemons take
-GOODPUT: Final = 0.94  # share of a link's bytes that are tensors, and not headers, encryption or acknowledgements
+HANDLING_S_PER_BYTE: Final = 2.4e-9  # seconds of a core at one end; half of the time of both ends and their daemons
+GOODPUT: Final = 0.94  # share of tensors in a link's bytes, beside headers, encryption and acknowledgements
 
 MICROBATCH_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 2e-9, "accelerator": 5e-11}
-"""Seconds for each backward beyond what its samples take: a gradient of each weight is written and added up, and few
-rows make slow products. The CPU's is measured (blocks of width 512, a core, 1 to 32 samples of 64 tokens); the
+"""Seconds for each backward beyond the time of its samples: it writes and adds up a gradient of each weight, and
+products of few rows are slow. The CPU's is measured (blocks of width 512, a core, 1 to 32 samples of 64 tokens); the
 accelerator's is the CPU's divided by the ratio of their memory bandwidths."""
 
 STEP_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 4e-8, "accelerator": 2e-9}
@@ -167,24 +167,24 @@ PORTABLE_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 1.2e-8, "ac
 """Seconds that portable arithmetic adds to each step of a stage on machines of several kinds. The CPU's is measured
 (AdamW, 10.5 million parameters, a core); the accelerator's follows from the bandwidths and has not been measured."""
 
-STEP_S: Final = 0.042  # to close a step of four peers with next to nothing to average, `python -m benchmarks.steps`
+STEP_S: Final = 0.042  # a step of four peers with almost nothing to average, by `python -m benchmarks.steps`
 STEP_TRIPS: Final = 6  # successive round trips of a step: grant, freeze, two of the averaging, accept, decided
 
 
 def averaged_size(model: ModelProfile, parameters: int, num_machines: int) -> TransferSize:
-    """Size what each of some machines sends, and receives: reduce-scatter of sums, all-gather of the mean."""
+    """Size the tensors that each machine sends, and receives: reduce-scatter of sums, all-gather of the mean."""
     number_bytes = sum_bytes(model)
     numbers = 2.0 * (num_machines - 1) / num_machines * parameters
     return encoded_size(numbers * number_bytes, number_bytes, model.wire.averaging)
 
 
 def are_mixed(machines: Iterable[Machine]) -> bool:
-    """Tell whether a stage on these machines needs portable arithmetic, as far as the planner knows their kinds."""
+    """Return whether a stage on these machines needs portable arithmetic, as far as the planner knows their kinds."""
     return len({machine.processor for machine in machines}) > 1
 
 
 def averaging_s(machine: Machine, size: TransferSize, parameters: int, *, mixed: bool) -> float:
-    """The seconds of a machine to average so much, and to step; all send and receive at the same time."""
+    """Return a machine's seconds to average and to step, where all send and receive at the same time."""
     line_s = size.num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
     step_s = STEP_S_PER_PARAMETER[machine.processor] + mixed * PORTABLE_S_PER_PARAMETER[machine.processor]
     busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE + parameters * step_s
@@ -192,12 +192,12 @@ def averaging_s(machine: Machine, size: TransferSize, parameters: int, *, mixed:
 
 
 def closing_s(machines: Sequence[Machine]) -> float:
-    """The seconds to agree on a step."""
+    """Return the seconds to decide a step."""
     return STEP_S + 2 * STEP_TRIPS * max(machine.latency_s for machine in machines)
 
 
 def machine_counts(rates: Sequence[float], num_stages: int) -> list[int]:
-    """Choose numbers of machines that are worth a look: all, all but the slowest kinds, halves."""
+    """Choose the numbers of machines to compare: all, all but the slowest kinds, halves."""
     num_machines, least = len(rates), max(2, num_stages)  # one machine is no swarm
     kinds = [number for number in range(2, num_machines) if rates[number] != rates[number - 1]]
     halves = [num_machines >> power for power in range(1, num_machines.bit_length())]
@@ -212,15 +212,15 @@ class StagePhase:
     """The work and traffic of one sample's forward or backward at a stage."""
 
     flop: float
-    parameters: int  # get a gradient, once for each microbatch
-    received_bytes: float  # over the link
+    parameters: int  # their gradients are written once for each microbatch
+    received_bytes: float  # bytes over the link
     sent_bytes: float
     coding_s: float  # seconds of a core for coding these tensors; a GPU does it in passing
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """The seconds of some work, the link's part of them, and what does the work, in words."""
+    """The seconds of some work, the link's part of them, and a description of the machine."""
 
     seconds: float
     line_s: float
@@ -236,7 +236,7 @@ class PipelinePass:
 
 
 def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePhase]:
-    """Forward and backward of a sample, where backward repeats the forward of a share `recomputed` of all samples."""
+    """Return a sample's forward and backward; a share `recomputed` of the backwards repeats the forward."""
     backward_flop = stage.flop * (1.0 - _FORWARD + recomputed * _FORWARD)
     into_bytes = stage.input_bytes + stage.extra_bytes
     return (
@@ -248,13 +248,13 @@ def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePha
 
 
 def sample_time(machine: Machine, phase: StagePhase, microbatch_size: int) -> PhaseTime:
-    """The time that a machine needs for a sample."""
+    """Return the time that a machine needs for a sample."""
     computing_s = phase.flop / machine.flop_per_s
     computing_s += phase.parameters * MICROBATCH_S_PER_PARAMETER[machine.processor] / microbatch_size
     handling_s = (phase.received_bytes + phase.sent_bytes) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size
     both_s = computing_s + phase.coding_s + handling_s
     busy_s = both_s if machine.processor == "cpu" else max(computing_s, handling_s)
-    # Link and processor take turns: the microbatches under way share the link, so most arrive late, many at once.
+    # Link and processor take turns, because microbatches under way share the link: most arrive late, many at once.
     line_s = _line_s(machine, phase.received_bytes, phase.sent_bytes)
     return PhaseTime(line_s + busy_s, line_s, machine.name)
 
@@ -270,8 +270,8 @@ class Swarm:
     model: ModelProfile
     machines: Sequence[Machine]  # the starter first
     stages: tuple[StageProfile, ...]
-    held: list[list[int]]  # by stage, the indices of its machines
-    limits: Limits  # of the servers
+    held: list[list[int]]  # stage -> indices of its machines
+    limits: Limits  # limits of the servers
 
     @property
     def starter(self) -> Machine:
@@ -290,17 +290,17 @@ class Swarm:
         return found
 
     def recomputed(self, index: int, batch_size: int) -> float:
-        """The share of forwards whose graph does not fit, of the worst machine of a stage."""
+        """Return the share of forwards whose graph does not fit, on the worst machine of a stage."""
         stage = self.stages[index]
-        # Samples whose graphs a server keeps until backward; it computes the forward of others again.
+        # Samples whose graphs a server keeps until backward; it computes the forward of the rest again.
         kept = min(graph_capacity(stage, self.machines[same[0]]) for same in self.kinds[index])
         kept = min(kept, self.limits.cache_bytes / max(1, stage.graph_bytes))
         return max(0.0, 1.0 - kept * len(self.held[index]) / batch_size)
 
     def phase(self, index: int, number: int, direction: int, batch_size: int) -> StagePhase:
-        """A sample's forward (0) or backward (1) at a machine of a stage."""
+        """Return a sample's forward (0) or backward (1) at a machine of a stage."""
         stage = self.stages[index]
-        if number == 0:  # the starter's server and trainer share a machine: nothing goes over the link between them
+        if number == 0:  # the starter's server and trainer share a machine, so their tensors use no link
             alone = len(self.stages) == 1
             stage = replace(
                 stage,
@@ -313,7 +313,7 @@ class Swarm:
         return phases(stage, self.recomputed(index, batch_size))[direction]
 
     def share(self, index: int, number: int, direction: int) -> float:
-        """The share of a stage's microbatches that one of its machines takes, in proportion to its speed."""
+        """Return the share of a stage's microbatches that one of its machines takes, in proportion to its speed."""
 
         def rate(machine: int) -> float:
             phase = self.phase(index, machine, direction, 1)
@@ -323,7 +323,7 @@ class Swarm:
 
 
 def trainer_bytes(swarm: Swarm, direction: int) -> tuple[float, float]:
-    """Bytes that the trainer receives and sends for a sample, without those of the server on its own machine."""
+    """Return the bytes that the trainer receives and sends for a sample, without traffic on its own machine."""
     first, last = swarm.stages[0], swarm.stages[-1]
     elsewhere = 1.0 - swarm.share(len(swarm.stages) - 1, 0, direction)
     to_first = 1.0 if len(swarm.stages) > 1 else elsewhere
@@ -333,7 +333,7 @@ def trainer_bytes(swarm: Swarm, direction: int) -> tuple[float, float]:
 
 
 def pipeline_pass(swarm: Swarm, direction: int, microbatch_size: int, batch_size: int) -> PipelinePass:
-    """The time of a batch's forward (0) or backward (1) through all stages."""
+    """Return the time of a batch's forward (0) or backward (1) through all stages."""
     size = min(microbatch_size, batch_size)
     stage_times, first_s = [], []
     for index, kinds in enumerate(swarm.kinds):
@@ -352,7 +352,7 @@ def pipeline_pass(swarm: Swarm, direction: int, microbatch_size: int, batch_size
 
 
 def _stage_time(times: Sequence[tuple[PhaseTime, int]], microbatch_size: int, batch_size: int) -> PhaseTime:
-    """The time of a batch at a stage with so many machines of each speed; a machine takes whole microbatches."""
+    """Return the time of a batch at a stage with these numbers of machines; each takes whole microbatches."""
     fastest_s = min(time.seconds for time, _ in times)
     slots = sum(count * fastest_s / time.seconds for time, count in times)
     rounds = max(1.0, math.ceil(batch_size / microbatch_size) / slots)
@@ -364,7 +364,7 @@ def _stage_time(times: Sequence[tuple[PhaseTime, int]], microbatch_size: int, ba
 
 
 def _starter_time(swarm: Swarm, direction: int, microbatch_size: int, batch_size: int) -> PhaseTime:
-    """The time of a batch at the starter's machine, for its stage and for the trainer beside it."""
+    """Return the time of a batch at the starter's machine, for its stage and for the trainer beside it."""
     starter, last = swarm.starter, len(swarm.stages) - 1
     share, phase = swarm.share(last, 0, direction), swarm.phase(last, 0, direction, batch_size)
     received, sent = trainer_bytes(swarm, direction)

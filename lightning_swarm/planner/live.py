@@ -20,7 +20,7 @@ from lightning_swarm.protocol.settings import Compression
 class AssumedRates:
     """The rates that are assumed where a swarm has not measured them."""
 
-    line_bytes_per_s: float  # of the links, each way, of peers that have sent, or received, nothing long enough to tell
+    line_bytes_per_s: float  # each way, for links that have carried nothing long enough to measure
     bus_bytes_per_s: float  # between a GPU and its host, each way
 
 
@@ -28,10 +28,10 @@ class AssumedRates:
 class LiveSwarm:
     """A running swarm in the planner's terms."""
 
-    model: ModelProfile  # as if the blocks of a stage were equal, and all tensors travelled unencoded
-    compression: Compression  # the real one
+    model: ModelProfile  # assumes equal blocks in a stage, and unencoded tensors
+    compression: Compression  # compression in the real run
     machines: tuple[Machine, ...]  # the servers whose rate is known, the lead first
-    now: Now  # its setting is that of the newest step; None: none was decided since the peers we ask joined
+    now: Now  # setting of the newest step; None: no step was decided since the asked peers joined
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def read_swarm(
     reports: Mapping[PeerId, PeerReport],
     paces: Mapping[PeerId, PeerThroughput],
     assumed: AssumedRates,
-    name: Callable[[str], str] = str,  # gives a peer's name by its id
+    name: Callable[[str], str] = str,  # peer id -> name
 ) -> LiveSwarm:
     """Combine the reports and throughput of all peers that answered; raises `SwarmError` if too little is measured."""
     servers = {peer: report.server for peer, report in reports.items() if report.server is not None}
@@ -105,7 +105,7 @@ def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, Sam
 
 
 def _work(stages: Sequence[tuple[HeldStage, SampleCosts]]) -> list[float]:
-    """Flop of a sample in each stage; if compiled code hides them, those of linear layers with as many parameters."""
+    """Return the flop of a sample in each stage; if compiled code hides them, estimate linear layers of its size."""
     counted = [costs.flop for _, costs in stages]
     return counted if any(counted) else [6.0 * stage.num_parameters for stage, _ in stages]
 
@@ -146,11 +146,11 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
 # ---------------------------------------------------------------------- the machines
 
 
-_TOO_LITTLE: Final = 0.01  # share of a mean stage's work: a peer's rate at less work says nothing of its rate at more
+_TOO_LITTLE: Final = 0.01  # share of a mean stage's work; a peer's rate at less work does not predict its rate at more
 
 
 def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dict[PeerId, float]:
-    """Flop/s of each measured peer; a peer with next to nothing to compute gets the median of the others."""
+    """Return the flop/s of each measured peer; a peer with almost nothing to compute gets the others' median."""
     found: dict[PeerId, float] = {}
     idle: list[PeerId] = []
     for peer, server in servers.items():
@@ -167,7 +167,7 @@ def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dic
 
 
 def _computing_s(stage: HeldStage, server: ServerReport) -> float:
-    """Seconds of a sample at a stage, without the time that the planner adds for each microbatch."""
+    """Return the seconds of a sample at a stage, without the time that the planner adds for each microbatch."""
     assert stage.samples_per_s is not None
     processor = server.machine.processor if server.machine is not None else "cpu"
     added_s = stage.num_parameters * MICROBATCH_S_PER_PARAMETER[processor] / (stage.microbatch_size or 1.0)
@@ -175,8 +175,8 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
 
 
 _UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
-_FASTEST_BYTES_PER_S: Final = 1e12  # the highest rate of a link that is believed
-_MOST_ROUND_TRIP: Final = 8.0  # sending took at least the duration divided by this, however long the round trip
+_FASTEST_BYTES_PER_S: Final = 1e12  # upper bound on the rate of a link
+_MOST_ROUND_TRIP: Final = 8.0  # sending is assumed to take at least the duration divided by this
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: AssumedRates) -> Machine:
@@ -185,7 +185,7 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsag
         name=name,
         flop_per_s=flop_per_s,
         memory_bytes=(machine.memory_bytes if machine else None) or _UNKNOWN_MEMORY_BYTES,
-        # Peers measure tensors' bytes, and the planner takes links' bytes.
+        # Peers measure the bytes of tensors, and the planner counts the bytes on links.
         up_bytes_per_s=max(line.up_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
         down_bytes_per_s=max(line.down_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
         latency_s=statistics.median(line.round_trips_s) / 2 if line.round_trips_s else 0.0,
@@ -197,7 +197,7 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsag
 
 @dataclass
 class _LinkUsage:
-    """The rates at which a peer sent and received, and its round trips to the others."""
+    """The rates at which a peer sent and received, and its round trips to other peers."""
 
     up_bytes_per_s: list[float] = field(default_factory=list)
     down_bytes_per_s: list[float] = field(default_factory=list)
@@ -205,7 +205,7 @@ class _LinkUsage:
 
 
 def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
-    """Find each peer's link to all others from what both ends of its exchanges report."""
+    """Combine the reports of both ends of each exchange into each peer's link to all other peers."""
     lines: dict[str, _LinkUsage] = defaultdict(_LinkUsage)
     trips = _round_trips(reports)
     for ends, trip_s in trips.items():
@@ -228,7 +228,7 @@ def _bytes_per_s(carried: CarriedReport, round_trip_s: float) -> float:
 
 
 def _round_trips(reports: Mapping[PeerId, PeerReport]) -> dict[frozenset[str], float]:
-    """The shorter round trip that either end saw, of each two peers that answered: answers may be slow."""
+    """Return the shorter round trip that either end of two answering peers measured, because answers may be slow."""
     found: dict[frozenset[str], float] = {}
     for peer, report in reports.items():
         for link in report.links:

@@ -26,7 +26,7 @@ class WireSettings:
 
     @classmethod
     def parse(cls, compression: Any, boundary_ratio: Any) -> WireSettings:
-        """Check what a user gives, in the forms that `SwarmStrategy` and `Bottleneck` take."""
+        """Check a user's values, in the forms that `SwarmStrategy` and `Bottleneck` take."""
         if compression is not None and not isinstance(compression, Compression | Mapping):
             compression = str(compression)
         return cls(
@@ -57,14 +57,14 @@ class WireSettings:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The settings, for programs."""
+        """Return the settings in a form for JSON."""
         return {"compression": asdict(self.compression or Compression()), "boundary_ratio": self.boundary_ratio}
 
 
 NOT_GIVEN: Final = WireSettings()
 
 
-HERE: Final = "here"  # the value of a rate that is to be measured on this machine
+HERE: Final = "here"  # value of a rate to measure on this machine
 _MBIT, _GB = 1e6 / 8, 1e9
 
 
@@ -72,9 +72,9 @@ _MBIT, _GB = 1e6 / 8, 1e9
 class _Key:
     """A key of a machine in the file, whose value is a number."""
 
-    field: str  # of `Machine`
-    unit: str  # in words
-    scale: float  # from the file's unit to that of `Machine`
+    field: str  # field of `Machine`
+    unit: str  # words for messages
+    scale: float  # factor from the file's unit to the unit of `Machine`
     optional: bool = False  # it may be left out, or 0
 
 
@@ -96,7 +96,7 @@ _KNOWN: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
 def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None) -> list[Machine]:
     """Read the machines of a YAML file, the starter first; `flop_per_sample` of the model converts rates in samples/s.
 
-    `here_flop_per_s` measures this machine, for rates that are ``here``; None: it was not asked to.
+    `here_flop_per_s` measures this machine, for rates that are ``here``; None: do not measure.
     """
     content = _content(path)
     listed = content.get("machines") if isinstance(content, Mapping) else content

@@ -44,26 +44,26 @@ from lightning_swarm.planner.records import (
 )
 from lightning_swarm.planner.uncut import choose_uncut
 
-_RECOMPUTING = 4 / 3  # a machine that offloads keeps no graph, and computes each forward twice
+_RECOMPUTING = 4 / 3  # work of a machine that offloads: it keeps no graph, and computes each forward twice
 
 
 def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
-    """Predict a machine by itself, with steps of `batch_size` samples, or None if it cannot hold the model."""
+    """Predict the speed of one machine with steps of `batch_size` samples; None if it cannot hold the model."""
     # Weights, their gradients and the optimizer's state, beside a sample at a time if need be.
     held_bytes = float(model.parameters * (2 + ADAM) * model.weight_bytes)
     if held_bytes + model.graph_bytes <= machine.memory_bytes:
         return OneMachine(name=machine.name, samples_per_s=machine.flop_per_s / model.flop, offloads=False)
     parts = [*model.blocks, model.around]
-    weights_bytes = 2 * max(part.parameters for part in parts) * model.weight_bytes  # in use, and on its way
+    weights_bytes = 2 * max(part.parameters for part in parts) * model.weight_bytes  # one part in use, one on its way
     graph_bytes = max(part.graph_bytes for part in parts)
     room_bytes = machine.memory_bytes - 2 * weights_bytes
     if not machine.bus_bytes_per_s or held_bytes > machine.host_memory_bytes or room_bytes < graph_bytes:
         return None
     size = min(float(batch_size), room_bytes // graph_bytes if graph_bytes else batch_size)
     computing_s = _RECOMPUTING * model.flop * batch_size / machine.flop_per_s
-    # Weights come for the forward and for the backward, gradients go, of each part and for each microbatch.
+    # Each part's weights come for the forward and for the backward, and its gradients go, for each microbatch.
     moved_bytes = 2 * model.parameters * model.weight_bytes * batch_size / size
-    bus_s = moved_bytes / machine.bus_bytes_per_s  # at least, for a bus that never waits
+    bus_s = moved_bytes / machine.bus_bytes_per_s  # lower bound, with a bus that never waits
     return OneMachine(name=machine.name, samples_per_s=batch_size / max(computing_s, bus_s), offloads=True)
 
 
@@ -82,7 +82,7 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
     held: list[list[int]] = [[] for _ in range(num_stages)]
     for number in range(len(rates)):
         place = stages.stage_of(PeerId(str(number)))
-        assert place is not None  # it was put there above
+        assert place is not None  # the peer has a stage
         held[place].append(number)
     # The starter, whose number is 0, is in the last stage, as in a run.
     starters = next(index for index, numbers in enumerate(held) if 0 in numbers)
@@ -90,10 +90,10 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
     return held
 
 
-# A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
-# Stages work at the same time; a machine's link and its processor take turns.
+# A step consists of all microbatches forward, the loss, all microbatches backward, averaging within the stages, and the
+# record. Stages work at the same time; a machine's link and its processor take turns.
 class Predictor:
-    """Predicts the speed of a swarm with one number of stages and of machines, for any sizes of batches."""
+    """Predicts the speed of a swarm with a fixed number of stages and of machines, for any batch sizes."""
 
     def __init__(
         self,
@@ -101,19 +101,19 @@ class Predictor:
         machines: Sequence[Machine],  # the starter first
         num_stages: int,
         limits: Limits,
-        num_machines: int | None = None,  # the starter and the fastest others that can hold a stage; None: all of these
+        num_machines: int | None = None,  # starter and fastest machines that can hold a stage; None: all
     ) -> None:
         self._machines = machines
         self._stages = stage_profiles(model, num_stages)
         self._largest_bytes = max(stage.state_bytes for stage in self._stages)
         capacities = [min(graph_capacity(stage, machine) for stage in self._stages) for machine in machines]
         fit = [machine for machine, capacity in zip(machines, capacities, strict=True) if capacity >= 1.0]
-        # Samples of the largest microbatch that all of them can hold.
+        # Samples of the largest microbatch that all fitting machines can hold.
         self.largest_microbatch = int(min((capacity for capacity in capacities if capacity >= 1.0), default=0.0))
         self._left_out = tuple(
             machine.name for machine, capacity in zip(machines, capacities, strict=True) if capacity < 1.0
         )
-        # Enough machines can hold a stage; the starter is one, and can hold what is around them, with a sample.
+        # Enough machines can hold a stage; the starter can, and also holds the layers around the stages, with a sample.
         around_bytes = state_bytes(model, model.around.parameters) + model.around.graph_bytes
         trains = capacities[0] >= 1.0 and around_bytes <= machines[0].memory_bytes
         self.possible = len(fit) >= num_stages and trains
@@ -127,7 +127,7 @@ class Predictor:
             self._passes: dict[tuple[int, int], tuple[PipelinePass, PipelinePass]] = {}
 
     def times(self, setting: Setting) -> Times:
-        """Divide the time of a step by what it is spent on."""
+        """Return the seconds of each part of a step."""
         swarm, size = self._swarm, setting.batch_size
         forward, backward = self._both_ways(setting)
         num_batches = math.ceil(setting.target_batch_size / size)
@@ -183,7 +183,7 @@ def _fastest_first(machines: Sequence[Machine], stage: StageProfile) -> tuple[li
 
 
 def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
-    """Bytes that each machine sends over its link in a step, without snapshots and control messages."""
+    """Return the bytes that each machine sends over its link in a step, without snapshots and control messages."""
     sent = [0.0] * len(swarm.machines)
     for index, kinds in enumerate(swarm.kinds):
         for same in kinds:
@@ -198,12 +198,12 @@ def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
 
 
 def averaged(swarm: Swarm, index: int) -> TransferSize:
-    """Size what a machine of a stage sends, and receives, to average."""
+    """Size the tensors that a machine of a stage sends, and receives, to average."""
     return averaged_size(swarm.model, swarm.stages[index].parameters, len(swarm.held[index]))
 
 
 def _averaging_s(swarm: Swarm) -> float:
-    """Seconds of the slowest machine to average; all send and receive at the same time."""
+    """Return the slowest machine's seconds to average, where all send and receive at the same time."""
     mixed = [are_mixed(swarm.machines[number] for number in numbers) for numbers in swarm.held]
     return max(
         averaging_s(swarm.machines[same[0]], averaged(swarm, index), swarm.stages[index].parameters, mixed=mixed[index])
@@ -213,7 +213,7 @@ def _averaging_s(swarm: Swarm) -> float:
 
 
 def _snapshot_bytes_per_s(swarm: Swarm) -> float:
-    """Bytes/s of snapshots: one server of each stage sends its weights and optimizer state to another stage's."""
+    """Return the bytes/s of snapshots: a server of each stage sends weights and optimizer state to another stage."""
     interval_s = swarm.limits.snapshot_interval
     if interval_s is None or len(swarm.stages) == 1:
         return 0.0
@@ -243,7 +243,7 @@ def make_plan(
     limits: Limits | None = None,
 ) -> Plan:
     """Choose the best setting, and the best machine alone; the first of `machines` is the starter."""
-    # If none is given, the smallest target that is nearly as fast as any up to the largest is best.
+    # Without a given target, the smallest that is nearly as fast as any up to the largest is best.
     sizes = [target_batch_size] if target_batch_size else _powers(largest_batch_size)
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
@@ -262,19 +262,19 @@ def make_plan(
 def predict(
     model: ModelProfile, machines: Sequence[Machine], setting: Setting, limits: Limits | None = None
 ) -> float | None:
-    """Samples/s with a given setting, or None if the machines, of which the first is the starter, cannot do it."""
+    """Predict the samples/s with a setting; None if the machines, the starter first, cannot train with it."""
     predictor = Predictor(model, machines, setting.num_stages, limits or Limits())
     return predictor.predict(setting).samples_per_s if predictor.possible else None
 
 
 def _powers(largest: int) -> list[int]:
-    return [1 << power for power in range(largest.bit_length())]  # of 2, up to the largest
+    return [1 << power for power in range(largest.bit_length())]  # powers of 2, up to the largest
 
 
 def _predictions(
     model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int], limits: Limits
 ) -> Iterable[Prediction]:
-    """Predict each number of stages and samples of a step, with the machines, batches and microbatches that do best."""
+    """Predict each number of stages and target batch size, with the best machines, batches and microbatches."""
     for num_stages in range(1, min(len(model.blocks), len(machines), _MOST_STAGES) + 1):
         all_machines = Predictor(model, machines, num_stages, limits)
         if not all_machines.possible:
@@ -289,7 +289,7 @@ def _predictions(
 
 
 def _best_sizes(predictor: Predictor, num_stages: int, target: int) -> Setting:
-    """Choose the smallest batches, and of these the smallest microbatches, that are nearly as fast as any."""
+    """Choose the smallest batches, and with them the smallest microbatches, that are nearly as fast as any."""
     settings = [
         Setting(num_stages=num_stages, microbatch_size=size, batch_size=batch_size, target_batch_size=target)
         for batch_size in (*_powers(min(target - 1, _LARGEST_DATALOADER_BATCH)), target)

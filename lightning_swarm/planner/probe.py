@@ -1,4 +1,4 @@
-"""Counts what a LightningModule's blocks cost, with an example on torch's meta device, or measures them here."""
+"""Counts the costs of a LightningModule's blocks on torch's meta device, or measures them on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REPEATS: Final = 3
 
 
 def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
-    """Count what the blocks of a model cost by a run on meta tensors; the LightningModule is on meta afterwards."""
+    """Count the costs of a model's blocks by a run on meta tensors; the LightningModule is on meta afterwards."""
     blocks = find_blocks(model, pipeline)
     if example is None:
         raise ConfigError(
@@ -32,7 +32,7 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
             ".example_input_array is None. Set it to a batch of what `forward` takes, or describe the model by "
             "--layers, --width and --sequence."
         )
-    structure, tensors = serialization.flatten(example)  # each has a row for each sample
+    structure, tensors = serialization.flatten(example)  # each tensor has a row for each sample
     num_rows = tensors[0].shape[0]
     example = serialization.unflatten(structure, [tensor.to("meta") for tensor in tensors])
     model.to("meta")
@@ -69,7 +69,7 @@ def _run_on_meta(model: nn.Module, blocks: Blocks, example: Any) -> dict[int, tu
 def _around(
     model: nn.Module, modules: Sequence[nn.Module], counted: Sequence[BlockProfile], example: Any
 ) -> BlockProfile:
-    """Count what is in no block: the whole forward beyond the blocks, with twice as much for its backward."""
+    """Count the layers in no block: the whole forward beyond the blocks, with twice as much for its backward."""
     held = {id(parameter) for block in modules for parameter in block.parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in held)
     if not parameters:

@@ -1,4 +1,4 @@
-"""Plans and simulations as people read them: number formats, tables, pictures, sentences. Pure."""
+"""Formats plans and simulations for people: numbers, tables, pictures, sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_swarm.protocol.settings import Rebalancing
 
 HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
-_MANY: Final = 100  # trainers, from which on averaging in groups is worth a thought
+_MANY: Final = 100  # number of trainers above which averaging in groups may be better
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -74,11 +74,11 @@ _LATENCIES_MS: Final = (0, 50, 200)
 # Compute grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
 # Source: SWARM, arXiv:2301.11913, section 3.1, the square-cube law.
 def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
-    """The share of its time for which a machine with one block as its stage computes, one sample at a time."""
+    """Return the share of its time for which a machine with a stage of one block computes, one sample at a time."""
     costs = block(width, sequence)
     computing_s = costs.flop / flop_per_s
-    # An activation arrives while one leaves, and so do gradients, but not while it computes. Nothing hides the latency,
-    # so a swarm with many microbatches under way does better.
+    # Activations, and gradients, arrive while others leave, but not while the machine computes. Nothing hides the
+    # latency, so a swarm with many microbatches under way is faster.
     return computing_s / (computing_s + 2 * (costs.output_bytes / line_bytes_per_s + latency_s))
 
 
@@ -108,7 +108,7 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
 
 
 def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
-    """Describe a live swarm beside the plan for it; `line_bytes_per_s` was assumed of links that were not measured."""
+    """Describe a live swarm beside the plan for it; `line_bytes_per_s` is the assumed rate of unmeasured links."""
     measured, predicted = now.samples_per_s, now.predicted_samples_per_s
     if now.setting is None:
         parts = ["Now", "  no step was decided yet"]
@@ -153,7 +153,7 @@ def _setting_lines(setting: Setting, target_note: str = "") -> list[str]:
 
 
 def describe(model: ModelProfile, plan: Plan) -> str:
-    """Describe a plan: whether it is worth it, what to choose, what to expect, and why."""
+    """Describe a plan: whether a swarm pays, the settings to choose, the figures to expect, and the reasons."""
     best = plan.best
     parts = [f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample.", _verdict(plan)]
     if plan.uncut is not None and plan.stays_whole:
@@ -190,7 +190,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _without_a_cut(model: ModelProfile, uncut: Uncut, cut: Prediction | None) -> list[str]:
-    """Say what to choose, what to expect, and why, of trainers that each compute the whole model."""
+    """Describe a plan without a cut: the settings to choose, the figures to expect, and the reasons."""
     rows = [
         ("num_stages", "1   without a cut: each machine computes the whole model"),
         ("role", "both"),
@@ -323,7 +323,7 @@ def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
 # ---------------------------------------------------------------------- simulated swarms
 
 _POINTS: Final = 400  # points of a curve, each an average
-_SPAN_COLUMNS: Final[Mapping[str, tuple[int, Callable[[Sequence[Span]], float]]]] = {  # with their decimal places
+_SPAN_COLUMNS: Final[Mapping[str, tuple[int, Callable[[Sequence[Span]], float]]]] = {  # name -> decimal places, value
     "samples/s": (2, lambda spans: _num_samples(spans) / _length_s(spans)),
     "% of best": (1, lambda spans: 100.0 * share_of_best(spans)),
     "first hour": (1, lambda spans: 100.0 * share_of_best(spans, spans[0].begin_s, spans[0].begin_s + HOUR_S)),
@@ -335,7 +335,7 @@ _SPAN_COLUMNS: Final[Mapping[str, tuple[int, Callable[[Sequence[Span]], float]]]
     ),
 }
 _MICROBATCH_HEAD: Final = ("queued", "MB a sample")
-_MICROBATCH_CURVES: Final = {"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"}  # fields of a span
+_MICROBATCH_CURVES: Final = {"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"}  # field -> label
 
 
 def span_table(results: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:

@@ -1,4 +1,4 @@
-"""Predicts trainers that each compute the whole model: as a swarm without a cut, and in lockstep, as DDP. Pure."""
+"""Predicts the speed of trainers that each compute the whole model: a swarm without a cut, and DDP. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_swarm.planner.records import FAST_ENOUGH, SAME, Machine, ModelPro
 
 
 def held_bytes(model: ModelProfile) -> float:
-    """Bytes that a trainer keeps beside the graph of a batch: those of its server, and the module's own weights."""
+    """Return a trainer's bytes beside the graph of a batch: its server's state, and the module's own weights."""
     return state_bytes(model, model.parameters) + model.parameters * model.weight_bytes
 
 
@@ -34,7 +34,7 @@ def choose_uncut(model: ModelProfile, machines: Sequence[Machine], batch_sizes: 
 
 
 def _of_fastest(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
-    """Predict the first machines, as few as are nearly as fast as any number of them."""
+    """Predict the fewest of the fastest machines that are nearly as fast as any number of them."""
     counts = machine_counts([machine.flop_per_s for machine in machines], 1)
     found = [_predict(model, machines[:count], size) for count in sorted(counts)]
     most = SAME * max(one.samples_per_s for one in found)

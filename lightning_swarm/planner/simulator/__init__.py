@@ -1,1 +1,1 @@
-"""Simulates swarms: `fluid.py` as rates with the policies of real swarms, `microbatches.py` with all of their code."""
+"""Simulates swarms: `fluid.py` as rates, with the real rebalancing policy; `microbatches.py` with all real code."""

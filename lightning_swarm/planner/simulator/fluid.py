@@ -1,4 +1,4 @@
-"""Simulates a swarm as rates, with the policy of real swarms: between events it is as fast as its slowest stage."""
+"""Simulates a swarm as rates, with the real rebalancing policy; its speed is the rate of the slowest stage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Change:
 
     at_s: float
     peer: PeerId
-    samples_per_s: float  # from then on; 0: it is gone
+    samples_per_s: float  # the peer's rate after the change; 0: the peer is gone
 
 
 @dataclass(frozen=True)
@@ -37,28 +37,28 @@ class Scenario:
     """The events and settings of a simulated swarm."""
 
     num_stages: int
-    changes: Sequence[Change]  # in the order of their times; peers of the first time serve from the beginning
+    changes: Sequence[Change]  # ordered by time; peers of the first time serve from the beginning
     end_s: float
     rule: Rebalancing = "gain"
-    interval_s: float = 300.0  # between two looks at the balance, at the latest
-    offset_s: float = 0.0  # from the beginning to the first interval: looks need not fall on the changes
-    move_s: float = 30.0  # for which a peer that moves computes nothing
-    join_s: float = 30.0  # for which a peer that joins computes nothing
+    interval_s: float = 300.0  # maximum time between two decisions about moves
+    offset_s: float = 0.0  # time before the first interval, so that intervals need not begin at changes
+    move_s: float = 30.0  # a peer that moves computes nothing for this time
+    join_s: float = 30.0  # a peer that joins computes nothing for this time
 
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which nothing changed."""
+    """An interval in which nothing changed."""
 
     begin_s: float
     end_s: float
-    samples_per_s: float  # of the slowest stage
-    best: float  # of the slowest stage, if the live peers were assigned as well as can be
-    num_moves: int  # that began with it
-    fewest: int  # peers that serve a stage
+    samples_per_s: float  # rate of the slowest stage
+    best: float  # rate of the slowest stage if the live peers were assigned optimally
+    num_moves: int  # moves that began with the span
+    fewest: int  # peers of the stage with the fewest
     most: int
-    queued: float | None = None  # jobs that wait at a peer, on average; None: not simulated
-    sent_bytes: int | None = None  # by all peers; None: not simulated
+    queued: float | None = None  # mean number of waiting jobs at a peer; None: not simulated
+    sent_bytes: int | None = None  # sum over all peers; None: not simulated
 
     @property
     def length_s(self) -> float:
@@ -85,7 +85,7 @@ def simulate(scenario: Scenario) -> list[Span]:
 
 
 def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: float = math.inf) -> float:
-    """Samples in a time, as a share of those of the best assignments; NaN where these compute none."""
+    """Return the samples in a time as a share of the best assignments' samples; NaN if these compute none."""
     done = best = 0.0
     for span in spans:
         length_s = max(0.0, min(span.end_s, end_s) - max(span.begin_s, begin_s))
@@ -95,7 +95,7 @@ def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: floa
 
 
 def best_of(rates: Iterable[float], num_stages: int) -> float:
-    """The slowest stage's rate, if peers of these rates were assigned as well as can be."""
+    """Return the slowest stage's rate if peers of these rates were assigned optimally."""
     return _cached_best_rate(tuple(sorted(rates)), num_stages)
 
 
@@ -110,9 +110,9 @@ class _Swarm:
         self._begin_s = scenario.changes[0].at_s
         self._changes = deque(scenario.changes)
         self._stages = StageRates(scenario.num_stages)
-        self._alive: dict[PeerId, float] = {}  # with their rates
-        self._arrivals: dict[PeerId, float] = {}  # when peers on their way to a stage begin to serve it
-        self._left: dict[PeerId, set[int]] = {}  # stages from which peers moved since the last change
+        self._alive: dict[PeerId, float] = {}  # live peers -> rates
+        self._arrivals: dict[PeerId, float] = {}  # joining or moving peers -> time at which they begin to serve
+        self._left: dict[PeerId, set[int]] = {}  # peer -> stages that it left since the last change
         self._look_s = self._begin_s + scenario.offset_s + scenario.interval_s
         self._churn = ChurnEstimate(self._begin_s)
         self.best = 0.0
@@ -144,7 +144,7 @@ class _Swarm:
         if changed:
             self._churn.note_change(now_s)
             for peer in sorted(self._left.keys() & self._alive.keys() - self._arrivals.keys()):
-                self._put(peer)  # to the stages that it left it may go back
+                self._put(peer)  # it may go back to the stages that it left
             self._left.clear()
             self.best = best_of(self._alive.values(), self._scenario.num_stages)
         looks = now_s >= self._look_s
@@ -180,7 +180,7 @@ class _Swarm:
         if stage is not None:
             put = self._stages.expect if peer in self._arrivals else self._stages.put
             put(peer, stage, change.samples_per_s)
-        elif change.at_s == self._begin_s:  # dealt out, from the last stage on: no rate is known yet
+        elif change.at_s == self._begin_s:  # stages in turn, from the last one on, because no rate is known yet
             self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
             stage = stage_for(self._stages)
@@ -201,7 +201,7 @@ class _Swarm:
         return []
 
     def _plan_as_paper(self) -> list[Move]:
-        """Plan by queue lengths: where each stage gets what the slowest passes on, it queues as long as it is slow."""
+        """Plan by queue lengths, which are in proportion to the time that a stage or a peer takes for a sample."""
         queues = [
             {peer: 1.0 / rate for rate, peer in self._stages.serving(index)}
             for index in range(self._scenario.num_stages)

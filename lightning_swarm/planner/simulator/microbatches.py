@@ -1,4 +1,4 @@
-"""Simulates a swarm microbatch by microbatch: real peers on virtual time, which wait in place of computing."""
+"""Simulates a swarm microbatch by microbatch: real peers on a virtual clock, which wait instead of computing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Simulated(L.LightningModule):
         num_stages: int,
         boundary_bytes: int,
         stage_bytes: int,
-        wrap: Callable[[int, SyntheticBlock], nn.Module] = lambda _, block: block,  # makes the stage of each block
+        wrap: Callable[[int, SyntheticBlock], nn.Module] = lambda _, block: block,  # makes a stage of each block
     ) -> None:
         super().__init__()
         boundary_width, size = (max(1, num_bytes // _FLOAT_BYTES) for num_bytes in (boundary_bytes, stage_bytes))
@@ -74,13 +74,13 @@ def batches(batch_size: int) -> DataLoader[Tensor]:
 class Work:
     """The work and traffic of the peers of a scenario."""
 
-    per_step: int  # microbatches of a step
-    size: int = 1  # samples of a microbatch
-    boundary_bytes: int = 1 << 12  # of a sample, from a stage to the next
-    stage_bytes: int = 1 << 12  # of a stage's weights; its optimizer's state is twice as large
+    per_step: int  # number of microbatches
+    size: int = 1  # samples per microbatch
+    boundary_bytes: int = 1 << 12  # per sample, sent from a stage to the next
+    stage_bytes: int = 1 << 12  # size of a stage's weights; its optimizer's state is twice as large
     # Makes the link of each peer; a peer without one sends anything at once.
     lines: Mapping[PeerId, Callable[[], SimulatedLink]] = field(default_factory=dict)
-    latency_s: float = 1e-4  # of each message, beside that of their links
+    latency_s: float = 1e-4  # latency of each message, beside the latency of the links
 
     def line(self, peer: PeerId) -> SimulatedLink:
         """Make a new link for a peer."""
@@ -88,13 +88,13 @@ class Work:
 
 
 def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
-    """Simulate a scenario, and return a span for each step, also for steps on which a run rolls back."""
+    """Simulate a scenario, and return a span for each step, also for a step in which the run rolls back."""
     # `Scenario.move_s` and `join_s` mean nothing here: a peer that moves or joins downloads its stage.
     first = _initial_rates(scenario)
     strategy = InMemoryStrategy(
         seed=seed,
         num_stages=scenario.num_stages,
-        role="trainer",  # has all data and no stage, behind a link without limits
+        role="trainer",  # a peer with all data, no stage, and a link without limits
         microbatch_size=work.size,
         microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
         lines=[SimulatedLink(), *map(work.line, first)],
@@ -105,7 +105,7 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
     )
     events = _ScenarioEvents(strategy, scenario, work)
     with _quiet(), isolate_rng():
-        torch.manual_seed(seed)  # the seed is in the run's manifest: so messages are equally long every time
+        torch.manual_seed(seed)  # the manifest contains the seed, so a fixed seed keeps message sizes equal
         trainer = L.Trainer(**QUIET, devices=len(first) + 1, strategy=strategy, max_epochs=-1, callbacks=[events])
         trainer.fit(
             Simulated(scenario.num_stages, work.boundary_bytes, work.stage_bytes), batches(work.per_step * work.size)
@@ -143,12 +143,12 @@ class _ScenarioEvents(L.Callback):
         self._scenario = scenario
         self._work = work
         self._start_s: float | None = None  # the time of the scenario's first changes, on the loop's clock
-        self._span_begin_s = scenario.changes[0].at_s  # in the scenario's time
-        self._names: dict[PeerId, PeerId] = {}  # peer ids by the names in the scenario
+        self._span_begin_s = scenario.changes[0].at_s  # time of the scenario
+        self._names: dict[PeerId, PeerId] = {}  # name in the scenario -> peer id
         self._alive: dict[PeerId, float] = {}
         self._best = 0.0
-        self._best_samples = 0.0  # of the best assignments, since the last span
-        self._best_s = self._span_begin_s  # up to here they are counted
+        self._best_samples = 0.0  # samples of the best assignments since the last span
+        self._best_s = self._span_begin_s  # time up to which these samples are counted
         self._sent_bytes = 0
         self._moves = 0
 

@@ -1,4 +1,4 @@
-"""Reads a scenario's file: the peers of a simulated swarm, and what happens to them."""
+"""Reads a scenario's file: the peers of a simulated swarm, and their changes over time."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _MB: Final = 1e6
 class Peers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Random peers, which come and go by chance."""
 
-    number: int  # at the beginning; the place of a peer that leaves is taken by another
-    samples_per_s: _Range = 1.0  # of each; or of the slowest and the fastest, the others log-uniform between them
-    stay_hours: float = 0.0  # of each, on average; 0: for good
-    back_minutes: float = 10.0  # until the place of a peer that left is taken, on average
+    number: int  # initial number; another peer takes the place of a peer that leaves
+    samples_per_s: _Range = 1.0  # rate of each; or slowest and fastest, and log-uniform between them
+    stay_hours: float = 0.0  # mean stay of a peer; 0: it stays to the end
+    back_minutes: float = 10.0  # mean time until the place of a peer that left is taken
 
 
 class Microbatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The work and traffic of peers whose microbatches are simulated one by one."""
 
     per_step: int
-    size: int = 1  # samples of each
-    boundary_mb: float = 0.004  # of a sample, from a stage to the next
-    stage_mb: float = 0.004  # of a stage's weights; its optimizer's state is twice as large
-    mbit: _Range = 0.0  # of each peer's link, in Mb/s and each way; 0: no limit; or a range as of `samples_per_s`
-    latency_ms: float = 0.0  # of each peer's link
+    size: int = 1  # samples per microbatch
+    boundary_mb: float = 0.004  # per sample, sent from a stage to the next
+    stage_mb: float = 0.004  # size of a stage's weights; its optimizer's state is twice as large
+    mbit: _Range = 0.0  # Mb/s of each peer's link, each way; 0: no limit; or a range as in `samples_per_s`
+    latency_ms: float = 0.0  # latency of each peer's link
 
 
 class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,14 +51,14 @@ class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     stages: int
     peers: Peers | None = None
-    # A file beside the scenario with lines `seconds,peer,samples_per_s`, in order: the rate of a peer from then on; 0:
-    # it is gone.
+    # A file beside the scenario with lines `seconds,peer,samples_per_s`, ordered by time. The peer has that rate from
+    # then on; 0: it is gone.
     trace: str | None = None
-    hours: float = 0.0  # 0: to the last line of the trace
+    hours: float = 0.0  # duration; 0: until the last line of the trace
     rules: tuple[Rebalancing, ...] = get_args(Rebalancing)  # simulated one after the other
-    interval_s: float = 300.0  # between two looks at the balance, at the latest
-    move_s: float = 30.0  # for which a peer that moves computes nothing
-    join_s: float = 30.0  # for which a peer that joins computes nothing
+    interval_s: float = 300.0  # maximum time between two decisions about moves
+    move_s: float = 30.0  # a peer that moves computes nothing for this time
+    join_s: float = 30.0  # a peer that joins computes nothing for this time
     seeds: int = 3
     # Microbatches are simulated one by one, and a peer that moves or joins downloads its stage, so that `move_s` and
     # `join_s` mean nothing. None: the swarm is simulated as rates.
