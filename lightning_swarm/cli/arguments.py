@@ -17,26 +17,26 @@ DOCTOR: Final = """\
 {what} Exit status 1 if something is wrong.
 
     lightning-swarm doctor                                          this machine
-    lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port that it is to listen on
+    lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port for it to listen on
     lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the way to a running peer
 """
 
 STATUS: Final = """\
-{what} Asks any peer for the others, and all of them what they do. Changes nothing.
+{what} Asks one peer for the other peers, and all of them for reports. Changes nothing.
 
-    lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+    lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
     lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
     lightning-swarm status 203.0.113.7:31337/12D3... --json         for programs: one object a line
 
-Rates are averages since a peer began or, with --watch, since the look before. The object has `run_id`, `step` (null if
-no coordinator answers), `steps_per_minute`, `stages` (for each a list of peer ids), `trainers_stage` (the one of them
-that is what stands around the pipeline, which the trainers compute; where it is the only one, it is a model that is not
-cut; or null), `portable` (the stages that took the newest step by portable arithmetic) and `peers`. Each of these has
+Rates are averages since a peer began or, with --watch, since the previous report. The object has `run_id`, `step` (null
+if no coordinator answers), `steps_per_minute`, `stages` (a list of peer ids for each), `trainers_stage` (the index of
+the stage that the trainers compute: the layers around the pipeline or, if it is the only stage, a model that is not
+cut; or null), `portable` (the stages that took the newest step by portable arithmetic) and `peers`. Each peer has
 `peer_id`, `place`, `problem` (why it did not answer, or null), `stages`, `lead`, `coordinator`, `step` (null while it
 waits for a run), `samples_per_s` (forward through each of its stages but the trainers'), `queued` (jobs),
 `sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null in a run that takes any peer),
-`refused` (requests of peers whose certificates do not permit them), `peak_gb` and `arithmetic` (the kind of machine:
-those of one kind compute the same bits).
+`refused` (requests of peers whose certificates do not permit them), `peak_gb` and `arithmetic` (the kind of machine;
+machines of one kind compute the same bits).
 """
 
 MEMBERS: Final = """\
@@ -45,24 +45,24 @@ MEMBERS: Final = """\
     lightning-swarm members 203.0.113.7:31337/12D3...                       where the run was started
     lightning-swarm members 203.0.113.7:31337/12D3... --invite look.invite  elsewhere
 
-Named are all that ever came, with the role of their certificate, the beginning of the number of their invitation, how
-many of its uses are used, and what they do in the run. With --json, one object a line.
+The table lists all peers that ever came, with the role of their certificate, the beginning of their invitation's
+number, how many of its uses are taken, and their part in the run. With --json, one object a line.
 """
 
 BAN: Final = """\
-{what} Call it where the run was started: there is the owner's key.
+{what} Call it where the run was started, because the owner's key is there.
 
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --reason "sends nonsense"
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --invitation      and all that came by its invitation
     lightning-swarm ban 203.0.113.7:31337/12D3... anna.invite                   an invitation, used or not
 
-All peers that can be reached hear it at once, and neither answer nor ask that peer any more. The run's next record
-tells all others, and drops it from the run. A rollback and a checkpoint keep it. `lightning-swarm members`
-shows the ids of peers.
+All peers that can be reached receive the ban at once, and then neither answer nor call the banned peer. The run's next
+record announces the ban to all others, and removes the peer from the run. The ban outlasts rollbacks and checkpoints.
+`lightning-swarm members` shows the ids of peers.
 """
 
 UNBAN: Final = """\
-{what} Call it where the run was started: there is the owner's key.
+{what} Call it where the run was started, because the owner's key is there.
 
     lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW...
     lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW... --invitation    and its invitation
@@ -72,30 +72,30 @@ The peer does not come back by itself: it joins again.
 """
 
 PLAN: Final = """\
-{what} Nothing is started, and no other machine is asked but by --swarm.
+{what} Nothing is started, and other machines are asked only with --swarm.
 
     lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
     lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
     lightning-swarm plan machines.yaml --config run.yaml --measure  for machines whose rate is `here`
     lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --picture law.png
-    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          for a swarm that runs: would others do better?
+    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          for a live swarm: would other settings be faster?
 
 The file lists the machines. The first one starts the run: it trains, and holds a stage.
 
     machines:
       - name: desk               # all but the rate, the memory and the link may be left out
-        tflops: 20               # what it really computes; or samples_per_s: of the whole model; or here
-        memory_gb: 24            # where it computes
+        tflops: 20               # measured; or samples_per_s: of the whole model; or here
+        memory_gb: 24            # of the computing device
         up_mbit: 40              # its link
         down_mbit: 100
         latency_ms: 15           # to another machine, one way
-        count: 3                 # as many of them
-        processor: accelerator   # or cpu, which also has to send and receive
+        count: 3                 # number of such machines
+        processor: accelerator   # or cpu, whose sending and receiving take time from computing
         host_memory_gb: 64       # these two: for training alone with offloading
         bus_gb_per_s: 12
     compression: 8bit            # how tensors travel, as in SwarmStrategy; may be left out
 
-Predictions are counted; docs/planning.md says how far off they were.
+Predictions are computed from counted work; docs/planning.md says how far off they were.
 """
 
 EXPORT: Final = """\
@@ -105,34 +105,34 @@ EXPORT: Final = """\
     lightning-swarm export sharded/last.ckpt whole.ckpt             a folder as one file, for a plain Trainer
     lightning-swarm export last.ckpt my-llama/                      a model of Hugging Face, to be served
 
-The second one has all of the model and of the optimizer's state in memory meanwhile. The third one needs the model's
+The second command holds the whole model and the optimizer's state in memory. The third command needs the model's
 config.json in the folder, as `model.config.save_pretrained("my-llama/")` writes it.
 """
 
 SIMULATE: Final = """\
 {what}
-Starts nothing, needs no network. Of 10,000 peers on 100 stages a day takes minutes for each rule and seed.
+Starts nothing, needs no network. A day of 10,000 peers on 100 stages takes minutes for each rule and seed.
 
     lightning-swarm simulate scenario.yaml                          a table
     lightning-swarm simulate scenario.yaml --picture swarm.png      and curves over time
 
-The file says what there is, for example:
+The file describes the swarm, for example:
 
     stages: 8              # of the pipeline
     hours: 24
     peers:
       number: 60
       samples_per_s: [1, 10]   # the slowest and the fastest, forward and backward through a stage; or one number
-      stay_hours: 4            # each on the average; 0: for good
-      back_minutes: 10         # until another takes its place
-    rules: [none, paper, gain] # nobody moves; the SWARM paper's rule; what pays
-    interval_s: 300        # between two looks, at the latest
-    move_s: 30             # for how long who moves computes nothing: download and start
-    join_s: 30             # likewise for who comes
-    seeds: 3               # how often, each time by other chances
+      stay_hours: 4            # mean stay of a peer; 0: to the end
+      back_minutes: 10         # mean time until another peer takes its place
+    rules: [none, paper, gain] # no moves; the SWARM paper's rule; moves that gain more than they cost
+    interval_s: 300        # between two decisions about moves, at most
+    move_s: 30             # a peer that moves computes nothing for this time: download and start
+    join_s: 30             # the same for a peer that joins
+    seeds: 3               # number of simulations, with other random numbers each
 
-With `microbatches` they are simulated one by one, by the code of real swarms: for hundreds of peers and minutes. Who
-moves or comes then downloads its stage, and `move_s` and `join_s` mean nothing.
+With `microbatches`, they are simulated one by one, by the code of real swarms: for hundreds of peers and minutes. Then
+a peer that moves or joins downloads its stage, and `move_s` and `join_s` have no effect.
 
     microbatches:
       per_step: 256
@@ -142,9 +142,9 @@ moves or comes then downloads its stage, and `move_s` and `join_s` mean nothing.
       mbit: [20, 200]        # of the slowest link and the fastest, each way; or one number; 0: no limit
       latency_ms: 10         # of each link
 
-Instead of `peers`, `trace: file.csv` has what happened, in lines of `seconds,peer,samples_per_s`: from then on a peer
-does so much, and 0 is one that is gone. The table's percentages are of what the best assignment of the peers alive at
-each moment would do. Numbers are means over the seeds.
+Instead of `peers`, `trace: file.csv` names a file with lines `seconds,peer,samples_per_s`: the peer has this rate from
+then on, and is gone at 0. The table's percentages are relative to the best assignment of the peers alive at each
+moment. Numbers are means over the seeds.
 """
 
 COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
@@ -185,7 +185,7 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `status`."""
     _add_address(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="look again and again")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat at this interval, until Ctrl-C")
     parser.add_argument(
         "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
     )
@@ -204,8 +204,8 @@ def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
     _add_address(parser)
     add_owner_arguments(parser)
     parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
-    parser.add_argument("--invitation", action="store_true", help="besides the peer, all that come by its invitation")
-    parser.add_argument("--reason", default="", help=f"for people, at most {MAX_REASON} characters")
+    parser.add_argument("--invitation", action="store_true", help="also ban or unban the peer's invitation")
+    parser.add_argument("--reason", default="", help=f"a reason to show to people, at most {MAX_REASON} characters")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
@@ -229,12 +229,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="stages",
         help="where these are: in the first and last stage, with the loss, or around all (default: %(default)s)",
     )
-    parser.add_argument("--target-batch-size", type=int, help="samples of a step (default: as many as pay)")
+    parser.add_argument(
+        "--target-batch-size",
+        type=int,
+        help="samples of a step (default: the smallest number that is nearly as fast as any)",
+    )
     parser.add_argument(
         "--largest-batch-size",
         type=int,
         default=LARGEST_BATCH,
-        help="of those that are looked at (default: %(default)s)",
+        help="largest samples of a step to compare (default: %(default)s)",
     )
     parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
@@ -256,7 +260,7 @@ def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
     add_visitor_arguments(live)
     for option, default, unit, meaning in (
-        ("--over", 10.0, "SECONDS", "time to see its rates in"),
+        ("--over", 10.0, "SECONDS", "time over which its rates are measured"),
         ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
         ("--bus-gb-per-s", 12.0, "GB", "between a GPU and its host, for training alone with offloading"),
         ("--timeout", 10.0, "SECONDS", "for each peer"),
@@ -276,5 +280,5 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `simulate`."""
-    parser.add_argument("scenario", type=Path, metavar="SCENARIO.yaml", help="what there is, and what happens")
+    parser.add_argument("scenario", type=Path, metavar="SCENARIO.yaml", help="the swarm, and its changes over time")
     parser.add_argument("--picture", type=Path, metavar="OUT.png", help="draw throughput, peers per stage and moves")

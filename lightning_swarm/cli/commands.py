@@ -24,12 +24,12 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
     lightning-swarm invite --role server --out anna.invite          let another machine join your run
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3...           and expel a peer from it
-    lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+    lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
     lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
     lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
     lightning-swarm simulate scenario.yaml                          what a swarm would do, without one
     lightning-swarm serve --weights my-llama/                       serve a finished model with others
-    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt Hi  and have it write
+    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt Hi  and let it write a text
 
 With -v before the command, stderr says more of what happens; with -vv, all.
 """

@@ -23,19 +23,19 @@ from lightning_swarm.trust.invitation_text import AnyInvitation, to_text
 from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
 
 DESCRIPTION: Final = """\
-{what} Call it where the run was started: there is the owner's key.
+{what} Call it where the run was started, because the owner's key is there.
 
     lightning-swarm invite --role server --out anna.invite              for one peer that serves
     lightning-swarm invite --role trainer --uses 4 --out team.invite    for four that may also train, and lead
     lightning-swarm invite --role server --peer 12D3... --out spot.invite
 
-Anybody who has the file can join until it expires (--expires), and may stay for some time then (--for). So send it in
-private; one for a single peer (--peer) is no secret. The other side joins with `lightning-swarm join ADDRESS --invite
-FILE PROGRAM`. What the roles may do:
+Each holder of the file can join until it expires (--expires), and may then stay for some time (--for). So send it in
+private; an invitation for a single peer (--peer) is no secret. The other side joins with `lightning-swarm join ADDRESS
+--invite FILE PROGRAM`. The permissions of the roles:
 
     observer    look at the run
     server      and compute, average, vote and coordinate
-    trainer     and read data, start the run, and lead it if the one who started it dies
+    trainer     and read data, start the run, and lead it if the peer that started it dies
     keeper      the same; in an audited run (`trust="audited"`) only keepers vote, coordinate, start and lead it
 """
 
@@ -46,15 +46,17 @@ _STAYS: Final = ((86400, "day"), (3600, "hour"), (60, "minute"))  # seconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `invite`."""
     parser.add_argument("--role", choices=[str(role) for role in Role], default="server", help="(default: %(default)s)")
-    parser.add_argument("--uses", type=int, default=1, metavar="N", help="so many peers may come by it (default: 1)")
+    parser.add_argument(
+        "--uses", type=int, default=1, metavar="N", help="the number of peers that may come by it (default: 1)"
+    )
     parser.add_argument(
         "--expires",
         default="7d",
         metavar="TIME",
-        help="until when peers may come by it: 30m, 12h, 7d or 4w from now (default: 7d)",
+        help="the time in which peers may come by it: 30m, 12h, 7d or 4w from now (default: 7d)",
     )
     parser.add_argument(
-        "--for", dest="stay", default="90d", metavar="TIME", help="and for how long each may stay then (default: 90d)"
+        "--for", dest="stay", default="90d", metavar="TIME", help="the time for which each may then stay (default: 90d)"
     )
     parser.add_argument("--peer", metavar="ID", help="for this one peer, whose id is 12D3...")
     add_owner_arguments(parser)
@@ -148,5 +150,5 @@ def _summary(invitation: Invitation, peer: str | None) -> str:
     if peer is not None:
         return f"Invited {peer} to run {run_id!r} as {role}: {times} from now. The file is no secret."
     peers = f"{uses} peer{'s' if uses != 1 else ''}"
-    secret = "Anybody who has the file can join: send it in private."
+    secret = "Each holder of the file can join, so send it in private."
     return f"Invited {peers} to run {run_id!r} as {role}: {times}. {secret}"

@@ -76,8 +76,8 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if public_key(arguments.subject) is None and not Path(arguments.subject).is_file():
         raise ConfigError(
-            f"who is banned must be a peer's id, as 12D3KooW..., or a file that `lightning-swarm invite` wrote, got "
-            f"{arguments.subject!r}. `lightning-swarm members` shows the ids."
+            f"the subject of a ban must be a peer's id, as 12D3KooW..., or a file that `lightning-swarm invite` wrote, "
+            f"got {arguments.subject!r}. `lightning-swarm members` shows the ids."
         )
 
 
@@ -88,7 +88,7 @@ def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
     if not arguments.invitation:
         if not run.has_seen(PeerId(arguments.subject)):
             say(
-                f"The run has never seen {arguments.subject}, and what you say of it takes one of {MAX_BANS} places. "
+                f"The run has never seen {arguments.subject}, and a ban or its lifting takes one of {MAX_BANS} places. "
                 "If it is mistyped, call again with an id that `lightning-swarm members` shows."
             )
         return [arguments.subject]
@@ -110,11 +110,11 @@ def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]]
     heeded = [peer for peer, problem in told.items() if problem is None]
     for peer, problem in told.items():
         if problem is not None:
-            say(f"{short_name(peer)} did not hear it: {problem}")
+            say(f"{short_name(peer)} did not accept it: {problem}")
     if not heeded:
-        say("No peer of the run heard it, so nothing has changed. Name the address of another one.")
+        say("No peer of the run accepted it, so nothing has changed. Name the address of another peer.")
         return 1
     done = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
-    others = "" if len(heeded) == len(told) else " The others hear it from these, or with the run's next record."
-    say(f"{name} {done}: {len(heeded)} of {len(told)} peers heard it.{others}")
+    others = "" if len(heeded) == len(told) else " The others receive it from these, or with the run's next record."
+    say(f"{name} {done}: {len(heeded)} of {len(told)} peers accepted it.{others}")
     return 0

@@ -209,17 +209,18 @@ trains, and the program goes on behind it. If its strategy's `role` is "both" or
 once, with data of its own, where the run takes trainers.
 
 Ctrl-C or SIGTERM has it leave the run: it serves until the next record that can spare it, and ends with exit status 0;
-a second one ends it at once. With --preemption it heeds the notice of a cloud that takes the machine away, too.
+a second signal ends it at once. With --preemption, a cloud's notice that it takes the machine away does the same.
 """,
     "serve": f"""\
 {{what}}
 
-    lightning-swarm serve {_ADDRESS} train.py    for a run that is there
-    lightning-swarm serve --listen 0.0.0.0:31337 train.py       for one that will be: prints how to start it
+    lightning-swarm serve {_ADDRESS} train.py    for a run that exists
+    lightning-swarm serve --listen 0.0.0.0:31337 train.py       for a later run: prints how to start it
     lightning-swarm serve --listen 0.0.0.0:31337 --config run.yaml
     lightning-swarm serve --weights my-llama/                   a model that is not trained: `serve --weights . --help`
 
-As `join`, but whatever `role` the program's strategy has, it reads no data and trains nothing; and it may come first.
+Like `join`, but it reads no data and trains nothing, whatever the `role` of the program's strategy. It may start before
+the run does.
 """,
 }
 
@@ -329,7 +330,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--preemption",
         choices=get_args(Preemption),
-        help="whose notice to heed that this machine is to go; auto: whichever answers (default: the program's)",
+        help="the cloud whose notices of preemption to obey; auto: the cloud that answers (default: the program's)",
     )
     return parser
 

@@ -25,7 +25,7 @@ SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
 """Options of `serve` that are only for a model that is not trained."""
 
 _SERVE: Final = """\
-Serve a model that is not trained: hold some of its blocks, and write texts with those who ask.
+Serve a model that is not trained: hold some of its blocks, and compute texts for clients.
 
     lightning-swarm serve --weights my-llama/ --listen 0.0.0.0:31337            the first machine: prints how to join
     lightning-swarm serve --weights my-llama/ --memory 4GB --join ADDRESS       another one, at any time
@@ -35,8 +35,8 @@ FOLDER is one of Hugging Face, as `save_pretrained` writes it; `lightning-swarm 
 server takes as many neighbouring blocks as its memory holds, where the model is served worst. Each block's weights are
 checked by their SHA-256 against what the first server read.
 
-Ctrl-C or SIGTERM has it take no new texts, and leave when those that are under way are done; a second one ends it at
-once, and then other servers go on with these texts.
+On Ctrl-C or SIGTERM it accepts no new texts, and leaves when the texts under way are done. A second signal ends it at
+once, and other servers continue these texts.
 """
 
 GENERATE: Final = """\
@@ -215,7 +215,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="with --sample (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="with --sample (default: another text each time)")
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of the model, if it is on this machine")
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="that peft has saved of an adapter of the model")
+    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="an adapter of the model, as peft saves it")
     parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
 
 
@@ -225,7 +225,7 @@ Answer OpenAI's HTTP protocol for served models: completions and chats, whole or
     lightning-swarm http 203.0.113.7:31337/12D3... --port 8000
     lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...
 
-Clients name a model as the command line does; without a name it has that of its config. /health answers 200 if each
+Clients name a model as the command line does; the default name is its config's model type. /health answers 200 if each
 model has just written a token. Where other machines reach the port, requests must bring an API key as a bearer token.
 """
 

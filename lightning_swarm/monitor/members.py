@@ -76,7 +76,7 @@ class Members:
         view = self.view
         if view is None:
             raise ConfigError(
-                f"a run tells its members once it has begun, and no peer that {self._first} knows is in one. "
+                f"a run lists its members once it has begun, and no peer that {self._first} knows is in one. "
                 "Call this again when it trains."
             )
         return members_of(view, self._roles)

@@ -260,7 +260,7 @@ def table(swarm: SwarmReport) -> str:
     rows += [_row("-", peer) for peer in swarm.peers if not peer.stages]
     lines = table_lines([_HEADS, *rows])
     lines += [
-        f"{'the model' if swarm.is_whole else f'stage {index}'}: nobody who answers holds it"
+        f"{'the model' if swarm.is_whole else f'stage {index}'}: no answering peer holds it"
         for index, peers in enumerate(swarm.stages)
         if not peers
     ]

@@ -95,8 +95,8 @@ def test_a_peer_that_heeds_only_a_part_is_named(
     run.refusing = SECOND
     assert call(monkeypatch, "ban", PEER, "--invitation") == 0
     err = capsys.readouterr().err
-    assert "did not hear it: it is older" in err
-    assert "1 of 2 peers heard it. The others hear it from these, or with the run's next record." in err
+    assert "did not accept it: it is older" in err
+    assert "1 of 2 peers accepted it. The others receive it from these, or with the run's next record." in err
 
 
 def test_a_peer_that_the_run_never_saw_is_banned_with_a_warning(
@@ -107,6 +107,6 @@ def test_a_peer_that_the_run_never_saw_is_banned_with_a_warning(
             assert call(monkeypatch, name, peer) == 0
             assert run.said[-1].subject == peer
             assert (
-                f"The run has never seen {peer}, and what you say of it takes one of 128 places"
+                f"The run has never seen {peer}, and a ban or its lifting takes one of 128 places"
                 in (capsys.readouterr().err)
             ) is is_told

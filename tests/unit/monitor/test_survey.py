@@ -188,7 +188,7 @@ def test_what_is_missing_is_said() -> None:
     found = summarize([seen("a", orphan)])
     assert found.step is None
     assert "no coordinator answers" in table(found)
-    assert "stage 1: nobody who answers holds it" in table(found)
+    assert "stage 1: no answering peer holds it" in table(found)
     assert summarize([seen("a", None, "gone")]).run_id == ""
 
 

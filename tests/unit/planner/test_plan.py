@@ -804,6 +804,6 @@ def test_help_shows_a_list_that_can_be_read(
     with pytest.raises(SystemExit):
         command(monkeypatch, "--help")
     said = capsys.readouterr().out
-    shown = said[said.index("    machines:\n") : said.index("Predictions are counted")]
+    shown = said[said.index("    machines:\n") : said.index("Predictions are computed")]
     Path("shown.yaml").write_text("\n".join(line[4:] for line in shown.splitlines()))
     assert len(read_machines(tmp_path / "shown.yaml", 1e9, None)) == 3
