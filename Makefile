@@ -75,12 +75,13 @@ fmt: $(STAMP) ## format the code and mend what can be mended safely
 	@$(BIN)/ruff check --fix-only --quiet $(CODE)
 	@$(BIN)/ruff format $(CODE)
 
-lint: $(STAMP) ## check format, style, and which way imports go
+lint: $(STAMP) ## check format, style, which way imports go, and how text reads
 	@echo "== lint"
 	@$(BIN)/ruff format --check --quiet --output-format concise $(CODE) || { echo "Some files are not formatted: make fmt" >&2; exit 1; }
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/lint-imports --cache-dir $(CACHE)/import-linter > $(VENV)/imports.txt || { cat $(VENV)/imports.txt; exit 1; }
 	@grep '^Contracts:' $(VENV)/imports.txt
+	@$(BIN)/python -m tests.text.meter
 
 type: $(STAMP) ## check the types
 	@echo "== type"
