@@ -19,7 +19,7 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence"]
-myst_heading_anchors = 3  # so that pages may point at each other's sections
+myst_heading_anchors = 3  # pages may link to sections of other pages
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -31,7 +31,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 default_role = "code"  # docstrings say `this` where they name code
 
-# Prompts are left out of the copy, and so is whatever a command prints.
+# The copy button skips prompts and output.
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 # A block of `text` is output, and nothing to paste.
