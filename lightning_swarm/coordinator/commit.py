@@ -1,10 +1,11 @@
 """Ends a step: freezes and averages the sums, has the record decided, and has servers apply it.
 
-A server that does not answer is excluded from the rest of the step, and the step's record removes it from the rosters.
-Its microbatches are replayed on other servers (`step/reconcile.py`), and the round is repeated.
+A server that does not answer is excluded from the rest of the step, and the step's record removes it from the rosters;
+after a late step, the next record does. Its microbatches are replayed on other servers (`step/reconcile.py`), and the
+round is repeated.
 
 A record may also order a snapshot. Snapshots must outlive the last server of a stage, so a server of another stage
-keeps a copy, too.
+keeps them, too.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def choose_keepers(
 ) -> list[PeerId | None]:
     """Choose for each stage a server outside it to keep its snapshots, on another host if possible. Pure.
 
-    None if all servers hold the stage. Also None for a stage on trainers, unless the run has standby leads: without
-    trainers the run has no loop with which to continue.
+    These are not the keepers of audited runs (`protocol.keepers`). None if all servers hold the stage. Also None for a
+    stage on trainers, unless the run has standby leads: without trainers the run has no loop with which to continue.
     """
     servers = sorted(
         {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
@@ -129,7 +130,8 @@ class SnapshotSchedule:
         self._transport, self._run = context.transport, context.run
         self._interval_s = context.limits.snapshot_interval  # least seconds between snapshots; None: none
         settings = context.run.manifest.settings
-        # The older of two snapshots is kept until the next is complete, so a run can go back by this many steps.
+        # Least steps between snapshots. The older of two is kept until the next is complete, so a run can go back by at
+        # least as many.
         self._num_steps = (settings.steps_to_conviction or 1) if settings.goes_back else 1
         self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # version and time of the newest order
@@ -137,7 +139,7 @@ class SnapshotSchedule:
 
     def is_due(self, servers: Sequence[PeerId]) -> bool:
         """Return whether a snapshot should be taken soon."""
-        if self._interval_s is None or len(servers) < 2:  # no other server could keep a copy
+        if self._interval_s is None or len(servers) < 2:  # no other server could keep it
             return False
         if self._last is None:
             return True
@@ -413,7 +415,7 @@ class StepCommit:
         closing, checked = closed.closing, await self._means.check(closed, selection, sums.audits)
         if checked.counts:
             for peer in sorted(checked.accused.keys() - {self._servers.own}):
-                # Its sum still counts, because it committed to that sum. A server with a stage's only copy stays.
+                # The accused server's sum still counts, because it committed to that sum. A stage's only server stays.
                 rosters = sums.step_servers.rosters
                 if not alone_in(rosters, peer, {member.peer_id for roster in rosters for member in roster}):
                     sums.step_servers.lose(peer, StepError(checked.accused[peer]))

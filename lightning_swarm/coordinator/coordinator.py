@@ -43,7 +43,7 @@ class Coordinator:
         await self.generation.start()
 
     async def retire(self) -> None:
-        """Stop because another peer coordinates, and fail held calls with that error. Raises a task's error."""
+        """Stop because another peer coordinates, and fail held calls with `NotCoordinator`. Raises a task's error."""
         self._is_over, context = True, self.generation.context
         await context.changes.shut_down(context.not_any_more())
         await context.tasks.close()
@@ -133,7 +133,7 @@ class CoordinatorGeneration:
         others = {*self._run.servers, *self._run.trainers, *waiting} - {own}
         # The next coordinator notifies peers that are not reached here.
         await dismiss(self._transport, others, broken_off=reason, timeout=self._timeout)
-        await dismiss(self._transport, [own], broken_off=reason, timeout=self._timeout)  # last: with it ends this role
+        await dismiss(self._transport, [own], broken_off=reason, timeout=self._timeout)  # last: it ends this role
 
     # ------------------------------------------------------------------ the step's end
 
@@ -159,7 +159,7 @@ class CoordinatorGeneration:
 
     def _open_next(self, step: OpenStep) -> None:
         state = self.step_state
-        # Before places are granted, which may fill the step and begin the wait for its batches.
+        # Reset these before `opened` grants places: a grant may fill the step, and set `closing_s`.
         state.change, state.closing_s = NO_CHANGE, None
         state.open = self.trainers.leases.opened(state.following(step, self._run))
         state.finishing = False

@@ -143,7 +143,7 @@ class LeadLiveness:
 
 
 class StepEnds:
-    """Holds trainers until a step's record is decided and applied."""
+    """Holds trainers until a step's record was sent to all servers, or they can ask for a place again."""
 
     def __init__(
         self, context: CoordinatorContext, leases: LeaseTable, lead: LeadLiveness, lease_expiry: LeaseExpiry
@@ -163,7 +163,7 @@ class StepEnds:
         return await self.hold(caller, request)
 
     async def hold(self, caller: PeerId, request: RecordRequest) -> RecordReply:
-        """Hold the answer until the record is decided and applied everywhere, for a while."""
+        """Hold the answer for a while: until the record was sent to all servers, or the caller may get a place."""
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
         if request.step > state.open.step and not await self._changes.until(lambda: state.open.step >= request.step):
@@ -226,7 +226,7 @@ class StepEnds:
             raise ProtocolError(
                 f"the newest record is that of step {outcome.step}, got a request for step {request.step}"
             )
-        return outcome.metrics.get(request.first, Message())  # may be lost with its trainer and a coordinator
+        return outcome.metrics.get(request.first, Message())  # lost if its trainer and a coordinator died
 
 
 def check_hyperparameters(request: RecordRequest) -> list[dict[str, Any]]:

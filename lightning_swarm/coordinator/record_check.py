@@ -47,7 +47,7 @@ def _check_arithmetic(run: RunState, record: Record) -> None:
 
 
 def _check_servers(run: RunState, record: Record) -> None:
-    """Refuse departures of peers that are no members, and absent servers that stay, unless the record is late."""
+    """Refuse departures of non-members and, without `delay_optimizer_step`, absent servers that stay."""
     run.check(record)
     for vacancy in record.left:
         if vacancy.member not in run.rosters[vacancy.stage_index]:
@@ -62,7 +62,7 @@ def _check_servers(run: RunState, record: Record) -> None:
 
 
 def _check_voters(run: RunState, record: Record) -> None:
-    """Refuse voters unless they are an odd number of members that may vote, and include all present voters."""
+    """Refuse a list of voters with a wrong length, with ineligible members, or without the present voters in front."""
     after = run.members_after(record)
     members = set(electorate(after.rosters, run.on_trainers, after.keepers))
     if not members:

@@ -70,9 +70,9 @@ from lightning_swarm.protocol.queries import MAX_TRIES, call_each, is_superseded
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
-    """Notify peers that the run is over. A peer that is gone is no error.
+    """Notify peers that the run is over for them. A peer that is gone is no error.
 
-    `broken_off` is the reason if the run was aborted; empty: the lead ended it. `timeout` is in seconds for each peer.
+    `broken_off` is the reason if the run was aborted, otherwise empty. `timeout` is in seconds for each peer.
     """
     method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
     # A peer that was never admitted refuses, and goes on waiting for a run.
@@ -279,7 +279,8 @@ class ServerCalls:
         replies = await gather(self._answer_of(method, peer, work) for peer, work in works.items())
         found = dict(zip(works, replies, strict=True))
         if self._durations is not None and self._are_most_late(found):
-            # The whole swarm is slow, or this peer's own link. The calls get twice the time, and twice that next time.
+            # The whole swarm is slow, or this peer's own link. So late servers get twice the time, and it is doubled
+            # again whenever most are late.
             self._durations[method].note_late()
             late = [peer for peer, reply in found.items() if isinstance(reply, ServerSilent)]
             again = await gather(self._answer_of(method, peer, works[peer]) for peer in late)
@@ -391,7 +392,7 @@ class _AverageWaits:
         while self._limits and self.has_failed:
             waited_for = {by: [one for one in peers if one in self._limits] for by, peers in self._unreached.items()}
             blamed = self._choose_blamed(waited_for)
-            # If two servers accuse each other, the one that answered may be false.
+            # If two servers accuse each other, the one that answered may have reported falsely.
             if len(blamed) != 1 or blamed[0] not in self._limits:
                 return
             self._limits.pop(blamed[0]).reschedule(self._earliest_s)

@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 async def gather_step_state(
     transport: Transport, run: RunState, change: StepChange, *, timeout: float, max_metric_bytes: int
 ) -> StepState:
-    """Rebuild the step state from the trainers' reports. Batches of silent trainers count nowhere."""
+    """Rebuild the step state from the trainers' reports. A silent trainer's batches are missing in it."""
     # `run` is the state of the new coordinator's server, with no accepted record left to finish. `change` is the
     # change with which the open step began there.
     request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
-    trainers = list(run.trainers)  # a trainer that does not answer now may register later
+    trainers = list(run.trainers)  # a silent trainer may register its batches later, until the step is frozen
     read = partial(decode, kind=ReportReply)
     reports = await call_each(transport, trainers, REPORT, request, read, timeout=timeout)
     if silent := [trainer for trainer in trainers if trainer not in reports]:
@@ -150,7 +150,7 @@ def _outcome(
 def choose_standby_lead(
     held: Held, candidates: Sequence[PeerId], num_stages: int, sound: int | None = None
 ) -> tuple[PeerId, int] | None:
-    """Choose the next lead and its version: the first complete one `in_turn`, and a candidate with its loop. Pure."""
+    """Choose a lead and a version: the first complete one `in_turn`, and the first candidate with its loop. Pure."""
     loops = {peer: set(held[peer].loops or ()) for peer in candidates if peer in held}
     for version in in_turn(set().union(*loops.values()), sound):
         if all(holders_of(held, version, index) for index in range(num_stages)):
@@ -182,7 +182,7 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
     if not named:
         held.pop(run.manifest.lead, None)
     for former in run.manifest.former_leads or ():
-        held.pop(former, None)  # a former lead must learn that it was replaced, so it does not lead again
+        held.pop(former, None)  # as the lead, it would be a trainer again, and never learn that it was replaced
     num_stages = len(run.rosters)
     chosen = choose_standby_lead(held, named, num_stages, run.sound_version)
     if chosen is None and named and not is_last and await alive_among(transport, named, timeout=timeout):

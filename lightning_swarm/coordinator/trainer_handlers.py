@@ -85,7 +85,7 @@ class TrainerHandlers:
         self.membership = TrainerMembership(context, lease_expiry, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
-        """Begin to answer. Calls start tasks, so these must have an owner by now: trainers may be calling already."""
+        """Begin to answer. The context's task owner must run already, because trainers' calls start tasks at once."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
         self.lead.heard()
         transport.handle_call(CHANGE, self._handle_change)
@@ -157,7 +157,8 @@ class TrainerHandlers:
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
             return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
-        if caller in state.open.without:  # the record waits for the lead's hyperparameters, which come with this wait
+        if caller in state.open.without:
+            # Its own server is excluded. If it is the lead, its request for the record brings the hyperparameters.
             return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
         if not await self._changes.until(lambda: not self._run.lacks_model(caller)):
             return encode(GrantReply(wait=WaitForRecord(step=None)))
@@ -187,7 +188,7 @@ class TrainerHandlers:
         self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
-        """Grant a place for a trainer's next batch, if the trainer knows that this step or the next one is open."""
+        """Grant a place for a trainer's next batch, if it knows the open step: the ended batch's, or the next."""
         # The lead may validate before it uses this place, so the grant permits no record.
         if request.following is None or self._is_excluded(caller):
             return None

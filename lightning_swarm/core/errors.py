@@ -1,4 +1,4 @@
-"""Every exception of the package, in one tree.
+"""The exceptions that cross module borders, in one tree.
 
 ::
 
@@ -8,7 +8,7 @@
     ├── StageError           the user's own blocks (or a gradient through them) raised on every server of a stage
     │   └── OutOfMemory      no server of a stage has memory for a single microbatch, even with nothing else in memory
     ├── StepError            a step could not be decided; the weights stay at the version of the last record
-    │   ├── StageLost        a stage had no server for too long
+    │   ├── StageLost        a stage has no server left that can come back, or none came back in time
     │   ├── Replaced         the run continues with another lead, because this one was silent for too long
     │   ├── LeftOut          the run continues without this trainer, which was silent for too long
     │   ├── WentBack         the run rolls back to a snapshot, and this trainer with it
@@ -29,6 +29,7 @@
         ├── Unconfirmed      the state of a stage that a peer sent differs from that of the stage's other servers
         ├── TicketGone       the peer no longer holds (or never held) the tensor
         │   └── GradientGone the peer no longer holds the gradient from which a backward starts
+        ├── SessionLost      the peer lacks steps of an inference session: send them again
         ├── AdapterMissing   the peer does not have, or no longer has, the adapter that a call names: send it
         ├── GraphGone        the peer does not have, or no longer has, the forward of a backward: call it again
         ├── InputMissing     the input of a call never came: a fault of its sender or of the link
@@ -52,7 +53,7 @@ class ConfigError(SwarmError, ValueError):
 
     @staticmethod
     def like(kind: type[Exception], text: str) -> ConfigError:
-        """Return a `ConfigError` that is a `kind`, too, so that code which expects Python's own error catches it."""
+        """Return a `ConfigError` that is a `kind`, too, so that code which expects a `kind` catches it."""
         error: ConfigError = _also(kind)(text)
         return error
 
@@ -79,7 +80,7 @@ class StepError(SwarmError):
 
 
 class StageLost(StepError):
-    """A stage has had no server for as long as the swarm may wait. The run can continue from a checkpoint."""
+    """A stage has no server left that can come back, or none came back in time. Continue from a checkpoint."""
 
 
 class LeftOut(StepError):
@@ -180,7 +181,7 @@ class AdapterMissing(PeerError):
 
 
 class GraphGone(PeerError):
-    """The peer no longer has the graph for a backward. Call the forward again, on any server of the stage."""
+    """The peer has no graph for a backward (any more). Call the forward again, on any server of the stage."""
 
 
 class InputMissing(PeerError):
@@ -195,7 +196,7 @@ class NotCoordinator(PeerError):
     """The peer does not coordinate the run, or no longer does. This is not a fault: ask the coordinator."""
 
 
-# A peer raises `LeftOut`, `WentBack` and `FalseWorkCounted` only itself, and never receives them from another peer.
+# `LeftOut`, `WentBack` and `FalseWorkCounted` are raised only locally, so they are not read from a peer's answer.
 _BY_NAME: dict[str, type[SwarmError]] = {
     name: kind
     for name, kind in list(vars().items())

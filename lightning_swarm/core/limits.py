@@ -47,12 +47,12 @@ class Limits:
             audited run, snapshots are also at least ``3 / audit_share`` steps apart.
         snapshot_bytes: Bytes of snapshots that a server may keep in memory; the rest is in temporary files. It keeps
             two snapshots of each of its own stages, and two of each further stage that it was chosen to keep. All
-            servers together keep, twice, at most one copy of a stage for each server that holds it, and one more.
+            servers together keep at most two snapshots of a stage for each of its servers, and two more.
         revive_timeout: Seconds to wait for a stage without an answering server before the run rolls back, and for a
-            lead whose process does not answer before another peer that has data rolls back in its place.
+            lead whose process is silent. Then a peer that has data rolls the run back, and leads it.
         session_bytes: Bytes that a server may keep for inference sessions: caches of keys and values, and outputs to
             replay to a server that replaces another. Beyond this, it drops outputs first, then unused sessions. A
-            session that continues is recomputed: slower, never different.
+            dropped session that continues is recomputed: slower, never different.
         session_idle: Seconds without a step after which a server drops an inference session.
         step_tokens: Tokens, in all rows together, that one step of an inference session may bring to a server of a
             served model. A longer step is refused, because other sessions would wait for it too long; `generate`

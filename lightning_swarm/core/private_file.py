@@ -1,4 +1,7 @@
-"""Files that only this user may read (mode 0600), and that appear under their name only when complete."""
+"""Files that only this user may read (mode 0600), and that appear under their name only when complete.
+
+On file systems without hard links, `write_new` first creates an empty file.
+"""
 
 from __future__ import annotations
 

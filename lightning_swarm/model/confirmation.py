@@ -20,8 +20,9 @@ from lightning_swarm.protocol.run_state import RunState
 
 
 # The proof of the coordinator's server decides if it holds the stage, or else another keeper's. Without these, the
-# majority of the servers that answer decides. Servers that are gone do not count, because no stage could be read whose
-# other server has died. So a malicious majority of the remaining servers is accepted, and so is a stage's only server.
+# majority of the servers that answer decides. Servers that are gone do not count; otherwise, a stage whose other server
+# has died could not be read. So a malicious majority of the remaining servers is accepted, and so is a stage's only
+# server.
 @dataclass(frozen=True)
 class Confirmation:
     """Requests proofs from a stage's other servers that they have the state that one server sent."""

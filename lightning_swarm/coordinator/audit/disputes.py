@@ -23,8 +23,8 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import AuditFinding
 from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unpack_origins
 
-# Recent steps with refuted accusations by a server, before it is convicted. In a diverging step, the results of two
-# kinds of machines may be farther apart than in any other step.
+# Recent steps with refuted accusations by a server, before it is convicted. Some are tolerated, because in a diverging
+# step the results of two kinds of machines may be farther apart than ever before.
 MAX_REFUTED: Final = 5
 
 MAX_UNPROVEN: Final = 2  # unproven accusations of one server by another, before the coordinator audits instead
@@ -140,7 +140,7 @@ def compare(
         said: The claims.
         its: The auditor's findings.
         told: The sketch of the server's sum.
-        tolerance: Between machines of different kinds; None: the machines are of one kind, so all bits are equal.
+        tolerance: Between machines of different kinds; None: the machines are of one kind, so all bits must be equal.
     """
     if its.refused:
         return WorkComparison(frozenset({"refused"}))
@@ -167,7 +167,7 @@ class Accusation(Enum):
     """The coordinator's conclusion on an accusation, if its own computation cleared the accused."""
 
     FALSE = auto()  # no machine of its kind computes the auditor's results
-    REFUTED = auto()  # the results are farther off than honest machines' ever were, or differ in the last bits
+    REFUTED = auto()  # the auditor's results are farther off than an honest machine's, or differ in the last bits
     UNPROVEN = auto()  # the accused may have sent other inputs to the auditor than to the coordinator
 
 

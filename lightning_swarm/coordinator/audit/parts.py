@@ -156,12 +156,11 @@ class MeanAudit:
         found.parts.append(parts)
 
     def _doubtful(self, stage: _StageAnswers, audits: StepAudits | None) -> list[PeerId]:
-        """Choose the members whose sums are fetched, because nothing else verifies their reported projections."""
+        """Choose the members whose sums are fetched: an audited or screened sum might not be the averaged one."""
         index, answers = stage.index, stage.answers
         if self._run.manifest.stages[index].on_trainers or audits is None:
             return []
         drawn = {peer for peer in answers if Unit(index, peer) in audits.audited}
-        # A sum that was screened, or audited, might not be the one that was averaged.
         drawn |= audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
         return sorted(drawn - {self._servers.own})
 

@@ -35,7 +35,7 @@ class StepScreen:
         return found
 
     def screen_again(self, stage_index: int, sums: Mapping[PeerId, Sequence[float]]) -> set[PeerId]:
-        """Find the servers whose averaged sums differ from the sums that were screened."""
+        """Screen the sums as they were averaged; return the suspects, and servers with a sum but no claimed work."""
         shares = self._shares.get(stage_index, {})
         known = {peer: values for peer, values in sums.items() if peer in shares}
         idle = {peer for peer, values in known.items() if not shares[peer] and any(values)}

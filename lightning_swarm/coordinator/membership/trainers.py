@@ -147,7 +147,7 @@ class LeaseExpiry:
     async def _await_receipts(
         self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId
     ) -> str | None:
-        """Wait until all stages have the receipts, or the trainer is back: None. Else return a reason to strike."""
+        """Return None once all stages have the receipts, or the batch is not under way; else a reason to strike it."""
         pause_s = _FIRST_LOOK_S
         deadline = now_s() + self._timeout
         while first in step.under_way(trainer):

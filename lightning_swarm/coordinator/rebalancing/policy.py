@@ -35,7 +35,7 @@ class MoveCosts:
 
     move_s: Sequence[float]  # target stage -> seconds in which a mover computes nothing
     horizon_s: float  # mean duration of a gain, until the swarm changes; see `ChurnEstimate`
-    # Mean seconds lost by a change that hits the only server of a stage.
+    # Mean seconds lost by a change that concerns a stage's only server; most changes are harmless.
     lost_s: float = 0.0
 
 
@@ -79,9 +79,10 @@ class StageRates:
         scatter: float = SCATTER,
     ) -> None:
         """Add or replace a peer that serves a stage; `samples_per_s` is its rate at a stage of work 1."""
-        # It does not return to a stage in `left`, from which it moved since the last change of the swarm. Its rate
-        # changes with the work of its stage, so two peers could otherwise change places forever. `scatter` is the share
-        # by which its rate may be off; smaller gains would have peers move to and fro. In a large stage, errors cancel.
+        # It does not move to a stage in `left`: it left that stage since the last change of the swarm, or the stage is
+        # too large for it. Its rate changes with the work of its stage, so two peers could otherwise change places
+        # forever. `scatter` is the share by which its rate may be off; smaller gains would have peers move to and fro.
+        # In a large stage, errors cancel.
         self._enter(peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, left=left, scatter=scatter))
 
     def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
@@ -115,7 +116,7 @@ class StageRates:
         self.put(move.peer, move.target, before.samples_per_s, left=before.left, scatter=before.scatter)
 
     def may_go(self, peer: PeerId, stage: int) -> bool:
-        """Return whether a peer may move to a stage: it did not come from there."""
+        """Return whether a peer may move to a stage: the stage is not in the peer's `left` (see `put`)."""
         return stage not in self._where[peer].left
 
     def stage_of(self, peer: PeerId) -> int | None:
@@ -160,8 +161,8 @@ def stage_for(stages: StageRates) -> int:
 
 def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     """Plan the moves that pay, or none. No stage is left without a peer that serves it."""
-    # A pipeline is as fast as its slowest stage, so that stage gets a peer. The best move makes the slower of source
-    # and target fastest. Or the stage exchanges one of its own peers for a faster one. This is repeated until
+    # A pipeline is as fast as its slowest stage, so that stage gets a peer. The best move maximizes the rate of the
+    # slower of the two stages. Or the stage exchanges one of its own peers for a faster one. This is repeated until
     # nothing is gained. Of these moves, as many are made as pay, because a mover computes nothing during its download.
     # A move that costs the pipeline nothing is made even without a gain: with more even stages, the next loss of a
     # peer costs less.
@@ -283,7 +284,7 @@ class _MovePlan:
                     error = self._stages.error(taker)
                     if giver is not None:
                         # Of two peers to exchange, the faster one may only have less work at its own stage. A lone
-                        # mover gains something in any case.
+                        # mover speeds up its target stage in any case.
                         scatter = self._stages.work_scatter(source, target)
                         error = math.hypot(error, self._stages.error(giver), taken * scatter)
                     if error < more < spare and after > best_after:
@@ -320,8 +321,9 @@ _MANY: Final = 20  # peers per stage from which the fastest-first rule alone is 
 
 def best_rate(rates: Iterable[float], num_stages: int) -> float:
     """Return the rate of the slowest stage under an assignment of peers that is as good as can be found quickly."""
-    # Each peer goes to the slowest stage, the fastest peer first. Few peers then move as long as `plan` gains by it.
-    # Exact for equal peers; otherwise at least three quarters of the optimum, and nearly all with six peers a stage.
+    # Each peer goes to the slowest stage, the fastest peer first. If there are fewer than `_MANY` peers per stage, they
+    # then move as long as `plan` gains by it. Exact for equal peers; otherwise at least three quarters of the optimum,
+    # and nearly all with six peers a stage.
     # Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
     ordered = sorted(rates, reverse=True)
     if ordered and ordered[0] == ordered[-1]:

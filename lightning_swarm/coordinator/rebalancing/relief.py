@@ -20,8 +20,9 @@ def plan_relief(
 ) -> tuple[list[Move], list[StageRelease]]:
     """Plan which servers move to another stage, and which give up one of several.
 
-    A server moves only to a stage of at most as many bytes, and to none that was too large for it. A stage keeps a
-    server that has memory for it. If no move is left, the server stays; it leaves the run by itself.
+    A server moves only to a stage of at most as many bytes, and to none that was too large for it. If every server of a
+    stage lacks memory, none leaves. If no stage is left for a server, no move is planned, and it leaves the run by
+    itself.
 
     Args:
         rosters: The servers of each stage.

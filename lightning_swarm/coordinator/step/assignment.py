@@ -117,7 +117,7 @@ def choose_besides(
     """Choose an additional batch for a waiting trainer, among the `free` batches before its own.
 
     First come `unattended` batches, whose own trainers are gone or will not bring them. Next comes the last batch of
-    a slower trainer's lane, if that trainer would complete it later. Once the patience ends, any free batch comes.
+    a slower trainer's lane, if that trainer would complete it later. Once the patience ends, the first of them comes.
     """
     before = [one for one in free if one < waiting.batch]
     for number in before:

@@ -59,7 +59,10 @@ class LeaseTable:
         self._warned_slow: set[PeerId] = set()
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
-        """Grant a place in the open step, or return the record to wait for; raise ProtocolError on a false request."""
+        """Grant a place in the open step, or return the record to wait for.
+
+        Raises ProtocolError if the request does not fit the step.
+        """
         if self._is_beyond(step):
             return GrantReply(over=True)
         if request.step < step.step:  # before it gets a reserved place, it must know the record of the step before
@@ -122,7 +125,8 @@ class LeaseTable:
     # ------------------------------------------------------------------ numbered batches
 
     # The data order decides which batches a step takes, and a trainer asks with the number of the batch that it has
-    # read. A waiting trainer also brings batches from the lanes of trainers that are gone or late.
+    # read. A lane is every n-th batch of an epoch, and each of the n trainers has one (`lanes_of`). A waiting trainer
+    # also brings batches from the lanes of trainers that are gone or late.
 
     def batch_ended(self, trainer: PeerId) -> None:
         """Record the duration of a trainer's batch, which is complete or withdrawn."""

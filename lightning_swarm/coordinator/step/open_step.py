@@ -80,7 +80,7 @@ class OpenStep:
 
     @property
     def closing(self) -> bool:
-        """Return whether nothing more is granted."""
+        """True if nothing more is granted. The message `Closing` has the contents of the closed step."""
         return self._is_full() or self.close_asked or self.sealed
 
     def _is_full(self, without: Collection[int] = ()) -> bool:
@@ -134,7 +134,7 @@ class OpenStep:
 
     def _places_again(self) -> int:
         """Return the offset of a place that is granted again."""
-        # Servers may have dropped everything under the former name. Random draws do not depend on the offset.
+        # Servers may have dropped everything at the former place. Random draws do not depend on the offset.
         self._num_again += 1
         return ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
 
@@ -166,7 +166,7 @@ class OpenStep:
         """
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
-        # This coordinator's first places begin there, and no former coordinator's places reach so far.
+        # If reports were missing, this coordinator's places begin there, above all former coordinators' places.
         if end > ((self.first_lease >> 32) + 1) << 32:
             return
         if grant.weight != self._weight(request.num_samples) or self._has_other_size(grant.batch, request.num_samples):
@@ -293,7 +293,7 @@ class OpenStep:
         return not self._struck.isdisjoint(leases)
 
     def begin_anew(self) -> None:
-        """Restart the places of an unordered step that lost all batches, so that new batches draw the same numbers."""
+        """Restart the places of an unordered step that lost all batches, so that new ones repeat the random draws."""
         if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:
             self.skip_to(self._places_again())
 
@@ -374,12 +374,12 @@ class OpenStep:
 
 
 def logs_of_others(batches: Collection[tuple[PeerId, Sequence[LoggedValue]]], lead: PeerId) -> list[LoggedValue]:
-    """Combine the values that trainers other than the lead logged in a step, limited to the most common names."""
+    """Combine the values that trainers other than the lead logged in a step, of at most `MAX_LOGS` names."""
     loggers: dict[str, set[PeerId]] = {}
     for trainer, logs in batches:
         for one in logs:
             loggers.setdefault(one.name, set()).add(trainer)
-    # Trainers of one script log the same names, so a name that only one trainer logs is omitted first.
+    # The lead's names come first, then the most common. Trainers of one script log the same names.
     ranked = sorted(loggers, key=lambda name: (lead in loggers[name], len(loggers[name])), reverse=True)
     chosen = set(ranked[:MAX_LOGS])
     return fold(one for trainer, logs in batches if trainer != lead for one in logs if one.name in chosen)

@@ -124,11 +124,11 @@ class SumReconciliation:
         self.convicted = context.audit_memory.convicted
         for peer in self.convicted.keys() - {*run.convicted, *(run.keepers or ())}:
             self.step_servers.lose(peer, ProtocolError(self.convicted[peer]))
-        self._tainted: set[int] = set()  # places of batches that went through excluded servers with false work
+        self._tainted: set[int] = set()  # places of batches that passed servers with false work or wrong weights
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # peer -> stage -> load, once closed
 
     def are_of(self, step: OpenStep) -> bool:
-        """Return whether these are the sums of this very step, not of an equal number in an earlier generation."""
+        """Return whether these are the sums of this step, not of an earlier generation's step with the same number."""
         return self._step is step
 
     async def close(self) -> ReconciledStep | None:

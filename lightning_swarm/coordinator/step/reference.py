@@ -35,14 +35,14 @@ class WeightsDiffer(StepError):
 
 
 def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
-    """Return whether replicas of a stage differ, or, with `tied` weights, the copies in different stages."""
+    """Return whether replicas of a stage differ or, if weights are `tied`, shared weights of different stages."""
     return any(map(_differs, ledgers)) or (tied and bool(_contradicting(ledgers, (), ())))
 
 
 def choose_left_out(
     ledgers: Ledgers, *, guests: Collection[PeerId] = (), right: Sequence[PeerId] = (), tied: bool = False
 ) -> dict[PeerId, WeightsDiffer]:
-    """Choose the servers of one stage to exclude; empty only if no replicas differ.
+    """Choose servers to exclude: of one stage whose replicas differ, else of stages whose `tied` weights differ.
 
     Args:
         ledgers: Ledgers of all stages, with a hash of each tensor if errors shall name the tensors.
@@ -85,7 +85,7 @@ class _Choice:
     """The reference of one stage, and the reason for it."""
 
     stage: int
-    kept: Member  # the oldest server of the reference
+    kept: Member  # the reference's trusted server, else its oldest
     whose: str
     is_tie: bool = False
 
@@ -144,7 +144,7 @@ def _counted(stage: _Stage, guests: Collection[PeerId]) -> list[Member]:
 
 
 def _num_confirming(index: int, member: Member, ledgers: Ledgers) -> int:
-    """Count the servers of other stages whose copies of shared weights equal a server's."""
+    """Count the servers of other stages whose shared weights equal a server's."""
     own = ledgers[index][member].report.tied or {}
     return sum(
         _agree(own, ledger.report.tied or {})
@@ -163,7 +163,7 @@ def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
 def _contradicting(
     ledgers: Ledgers, guests: Collection[PeerId], right: Sequence[PeerId]
 ) -> dict[PeerId, WeightsDiffer]:
-    """Find the servers of stages whose shared weights differ from another stage's, if no stage's replicas differ."""
+    """Find servers of stages whose shared weights contradict a higher-ranked stage, if no stage's replicas differ."""
     tied = [next((one.report.tied or {} for one in stage.values()), {}) for stage in ledgers]
     counted = [len(_counted(stage, guests)) for stage in ledgers]
 

@@ -65,7 +65,7 @@ class ReplayRounds:
 
     def barred(self, first: int, rosters: Sequence[Sequence[Member]]) -> set[PeerId]:
         """Return the servers that must not hold the missing microbatches of a batch."""
-        # If a server lacks a replay, either it or the trainer is false, so another server is tried, if there is one.
+        # If a server lacks a replay, its report or the trainer's is false, so another server is tried, if there is one.
         lacking = {peer for receipt, peers in self._unfilled.items() if receipt[0] == first for peer in peers}
         others = [{member.peer_id for member in roster} for roster in rosters]
         kept = set[PeerId]().union(*(roster for roster in others if roster <= lacking))
@@ -104,7 +104,7 @@ class ReplayRounds:
         request = ReplayRequest(generation=self._generation, step=self._step.step, work=work, avoid=sorted(gone))
         try:
             reply = await self._servers.replay(trainer, request)
-        except (PeerError, ProtocolError) as error:  # anything else is a bug there
+        except (PeerError, ProtocolError) as error:  # any other error is a bug in the trainer's handler
             self._failures[trainer] = 1 if came else self._failures[trainer] + 1
             is_silent = isinstance(error, DeadlineExceeded) and not came
             self._silences[trainer] = self._silences[trainer] + 1 if is_silent else 0
