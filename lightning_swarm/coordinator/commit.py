@@ -400,7 +400,7 @@ class StepCommit:
             )
             return add_up(squared_norm for _, _, squared_norm in parts)
         for task in listening:
-            task.cancel()  # a failed round does not count as missed
+            task.cancel()  # joiners miss nothing by a failed round
         self._blame(sums.step_servers, closing, failed, answered)
         return None
 

@@ -1,9 +1,9 @@
 """Deciding a record: a majority of the previous record's voters accepted it under one term.
 
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
-voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a server can
-apply a record only with its round's. So before a new coordinator averages a round of its own, a majority notes that
-proposals of lower terms for the slot are dead, even if accepted.
+voters stay the same. Beyond it: a *fence*. A record can be applied only with the mean gradients of its own round, and
+servers hold the gradients of one round only. So before a new coordinator averages a round of its own, a majority notes
+that proposals of lower terms for the slot are dead, even if accepted.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Voter:
         return max(self.term[0], self._reached) + MAX_STEP
 
     def _hurries(self, term: Term) -> bool:
-        """Return whether a term's number is too far above known numbers, or its candidate has had too many terms."""
+        """Return whether a term's number is too far above known numbers, or its candidate had too many terms lately."""
         if term == self.term:
             return False
         # A new term may abort another candidate's election. If one voter alone knows a high number, other voters need
@@ -118,7 +118,7 @@ class Voter:
         return term != self.term and term[0] <= self.term[0]
 
     def _is_decided(self, slot: Slot) -> bool:
-        """Return whether a later slot has a proposal, or two have fences; both come only after a slot is decided."""
+        """Return whether a later slot has a proposal, or two later slots have fences: either proves a decision."""
         # One fence proves nothing, because its proposer may be a slot ahead of this voter, or malicious.
         is_fenced = len(self._fences) > 1 and slot < self._fences[0][0]
         return is_fenced or any(slot < later for later in self._accepted)

@@ -228,7 +228,7 @@ class Leadership:
         )
 
     async def _may_succeed(self, candidate: PeerId) -> bool:
-        """Return whether this voter may promise a candidate its vote: the coordinator is gone, or hands over."""
+        """Return whether this voter may promise anything to a candidate: the coordinator is gone, or hands over."""
         run = self._membership.running
         if self._leads:
             return self._successor == candidate
@@ -271,7 +271,7 @@ class Leadership:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
 
     def _is_beginning(self, run: RunState, error: SwarmError) -> bool:
-        """Return whether the run only begins, and its coordinator was not admitted yet."""
+        """Return whether the run has only begun, and its coordinator was not admitted yet."""
         return isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < self._waits_until_s
 
     async def _handle_pull(self, caller: PeerId, body: bytes) -> bytes:
@@ -454,7 +454,7 @@ class Leadership:
             await self._step_down()
 
     async def _lead(self, run: RunState, term: Term, accepted: Record | None) -> None:
-        """Announce to all servers, itself first, that this server coordinates. Any server passes it on to the rest."""
+        """Announce to all servers, itself first, that this server coordinates. Others may learn it from any server."""
         await self._follow_term(run, term)
         self._leads = True
         newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]

@@ -115,7 +115,7 @@ class WeightVersions:
     def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions]) -> None:
         """Begin a version with the present weights; only parameters in `names` may change before the next version.
 
-        `elsewhere` has the versions of other stages here that share some of these parameters, and have begun it.
+        `elsewhere` has the versions of other stages here that share some of these parameters, and have begun theirs.
         """
         self._spare.update(self._before)
         self._before, self._elsewhere = {}, {}

@@ -288,7 +288,7 @@ class SwarmOptimization:
         return closing
 
     def _next_grant(self, batch: LoopBatch, *, ends: bool) -> NextGrant:
-        """Request the next batch's grant, too, unless that batch is the epoch's last, which may be smaller."""
+        """Return the request for a next grant; empty if the next batch may be smaller, or the loss scale adapts."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         is_last = epoch_loop.batch_progress.current.ready + 1 >= self.trainer.num_training_batches
         if is_last or self._scale.adapts:
@@ -354,7 +354,7 @@ class SwarmOptimization:
         self._schedulers.restart()
 
     def _begin(self, batch: LoopBatch) -> int | None:
-        """Get a lease, training orphaned batches meanwhile. Returns None if another trainer has this batch."""
+        """Get a lease, training orphaned batches meanwhile; None if another trainer has this batch, or will have it."""
         while not self._leaves():
             try:
                 grant = self._session.begin_batch(

@@ -445,7 +445,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         self._checkpoints.load_optimizer(checkpoint, super().load_optimizer_state_dict)
 
     def paused_access(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, do not treat uses of the module's weights as user code's."""
+        """Return a context in which uses of the module's weights do not count as user code's."""
         return contextlib.nullcontext() if self._access is None else self._access.paused()
 
     # ------------------------------------------------------------------ ending
@@ -482,7 +482,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @property
     def local_processes(self) -> list[int]:
-        """Ids of the processes that were started for this machine's other peers, without those found dead."""
+        """Ids of the processes that were started for this machine's other peers, without processes found dead."""
         return self._swarm_launcher.processes if self._swarm_launcher is not None else []
 
     def status(self) -> SwarmStatus:

@@ -137,11 +137,11 @@ class StageRouter:
         self._unmeasured = PeerHeap()  # place: forwards under way
         self._banned = PeerHeap()  # place: seconds of its remaining work
         self._retries = PeerHeap()  # measured peers; place: when they are tried again
-        self._given_s = 0.0  # seconds assigned per peer: a clock that stops while nothing is trained
+        self._given_s = 0.0  # mean seconds assigned to a peer: a clock that stops while nothing is trained
         self._ban_ends: list[tuple[float, PeerId]] = []  # heap of (end, peer); a lifted ban stays in it and is ignored
         self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
         self._newest_num_samples = 0  # size of the newest routed microbatch
-        self._is_known = False  # slow peers have shown themselves
+        self._is_known = False  # it has shown which peers are slow
         # Sum over all measured peers. Exact, because a sum of floats would keep the rounding error of a large rate.
         self._sum_of_rates = Fraction()
         self._num_measured = 0

@@ -110,7 +110,7 @@ class LeaseTable:
         self._idle = {}
         lead = self._run.manifest.lead
         # The lead comes first, so that it waits for one record only. But if one batch fills a step, trainers take
-        # turns, because the lead would always get the only place.
+        # turns; otherwise, the lead would always get the only place.
         waiting = sorted(self._waiting.items(), key=lambda item: item[0] != lead or self._fills(item[1]))
         self._waiting, self._reserved = {}, {}
         for trainer, request in () if self._is_beyond(step) else waiting:
