@@ -136,4 +136,4 @@ def test_a_run_that_goes_back_to_a_snapshot_forgives_nobody(monkeypatch: pytest.
         assert run.manifest.convicted == [Conviction(peer=CONVICTED, reason=REASON)]
         assert run.convicted == {CONVICTED: REASON}
         assert run.keepers == ["peer-0"]
-    assert f"peer-1 was: {REASON}" in last.refusal
+    assert f"peer-1 was convicted: {REASON}" in last.refusal
