@@ -84,13 +84,13 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
             marks=feature(
                 "`WeightAveraging`",
                 WORKS,
-                "with one trainer; the weights are gathered for each update, and sent out to validate",
+                "with one trainer; each update gathers the weights, and validation sends the averages to the servers",
             ),
         ),
         pytest.param(
             ema,
             marks=feature(
-                "`EMAWeightAveraging`", WORKS, "with one trainer; `update_every_n_steps` decides what travels"
+                "`EMAWeightAveraging`", WORKS, "with one trainer; `update_every_n_steps` sets how often weights travel"
             ),
         ),
         pytest.param(
@@ -142,7 +142,7 @@ def test_resuming(make: Any, first: Any, then: Any, tmp_path: Path) -> None:
 @feature(
     "`EarlyStopping`, `EMAWeightAveraging` and `ModelCheckpoint` together",
     WORKS,
-    "their states go from a swarm to a plain Trainer and back",
+    "their states move from a swarm to a plain Trainer and back",
 )
 def test_round_trip(tmp_path: Path) -> None:
     """What stops the third run is what the first two have counted."""
@@ -187,8 +187,9 @@ def test_round_trip(tmp_path: Path) -> None:
 @feature(
     "averages of a module in float32 with `precision='64-true'`",
     WORKS,
-    "Lightning makes them before it converts the module, so they are in float32, and each validation passes what is "
-    "trained through them, and so rounds it; `self.double()` in `__init__` averages in float64",
+    "Lightning creates them in float32, before it converts the module. Each validation passes the trained "
+    "weights through them, and so rounds these weights. With `self.double()` in `__init__`, averages are in "
+    "float64",
 )
 def test_averages_in_float32(validates: bool) -> None:
     make, validation = (Evaluated, [loader(digits(), 20)]) if validates else (Trained, [])

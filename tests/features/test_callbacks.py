@@ -53,7 +53,9 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
     assert len(set(rates)) == STEPS
 
 
-@feature("`DeviceStatsMonitor`", WORKS, "of the trainer's machine; `cpu_stats=True` needs psutil, as in Lightning")
+@feature(
+    "`DeviceStatsMonitor`", WORKS, "monitors the trainer's machine; `cpu_stats=True` needs psutil, as in Lightning"
+)
 def test_device_stats_monitor(tmp_path: Path) -> None:
     fit_both(
         made={
@@ -68,7 +70,7 @@ def test_device_stats_monitor(tmp_path: Path) -> None:
     assert len([row for row in plain if "DeviceStatsMonitor.on_train_batch_end/cpu_percent" in row]) == 3
 
 
-@feature("`ThroughputMonitor`", WORKS, "of the trainer: all samples, its own device's FLOPs")
+@feature("`ThroughputMonitor`", WORKS, "on the trainer: counts all samples, and the FLOPs of its own device")
 def test_throughput_monitor(tmp_path: Path) -> None:
     class Counted(DigitsMLP):
         flops_per_batch = 1000
@@ -138,8 +140,8 @@ def test_progress_bars(make: Callable[[], L.Callback], shown: str, capsys: pytes
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(callbacks.ModelSummary, marks=feature("`ModelSummary`", WORKS, "of the whole model")),
-        pytest.param(callbacks.RichModelSummary, marks=feature("`RichModelSummary`", WORKS, "of the whole model")),
+        pytest.param(callbacks.ModelSummary, marks=feature("`ModelSummary`", WORKS, "covers the whole model")),
+        pytest.param(callbacks.RichModelSummary, marks=feature("`RichModelSummary`", WORKS, "covers the whole model")),
     ],
 )
 def test_summaries(make: Callable[[], L.Callback], capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
@@ -267,8 +269,8 @@ class Tunable(DigitsMLP):
 @feature(
     "`Tuner.lr_find`",
     WORKS,
-    "with one trainer; the run returns to where the trial began: the losses of the trial, its suggestion and all later "
-    "steps are the same",
+    "with one trainer; the run returns to the start of the trial. The losses of the trial, its suggestion and "
+    "all later steps are the plain Trainer's",
 )
 def test_lr_find(tmp_path: Path) -> None:
     found = []
@@ -329,7 +331,7 @@ def assert_same_rates(make: Callable[[], Any], folder: Path, *, num_restarts: in
     return both.plain.learning_rates, plain
 
 
-@feature("`LearningRateFinder`", WORKS, "as `Tuner.lr_find`")
+@feature("`LearningRateFinder`", WORKS, "as for `Tuner.lr_find`")
 def test_finding_a_rate(tmp_path: Path) -> None:
     rates, finder = assert_same_rates(
         lambda: callbacks.LearningRateFinder(num_training_steps=20), tmp_path, num_restarts=1
@@ -338,7 +340,7 @@ def test_finding_a_rate(tmp_path: Path) -> None:
     assert finder.suggestion() != 1e-3
 
 
-@feature("`LearningRateFinder` at the beginning of an epoch", WORKS, "in Lightning 2.6 its trial has one step then")
+@feature("`LearningRateFinder` at the beginning of an epoch", WORKS, "in Lightning 2.6, the trial then has one step")
 def test_finding_rates_again(tmp_path: Path) -> None:
     _, finder = assert_same_rates(lambda: FindsAgain(1), tmp_path, num_restarts=1)
     assert finder.results["loss"]

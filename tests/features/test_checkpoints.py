@@ -59,7 +59,7 @@ def test_by_metric(tmp_path: Path) -> None:
 @feature(
     "`ModelCheckpoint(every_n_train_steps=...)`",
     WORKS,
-    "in the swarm's steps; with several trainers, those that end with the lead's batch",
+    "counts the swarm's steps; with several trainers, saves at steps that end with a batch of the lead",
 )
 def test_every_n_steps(tmp_path: Path) -> None:
     save = {"filename": "{step}", "every_n_train_steps": 3, "save_top_k": -1}
@@ -100,7 +100,7 @@ def test_on_exception(tmp_path: Path) -> None:
 @feature(
     "files are written atomically",
     WORKS,
-    "Lightning's own `CheckpointIO` does it: a file that was cut off in writing never has the name of a whole one",
+    "Lightning's own `CheckpointIO` ensures that a partly written file never has the name of a complete file",
 )
 def test_atomic_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file.ckpt"
@@ -129,10 +129,10 @@ def test_atomic_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @feature(
-    "files of `ModelCheckpoint` are written while training goes on",
+    "files of `ModelCheckpoint` are written while training continues",
     WORKS,
-    "weights are gathered before; training waits where a hook of your own comes next, a logger looks at the files, "
-    "with `save_last='link'`, or with `plugins=[TorchCheckpointIO()]`",
+    "weights are gathered first. Training waits for the file if a hook of your own comes next, if a logger "
+    "reads the files, with `save_last='link'`, or with `plugins=[TorchCheckpointIO()]`",
 )
 def test_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, save = threading.Event(), TorchCheckpointIO.save_checkpoint
@@ -168,7 +168,7 @@ def saved_by_swarm(folder: Path, *, every_n_train_steps: int, callbacks: list[L.
 @feature(
     "`Trainer(plugins=[AsyncCheckpointIO()])`",
     WORKS,
-    "all files are written while training goes on, as Lightning does it",
+    "all files are written while training continues, as in plain Lightning",
 )
 def test_writing_meanwhile(tmp_path: Path) -> None:
     goes_on, steps = threading.Event(), []
@@ -300,7 +300,7 @@ def test_resuming(first: Any, then: Any, tmp_path: Path) -> None:
 @feature(
     "a folder to which each server writes its part: `SwarmStrategy(state_dict_type='sharded')`",
     WORKS,
-    "as `FSDPStrategy` has it; a plain Trainer goes on from it after `lightning-swarm export`: "
+    "as with `FSDPStrategy`; a plain Trainer can resume from it after `lightning-swarm export`: "
     "[checkpoints.md](checkpoints.md)",
 )
 def test_sharded(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ class Halved(Trained):
         return {name: value / 2.0 for name, value in super().state_dict(*args, **kwargs).items()}
 
 
-@feature("a `state_dict` of one's own, or hooks of it: other names, or tensors made of the module's", WORKS)
+@feature("a custom `state_dict`, or hooks on it: other names, or tensors computed from the module's tensors", WORKS)
 @pytest.mark.parametrize("model", [Renamed, Halved])
 def test_own_state_dict(model: type[Trained], tmp_path: Path) -> None:
     save = {"filename": "{step}", "every_n_train_steps": 3, "save_top_k": -1}

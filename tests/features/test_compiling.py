@@ -76,7 +76,7 @@ def compiled_runs(make_module: Callable[[], Any], data: Any, **options: Any) -> 
 @feature(
     "`trainer.fit(torch.compile(module, ...))`",
     WORKS,
-    "each stage is compiled where it is computed, with the options given; the trainer's own hooks are not",
+    "each stage is compiled where it is computed, with the given options; the trainer's own hooks are not compiled",
 )
 @pytest.mark.parametrize(
     ("make_module", "data"), [(Trained, digits), (TinyGPTWithLosses, sentences)], ids=["digits", "gpt"]
@@ -101,7 +101,7 @@ class CompiledImages(Images):
         self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
 
 
-@feature("compiled layers, in a model that is not cut", WORKS)
+@feature("compiled layers in an uncut model", WORKS)
 @pytest.mark.parametrize("model", [CompiledBranches, CompiledImages])
 def test_compiled_layers(model: type[Net]) -> None:
     """The last batch of an epoch is smaller, and compiled anew."""
@@ -110,9 +110,9 @@ def test_compiled_layers(model: type[Net]) -> None:
 
 
 @feature(
-    "`trainer.fit(torch.compile(module, ...))` of a model that is not cut",
+    "`trainer.fit(torch.compile(module, ...))` of an uncut model",
     PARTLY,
-    "on one device without a swarm; else a warning says that it runs uncompiled. Compile its layers",
+    "works on one device without a swarm; otherwise it runs uncompiled, with a warning. Compile its layers instead",
 )
 def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
@@ -128,7 +128,7 @@ def test_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @feature(
     "dropout in compiled stages",
     WORKS,
-    "keyed by microbatch as ever, also when computed again; `inductor` draws other masks than eager code does",
+    "keyed by microbatch, also when recomputed; `inductor` draws different masks than eager code",
 )
 def test_dropout_in_compiled_stages() -> None:
     def make() -> DigitsMLP:
@@ -165,7 +165,7 @@ class CompilesItsBlocks(TinyGPT):
 @feature(
     "`block.compile()` and `torch.compile(block)` in `configure_model`",
     WORKS,
-    "the state dict has the names that it has with the plain Trainer",
+    "the state dict has the same names as with the plain Trainer",
 )
 def test_compiled_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Counting()
@@ -223,7 +223,7 @@ def test_evaluating_compiled_stages() -> None:
     assert backend.ran["forward"] > 0
 
 
-@feature("`torch.compile` with an older torch", REFUSED, "where nothing would be compiled under a dispatch mode")
+@feature("`torch.compile` with an older torch", REFUSED, "if that version compiles nothing under a dispatch mode")
 def test_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.utils._python_dispatch.TorchDispatchMode, "ignore_compile_internals")
     _, trainer = trainers(max_steps=1)

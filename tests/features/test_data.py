@@ -55,7 +55,7 @@ class OnBoth(DigitsMLP):
 @feature(
     "several training datasets: a dict of loaders, `CombinedLoader`",
     WORKS,
-    "each part goes through the pipeline by a call of its own",
+    "each part goes through the pipeline in a separate call",
 )
 @pytest.mark.parametrize(("mode", "batches"), [("min_size", 7), ("max_size_cycle", 11), ("max_size", 11)])
 def test_combined_loaders(mode: Any, batches: int) -> None:

@@ -61,7 +61,7 @@ def reselections(run: SwarmRun) -> dict[int, int]:
 
 
 @pytest.mark.first_cells(1)
-@feature("`BackboneFinetuning`", WORKS, "the weights are gathered in the trainer's module at each epoch's start")
+@feature("`BackboneFinetuning`", WORKS, "the weights are gathered in the trainer's module at the start of each epoch")
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_backbone_finetuning(num_stages: int) -> None:
     both = fit_both(Backbone, made={"callbacks": unfreezing}, max_epochs=4, swarm={"num_stages": num_stages})
@@ -102,7 +102,7 @@ def in_phases(_: str = "") -> list[L.Callback]:
 
 
 @pytest.mark.first_cells(1)
-@feature("`BaseFinetuning`", WORKS, "the servers learn at the beginning of a step which parameters train")
+@feature("`BaseFinetuning`", WORKS, "servers are notified of the trained parameters when a step begins")
 @pytest.mark.parametrize("options", [{}, {"num_stages": 3, "num_servers": 6}, {"role": "trainer"}])
 def test_phases(options: dict[str, Any]) -> None:
     both = fit_both(Filtered, made={"callbacks": in_phases}, max_epochs=5, gradient_clip_val=0.5, swarm=options)
@@ -121,7 +121,7 @@ class Alternating(Filtered):
         self.net[0].requires_grad_(self.current_epoch != 2)
 
 
-@feature("`requires_grad` changed in hooks", WORKS, "where a step begins; in mid-step it is refused")
+@feature("`requires_grad` changed in hooks", WORKS, "applies when a step begins; refused in mid-step")
 def test_frozen_for_an_epoch() -> None:
     both = fit_both(Alternating, max_epochs=4)
     assert reselections(both.swarm) == {EPOCH: 1, 2 * EPOCH: 1, 3 * EPOCH: 1}

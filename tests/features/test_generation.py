@@ -31,10 +31,10 @@ def texts(run: Run) -> list[Tensor]:
 
 
 @feature(
-    "`model.generate()` of Hugging Face in a hook, with its cache of keys and values",
+    "Hugging Face's `model.generate()` in a hook, with its cache of keys and values",
     WORKS,
-    "greedy, sampled, beams, padded batches, several texts a prompt, prompt lookup; keys and values stay at the "
-    "servers, and a server that dies changes no token ([inference](inference.md))",
+    "greedy, sampled, beams, padded batches, several texts per prompt, prompt lookup. Keys and values stay on "
+    "the servers, and a server that dies changes no token ([inference](inference.md))",
 )
 def test_generate_in_a_hook() -> None:
     make = partial(made, "llama", "beams", Writing)
@@ -68,7 +68,7 @@ class Letters:
 
 
 @feature(
-    "`SampleText`: texts while the model trains, in TensorBoard, Weights & Biases or a CSV file",
+    "`SampleText`: generated texts during training, in TensorBoard, Weights & Biases or a CSV file",
     WORKS,
     "generated through the stages; the training curve is the same with and without it",
 )
@@ -140,7 +140,7 @@ class Filled(Misused):
 @feature(
     "caches of keys and values in training, or with gradients",
     REFUSED,
-    "Hugging Face models make one by themselves: pass `use_cache=False` there",
+    "Hugging Face models create a cache by default; pass `use_cache=False` there",
 )
 @pytest.mark.parametrize("kind", [WithGradients, Trained])
 def test_caches_with_gradients(kind: type[Quiet]) -> None:
@@ -151,7 +151,7 @@ def test_caches_with_gradients(kind: type[Quiet]) -> None:
 @feature(
     "static, quantized and offloaded caches, and caches that were filled elsewhere",
     REFUSED,
-    "take the default cache, a new one for each text",
+    "use the default cache, and a new cache for each text",
 )
 @pytest.mark.parametrize(
     ("kind", "refusal"),
@@ -165,7 +165,7 @@ def test_other_caches(kind: type[Quiet], refusal: str) -> None:
 @feature(
     "generating text in train mode with gradient checkpointing",
     REFUSED,
-    "Hugging Face's checkpointed blocks use no cache: generate under `model.eval()`",
+    "Hugging Face's checkpointed blocks use no cache; generate under `model.eval()`",
 )
 def test_checkpointed_blocks_in_train_mode() -> None:
     with pytest.raises(ConfigError, match="blocks with gradient checkpointing have no cache in train mode"):

@@ -90,7 +90,9 @@ def frozen_attack(self: Free, images: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.first_cells(1)
-@feature("`torch.autograd.grad` by the pipeline's input: adversarial training, saliency, a Jacobian", WORKS)
+@feature(
+    "`torch.autograd.grad` with respect to the pipeline's input: adversarial training, saliency, a Jacobian", WORKS
+)
 @pytest.mark.parametrize("loss", [adversarial, virtual_adversarial, several_of_one_call, jacobian])
 def test_gradients_by_the_input(loss: Loss) -> None:
     both = fit_both(lambda: Free(loss), max_steps=STEPS, swarm={"num_servers": 4})
@@ -98,9 +100,9 @@ def test_gradients_by_the_input(loss: Loss) -> None:
 
 
 @feature(
-    "`requires_grad_(False)` for all weights during a call in `training_step`, as around an attack",
+    "`requires_grad_(False)` for all weights during a call in `training_step`, as for an adversarial attack",
     WORKS,
-    "the call adds no gradient; for some of the weights only, it is refused",
+    "the call adds no gradient; freezing only some of the weights is refused",
 )
 def test_weights_are_frozen_for_a_call() -> None:
     fit_both(lambda: Free(frozen_attack), max_steps=STEPS)
@@ -121,10 +123,10 @@ def backward_before(self: Free, images: Tensor, labels: Tensor) -> Tensor:
 
 
 @feature(
-    "`.backward()` of one's own in `training_step`",
+    "your own `.backward()` in `training_step`",
     PARTLY,
-    "adds nothing, as plain Lightning clears it; refused after the first batch of an accumulation window, and between "
-    "Lightning's backward and the step, where plain Lightning adds it",
+    "its gradient does not count, as plain Lightning clears it; refused where plain Lightning adds it: after the first "
+    "batch of an accumulation window, and between Lightning's backward and the step",
 )
 def test_a_backward_of_ones_own() -> None:
     fit_both(lambda: Free(backward_before), max_steps=STEPS)
@@ -173,7 +175,11 @@ class Forces(Free):
         self.look(batch[0], by_hand=True)
 
 
-@feature("gradients by the input in validation, test and predict, and in hooks", WORKS, "within `torch.enable_grad()`")
+@feature(
+    "gradients with respect to the input in validation, test and predict, and in hooks",
+    WORKS,
+    "within `torch.enable_grad()`",
+)
 def test_gradients_in_validation() -> None:
     both = fit_both(Forces, loader(digits(), 20), max_epochs=2, inference_mode=False)
     plain, swarm = both.plain.module, both.swarm.module
@@ -259,7 +265,9 @@ def assert_refused_at_once(message: str, make: Callable[[], L.LightningModule], 
 
 
 @feature(
-    "gradients by the pipeline's weights, reading their `.grad`, hooks on them", REFUSED, "they are on the servers"
+    "gradients with respect to the pipeline's weights, reading their `.grad`, hooks on the weights",
+    REFUSED,
+    "these gradients are on the servers",
 )
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -300,8 +308,8 @@ def replaced(self: Free, *_: Any) -> None:
 @feature(
     "gradients read, changed or cleared in hooks: `grad_norm`, `clip_grad_norm_`, noise, `zero_grad` before the step",
     REFUSED,
-    "they are on the servers, which clip by `gradient_clip_val`, and call the optimizer's `register_step_pre_hook`; "
-    "those around the pipeline are here",
+    "they are on the servers, which clip by `gradient_clip_val` and call the optimizer's "
+    "`register_step_pre_hook`; gradients of layers around the pipeline are on the trainer",
 )
 @pytest.mark.parametrize(
     ("do", "at", "message", "accumulate_grad_batches"),
@@ -326,7 +334,7 @@ def test_gradients_in_hooks(do: Callable[..., None], at: str, message: str, accu
         )
 
 
-@feature("`zero_grad` after the step, and asking whether a weight has a gradient", WORKS)
+@feature("`zero_grad` after the step, and checking whether a weight has a gradient", WORKS)
 def test_gradients_that_count_nowhere_may_be_cleared() -> None:
     found: list[int] = []
 
@@ -337,7 +345,9 @@ def test_gradients_that_count_nowhere_may_be_cleared() -> None:
     assert set(found) == {0}
 
 
-@feature("`create_graph=True`, `torch.func`, forward-mode AD, `vectorize=True`", REFUSED, "one gradient at a time")
+@feature(
+    "`create_graph=True`, `torch.func`, forward-mode AD, `vectorize=True`", REFUSED, "compute one gradient at a time"
+)
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
@@ -352,7 +362,7 @@ def test_transforms(loss: Loss, message: str) -> None:
 
 
 @feature(
-    "several backwards of one call within Lightning's, or where gradients are neither cleared nor Lightning's",
+    "several backwards of one call within Lightning's backward, or a backward outside of it that plain Lightning adds",
     REFUSED,
     "return the sum of all losses",
 )

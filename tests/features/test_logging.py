@@ -38,7 +38,9 @@ def assert_same_tables(folder: Path) -> list[dict[str, float]]:
 
 
 @feature(
-    "`CSVLogger`, `log_every_n_steps`", WORKS, "the run's own numbers, `swarm/...`, are in it with a `SwarmMonitor()`"
+    "`CSVLogger`, `log_every_n_steps`",
+    WORKS,
+    "with a `SwarmMonitor()`, it also contains the run's own numbers, `swarm/...`",
 )
 def test_csv_logger(tmp_path: Path) -> None:
     fit_both(
@@ -117,7 +119,7 @@ def test_ways_of_logging() -> None:
 @feature(
     "`self.log(sync_dist=True)`",
     WORKS,
-    "of one trainer: the value as it is, which is that of all data; of several, see below",
+    "one trainer: the value itself, which covers all data; several trainers: see below",
 )
 def test_sync_dist() -> None:
     class Synced(DigitsMLP):
@@ -160,7 +162,7 @@ def test_torchmetrics() -> None:
 @feature(
     "`self.all_gather`",
     WORKS,
-    "one trainer: the value itself; several: refused in `training_step`, log with `sync_dist=True`",
+    "one trainer: the value itself; several: refused in `training_step`, where you log with `sync_dist=True` instead",
 )
 def test_all_gather() -> None:
     class Gathers(DigitsMLP):
@@ -177,8 +179,8 @@ def test_all_gather() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(SimpleProfiler, marks=feature("`SimpleProfiler`", WORKS, "of the trainer's process")),
-        pytest.param(AdvancedProfiler, marks=feature("`AdvancedProfiler`", WORKS, "of the trainer's process")),
+        pytest.param(SimpleProfiler, marks=feature("`SimpleProfiler`", WORKS, "profiles the trainer's process")),
+        pytest.param(AdvancedProfiler, marks=feature("`AdvancedProfiler`", WORKS, "profiles the trainer's process")),
     ],
 )
 def test_profilers(make: Any, tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_profilers(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.first_cells(2)
-@feature("`Trainer(profiler='simple')`, `'advanced'`, `'pytorch'`", WORKS, "of the trainer's process")
+@feature("`Trainer(profiler='simple')`, `'advanced'`, `'pytorch'`", WORKS, "profiles the trainer's process")
 @pytest.mark.parametrize(
     ("kind", "action"),
     [("simple", ".training_step"), ("advanced", ".training_step"), ("pytorch", "run_training_batch")],
@@ -208,7 +210,7 @@ def test_profilers_by_name(
     assert all(action in report for report in reports)
 
 
-@feature("`PyTorchProfiler`", WORKS, "of the trainer's process")
+@feature("`PyTorchProfiler`", WORKS, "profiles the trainer's process")
 def test_torch_profiler(tmp_path: Path) -> None:
     def make(name: str) -> PyTorchProfiler:
         return PyTorchProfiler(dirpath=tmp_path, filename=name)

@@ -94,7 +94,7 @@ def test_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.first_cells(1)
 @feature(
-    "`Trainer(val_check_interval=...)`", WORKS, "validates the weights of the last step, which are frozen meanwhile"
+    "`Trainer(val_check_interval=...)`", WORKS, "validates the weights of the last step, which do not change meanwhile"
 )
 @pytest.mark.parametrize("interval", [3, 0.5])
 def test_validating_within_an_epoch(interval: float) -> None:

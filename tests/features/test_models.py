@@ -53,7 +53,7 @@ def test_configured_stages() -> None:
 @feature(
     "a `ModuleList` cut by its name (`pipeline='transformer.h'`)",
     WORKS,
-    "inside a forward of the model's own, unedited, that calls the blocks one after the other: [models.md](models.md)",
+    "the model's own forward stays unedited; it calls the blocks one after the other: [models.md](models.md)",
 )
 def test_a_list_in_a_forward() -> None:
     fit_both(NanoGPT, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)
@@ -78,9 +78,9 @@ class Llama(L.LightningModule):
 
 
 @feature(
-    "models of Hugging Face (`pipeline='model.model.layers'`)",
+    "Hugging Face models (`pipeline='model.model.layers'`)",
     WORKS,
-    "as they are, with masks, rotary tables, keyword arguments: [models.md](models.md)",
+    "unedited, with masks, rotary tables and keyword arguments: [models.md](models.md)",
 )
 def test_hugging_face() -> None:
     fit_both(Llama, data=lambda: loader(sentences()), max_steps=STEPS, swarm={"pipeline": "model.model.layers"})
@@ -92,13 +92,13 @@ class TiedGPT(TinyGPT):
         self.net[3].out.weight = self.net[0].token.weight
 
 
-@feature("weights tied across stages", WORKS, "embeddings and head, or a block that comes again")
+@feature("weights tied across stages", WORKS, "embeddings and head, or a block that is used several times")
 def test_tied_weights() -> None:
     fit_both(TiedGPT, data=lambda: loader(sentences()), max_steps=STEPS)
 
 
-@feature("parameters outside of the pipeline", WORKS, "the trainer computes them, and a stage of its own steps them")
-@feature("`BatchNorm` outside of the pipeline", WORKS, "it sees whole batches")
+@feature("parameters outside of the pipeline", WORKS, "the trainer computes with them, and a separate stage steps them")
+@feature("`BatchNorm` outside of the pipeline", WORKS, "it normalises whole batches")
 def test_parameters_outside() -> None:
     runs = [
         run(Images, loader(digits()), max_steps=STEPS, **options)
@@ -124,8 +124,8 @@ class Normalizing(DigitsMLP):
 @feature(
     "`BatchNorm` in blocks",
     PARTLY,
-    "as in a plain loop over the microbatches: each is normalised by its own statistics, and a warning says so; the "
-    "running ones count each microbatch once, in `training_step` only: calls in train mode in other hooks are refused",
+    "each microbatch is normalised by its own statistics, as in a plain loop over microbatches, with a warning. "
+    "Running statistics count each microbatch once, in `training_step`; calls in train mode in other hooks are refused",
 )
 def test_batch_norm_in_blocks() -> None:
     runs = [
@@ -141,7 +141,7 @@ class WithExample(NanoGPT):
         self.example_input_array = sentences().tensors[0][:4]
 
 
-@feature("`split='time'`", WORKS, "measures the blocks here with `example_input_array`")
+@feature("`split='time'`", WORKS, "measures the blocks on this machine with `example_input_array`")
 def test_split_by_time() -> None:
     fit_both(WithExample, data=lambda: loader(sentences()), max_steps=STEPS, swarm={**LIST, "split": "time"})
 
@@ -160,7 +160,7 @@ class Checkpoints(NanoGPT):
 @feature(
     "`torch.utils.checkpoint` around blocks of a list",
     WORKS,
-    "with `use_reentrant=False`; not needed: servers compute again where memory is short",
+    "with `use_reentrant=False`; not needed, because servers recompute activations if memory is short",
 )
 def test_checkpointed_blocks() -> None:
     fit_both(Checkpoints, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)
@@ -186,9 +186,11 @@ class InMemory(OnMeta):
 
 
 @feature(
-    "layers on meta: `with torch.device('meta'):` in `configure_model`, or `trainer.init_module(empty_init=True)`",
+    "layers on the meta device: `with torch.device('meta'):` in `configure_model`, or "
+    "`trainer.init_module(empty_init=True)`",
     WORKS,
-    "initial weights are the plain Trainer's without it; trained ones are in checkpoints only: [large.md](large.md)",
+    "initial weights equal the plain Trainer's without meta; trained weights are only in checkpoints: "
+    "[large.md](large.md)",
 )
 def test_on_meta() -> None:
     plain, swarm = (
@@ -215,7 +217,7 @@ class Centred(DigitsMLP):
 @feature(
     "blocks that compare samples, or have time in dimension 0",
     REFUSED,
-    "at the first batch that is cut; they work where `microbatch_size` is the length of dimension 0",
+    "at the first batch that is cut; they work if `microbatch_size` is the length of dimension 0",
 )
 def test_mixed_rows() -> None:
     with pytest.raises(ConfigError, match="each sample of a batch by itself"):
@@ -237,7 +239,7 @@ class Renormed(DigitsMLP):
 @feature(
     "layers that write their weights in their forward: `nn.Embedding(..., max_norm=1.0)`",
     REFUSED,
-    "by the parameter's name: have a hook between two steps renorm it",
+    "the error names the parameter; renormalise it in a hook between two steps",
 )
 def test_weights_written_in_a_forward() -> None:
     with pytest.raises(ConfigError, match=r"'table\.weight' were written.*max_norm"):
@@ -274,8 +276,8 @@ class Graph(DigitsMLP):
 @feature(
     "graphs: edges between a batch's samples as an argument of blocks",
     REFUSED,
-    "where a batch is cut; they work with `microbatch_size` of all samples and `shared` naming the edges. Sparse "
-    "tensors do not travel: pass their indices and values",
+    "if a batch is cut; they work if `microbatch_size` covers all samples and `shared` names the edges. Sparse "
+    "tensors do not travel; pass their indices and values",
 )
 def test_graphs() -> None:
     edges = {"pipeline": "layers", "num_stages": 2}
@@ -308,7 +310,7 @@ class InPlace(DigitsMLP):
 @feature(
     "a first block that works in place on the batch (`nn.ReLU(inplace=True)`)",
     WORKS,
-    "the caller's tensor holds what the block wrote; of lists and dicts, what the block replaced cannot be read",
+    "the caller's tensor receives the block's writes; items that the block replaces in lists and dicts cannot be read",
 )
 def test_a_first_block_in_place() -> None:
     fit_both(InPlace, max_steps=STEPS)
@@ -326,9 +328,9 @@ class Chance(DigitsMLP):
 
 
 @feature(
-    "random numbers in blocks that are not torch's (`random`, `numpy.random`), clocks and counters",
+    "random numbers in blocks from sources other than torch (`random`, `numpy.random`), clocks and counters",
     REFUSED,
-    "at the first batch that is cut: draw them from torch",
+    "at the first batch that is cut; draw random numbers with torch",
 )
 def test_other_random_numbers() -> None:
     with pytest.raises(ConfigError, match="give equal rows equal outputs"):
@@ -361,9 +363,9 @@ class KeepingLinear(nn.Linear):
 @feature(
     "tensors that a block's forward keeps in attributes (`self.aux_loss = ...`), and forward hooks on blocks",
     PARTLY,
-    "with their gradients: one value for each sample, or a mean or a sum over samples; others are refused when they "
-    "are read, by the attribute's name, unless `microbatch_size` is the whole batch; so is what a hook observes, if a "
-    "later layer overwrites it in place",
+    "with gradients: one value for each sample, or a mean or sum over samples. Reading any other value is "
+    "refused by the attribute's name, unless `microbatch_size` is the whole batch. So are values that a hook "
+    "observes and a later layer overwrites in place",
 )
 def test_what_a_forward_leaves() -> None:
     fit_both(Kept, max_steps=STEPS)

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
 
 @feature(
-    "frozen parts that stay in eval mode (`train()` overridden, or in hooks)",
+    "frozen parts that stay in eval mode (by an overridden `train()`, or in hooks)",
     WORKS,
-    "modes are those of each module, also inside of blocks; a `BatchNorm` in eval mode uses its running statistics",
+    "each module has its own mode, also inside of blocks; a `BatchNorm` in eval mode uses its running statistics",
 )
 def test_frozen_parts_in_eval_mode() -> None:
     fit_both(Frozen, max_steps=STEPS)
@@ -36,7 +36,7 @@ class Annealed(Frozen):
 @feature(
     "attributes of blocks that hooks change (temperatures, dropout rates, flags)",
     WORKS,
-    "numbers, texts, None and short lists of them, of attributes that the blocks have from the start",
+    "numbers, strings, None and short lists of these, in attributes that the blocks have from the start",
 )
 def test_annealed_attributes() -> None:
     fit_both(Annealed, max_steps=STEPS)
@@ -51,7 +51,7 @@ class Replaced(Frozen):
 @feature(
     "modules of blocks that hooks replace, and attributes that become other objects",
     REFUSED,
-    "at the next call: replace them where every peer does, in `__init__`, `setup` or `configure_model`",
+    "at the next call; replace them where every peer does it: in `__init__`, `setup` or `configure_model`",
 )
 def test_replaced_modules() -> None:
     with pytest.raises(ConfigError, match="blocks must stay what they are during a run"):
@@ -79,10 +79,10 @@ class GlobalHeat(Frozen):
 
 
 @feature(
-    "globals, variables around functions and other objects that blocks read, when they change during `fit`",
+    "globals, closure variables and other objects that blocks read, if they change during `fit`",
     REFUSED,
-    "other peers have their own: give it to the block as an argument, or keep it as one of its attributes; containers "
-    "are compared up to four levels deep, and with up to 4096 values",
+    "other peers have their own; pass the value to the block as an argument, or keep it as an attribute of the "
+    "block. Containers are compared up to four levels deep, and with up to 4096 values",
 )
 def test_globals_that_blocks_read() -> None:
     with pytest.raises(ConfigError, match=r"`HEAT`, a global of .*test_modes that the code of '2' reads"):
@@ -109,9 +109,9 @@ class Borrows(Frozen):
 
 
 @feature(
-    "weights that a block reaches by a list, a variable or a bound method only",
+    "weights that a block reaches only through a list, a variable or a bound method",
     REFUSED,
-    "when the run begins: register them in the block; weights may be tied across stages",
+    "when the run begins; register them in the block. Weights may be tied across stages",
 )
 def test_borrowed_weights() -> None:
     with pytest.raises(ConfigError, match=r"the code of '2' reads `borrowed` \(Linear\), whose weights are not"):

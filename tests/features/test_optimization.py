@@ -88,7 +88,7 @@ def test_8_bit_optimizers(kind: str) -> None:
 
 
 @pytest.mark.first_cells(1)
-@feature("`GlobalOptimManager` of bitsandbytes: parameters whose state has 32 bits", WORKS)
+@feature("`GlobalOptimManager` of bitsandbytes: parameters with 32-bit state", WORKS)
 @pytest.mark.parametrize(
     ("base", "data", "pipeline", "in_32_bits"),
     [
@@ -176,7 +176,7 @@ class Kept(Trained):
 @feature(
     "an optimizer that is made in `__init__` or kept, and a scheduler that the module steps itself",
     WORKS,
-    "`configure_optimizers` is called once, and the Trainer has what it returned",
+    "`configure_optimizers` is called once, and the Trainer has the object that it returned",
 )
 def test_kept_optimizers() -> None:
     both = fit_both(Kept, max_steps=STEPS, swarm={"num_servers": 3})
@@ -198,7 +198,7 @@ class OldStyle(torch.optim.SGD):
         return super().step()
 
 
-@feature("optimizers whose `step` needs a closure", WORKS, "it must call it at the weights before the step")
+@feature("optimizers whose `step` needs a closure", WORKS, "it must call the closure at the weights before the step")
 def test_closures() -> None:
     class Trains(Trained):
         @override
@@ -234,7 +234,7 @@ class Unmoved(torch.optim.SGD):
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
-@feature("no optimizer: `configure_optimizers` returns None", REFUSED, "works on one device that nobody is to join")
+@feature("no optimizer: `configure_optimizers` returns None", REFUSED, "works on one device, without other peers")
 def test_no_optimizer() -> None:
     class Reads(DigitsMLP):
         @override
@@ -247,9 +247,9 @@ def test_no_optimizer() -> None:
 
 
 @feature(
-    "optimizers that compute gradients at weights of their own (sharpness-aware: `SAM`), or call no closure",
+    "optimizers that compute gradients at changed weights (sharpness-aware: `SAM`), or call no closure",
     REFUSED,
-    "when the run begins: `SGD`, `AdamW`, `StochasticWeightAveraging`",
+    "when the run begins; use `SGD`, `AdamW` or `StochasticWeightAveraging`",
 )
 @pytest.mark.parametrize(("kind", "message"), [(Sharpness, "Sharpness changes weights"), (Unmoved, "Unmoved did not")])
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -265,7 +265,7 @@ def test_closures_at_other_weights(kind: type[torch.optim.SGD], message: str, nu
         trainer.fit(Trains(), loader(digits()))
 
 
-@feature("learning rates that a callback sets", WORKS, "each step takes the hyperparameters of the lead's optimizer")
+@feature("learning rates that a callback sets", WORKS, "each step uses the hyperparameters of the lead's optimizer")
 def test_rates_that_are_set() -> None:
     class Sets(L.Callback):
         @override
@@ -330,7 +330,7 @@ def test_left_out_batches() -> None:
 @feature(
     "`on_before_backward`, `on_after_backward`, `on_before_optimizer_step`, `on_before_zero_grad`",
     WORKS,
-    "called at the same steps; for gradients see the next rows",
+    "called at the same steps; for gradients see [below](#gradients-that-users-take-themselves)",
 )
 def test_hooks_around_the_step() -> None:
     class Notes(L.Callback):
@@ -369,7 +369,7 @@ class ReadsState(L.Callback):
         self.found += [[float(one["exp_avg"].norm()) for one in state.values()]]
 
 
-@feature("reading `optimizer.state` and `optimizer.state_dict()` in hooks", WORKS, "it is gathered then")
+@feature("reading `optimizer.state` and `optimizer.state_dict()` in hooks", WORKS, "the state is gathered at that time")
 def test_optimizer_state_is_read() -> None:
     reads = {"plain": ReadsState(), "swarm": ReadsState()}
     fit_both(
@@ -434,7 +434,7 @@ class TrainsScheduleFree(Evaluated):
         self.swap(averages=False)
 
 
-@feature("optimizers that swap weights to validate, by their state: schedule-free ones", WORKS)
+@feature("optimizers that swap weights for validation by their state, such as schedule-free optimizers", WORKS)
 def test_schedule_free_optimizers() -> None:
     both = fit_both(TrainsScheduleFree, loader(digits()), max_epochs=3)
     assert both.logged()["val_loss"] > 0
@@ -473,9 +473,9 @@ class ReadsCounts(L.Callback):
 
 
 @feature(
-    "reading what optimizers count in `param_groups`: `k` of schedule-free ones, `d` of Prodigy",
+    "reading numbers that optimizers update in `param_groups`: `k` of schedule-free optimizers, `d` of Prodigy",
     WORKS,
-    "it is gathered then, with the state",
+    "they are gathered at that time, with the state",
 )
 def test_counts_in_parameter_groups_are_read() -> None:
     reads = {"plain": ReadsCounts(), "swarm": ReadsCounts()}
@@ -484,7 +484,7 @@ def test_counts_in_parameter_groups_are_read() -> None:
     assert reads["plain"].found[-1] == ("the end", 14, 14)
 
 
-@feature("setting such a count during `fit`", REFUSED, "at the next batch: set it before `fit`")
+@feature("setting such a number during `fit`", REFUSED, "at the next batch; set it before `fit`")
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_count_is_set_during_fit(num_stages: int) -> None:
     class Sets(L.Callback):
@@ -507,7 +507,7 @@ class KeepsTensors(ScheduleFree):
 
 
 @feature(
-    "optimizers that write other values than numbers into `param_groups`", REFUSED, "keep them in `optimizer.state`"
+    "optimizers that write values other than numbers into `param_groups`", REFUSED, "keep them in `optimizer.state`"
 )
 def test_an_optimizer_writes_tensors_into_its_groups() -> None:
     class Trains(DigitsMLP):
@@ -569,9 +569,9 @@ def new_hook(trainer: L.Trainer) -> None:
 
 @pytest.mark.first_cells(4)
 @feature(
-    "changing `optimizer.state`, replacing the optimizer, registering its hooks during `fit`",
+    "changing `optimizer.state`, replacing the optimizer, or registering its hooks, during `fit`",
     REFUSED,
-    "at the next batch or checkpoint: servers have copies of it; hyperparameters may change",
+    "at the next batch or checkpoint, because servers have copies of the optimizer; hyperparameters may change",
 )
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize(
@@ -675,16 +675,16 @@ class ClampsItself(DigitsMLP):
         return optimizer
 
 
-@feature("a function that takes the place of an optimizer's `step`, and refers to nothing but the optimizer", WORKS)
+@feature("a function that replaces an optimizer's `step`, and refers to nothing but the optimizer", WORKS)
 def test_a_step_of_its_own() -> None:
     both = fit_both(ClampsItself, max_steps=STEPS)
     assert max(float(tensor.abs().max()) for tensor in both.swarm.weights.values()) <= 0.1
 
 
 @feature(
-    "optimizers that look at all parameters at once (Prodigy, D-Adaptation), or have hooks that refer to other objects",
+    "optimizers that use all parameters at once (Prodigy, D-Adaptation), or have hooks that refer to other objects",
     REFUSED,
-    "a server steps the parameters of its stage; with `num_stages=1` all are in one",
+    "a server steps the parameters of its stage; with `num_stages=1` one stage has all of them",
 )
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -698,7 +698,7 @@ def test_optimizers_that_need_more_than_a_stage(make: Callable[[], L.LightningMo
     assert_refused(message, make)
 
 
-@feature("the same optimizers where all parameters are in one stage", WORKS)
+@feature("the same optimizers if all parameters are in one stage", WORKS)
 def test_an_optimizer_that_looks_at_all_parameters_of_one_stage() -> None:
     swarm = run_swarm(StepsTogether, loader(digits()), num_stages=1, num_servers=1, max_steps=STEPS)
     plain = run_plain(StepsTogether, loader(digits()), max_steps=STEPS)
@@ -721,7 +721,7 @@ class RootOfZero(DigitsMLP):
 @feature(
     "`torch.set_float32_matmul_precision`, or `fp32_precision` of `torch.backends`",
     WORKS,
-    "servers multiply as the trainer does, also those that the command line started",
+    "servers multiply with the trainer's setting, also servers that the command line started",
 )
 def test_float32_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting is the process's, and the servers are in it here: so it is reset once a call has read it."""
@@ -769,7 +769,7 @@ def test_detect_anomaly() -> None:
 @feature(
     "gradients that are not finite",
     PARTLY,
-    "the step is skipped in all stages, with a warning; the plain Trainer goes on with NaN",
+    "the step is skipped in all stages, with a warning; the plain Trainer continues with NaN",
 )
 def test_gradients_that_are_not_finite() -> None:
     class Poisoned(DigitsMLP):
@@ -848,32 +848,32 @@ class ClipsItself(DigitsMLP):
         pytest.param(
             TwoOptimizers,
             r"must return one optimizer, got several.*Use one, with parameter groups",
-            marks=feature("several optimizers", REFUSED, "one, with parameter groups"),
+            marks=feature("several optimizers", REFUSED, "use one, with parameter groups"),
         ),
         pytest.param(
             SecondOrder,
             r"must step from one dense gradient, got LBFGS.*Use SGD",
-            marks=feature("`LBFGS`", REFUSED, "an optimizer that steps from one dense gradient"),
+            marks=feature("`LBFGS`", REFUSED, "use an optimizer that steps from one dense gradient"),
         ),
         pytest.param(
             Sparse,
             r"must step from one dense gradient, got SparseAdam.*Use SGD",
-            marks=feature("`SparseAdam`", REFUSED, "as `LBFGS`"),
+            marks=feature("`SparseAdam`", REFUSED, "as for `LBFGS`"),
         ),
         pytest.param(
             StepsItself,
             r"`optimizer_step` must be .*StepsItself overrides it.*Remove",
-            marks=feature("overridden `optimizer_step`", REFUSED, "remove it: the servers step"),
+            marks=feature("overridden `optimizer_step`", REFUSED, "remove the override; the servers step"),
         ),
         pytest.param(
             ZeroesItself,
             r"`optimizer_zero_grad` must be .*ZeroesItself overrides it.*Remove",
-            marks=feature("overridden `optimizer_zero_grad`", REFUSED, "remove it"),
+            marks=feature("overridden `optimizer_zero_grad`", REFUSED, "remove the override"),
         ),
         pytest.param(
             ClipsItself,
             r"`configure_gradient_clipping` must be .*ClipsItself overrides it.*Remove",
-            marks=feature("overridden `configure_gradient_clipping`", REFUSED, "`gradient_clip_val`"),
+            marks=feature("overridden `configure_gradient_clipping`", REFUSED, "use `gradient_clip_val`"),
         ),
     ],
 )

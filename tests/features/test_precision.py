@@ -46,7 +46,7 @@ class LossInFloat32(DigitsMLP):
             "bf16-true",
             torch.bfloat16,
             1e-2,
-            marks=feature("`precision='bf16-true'`", WORKS, "losses within 1e-2; gradients are added up in float32"),
+            marks=feature("`precision='bf16-true'`", WORKS, "losses within 1e-2; gradients are summed in float32"),
         ),
     ],
 )
@@ -72,8 +72,8 @@ def test_float64() -> None:
 @feature(
     "`Trainer(deterministic=True)`",
     WORKS,
-    "deterministic kernels; for [the same bits](how_it_works.md#the-same-bits-again) with any peers also set "
-    "`SwarmStrategy(deterministic=True)`",
+    "deterministic kernels; to get [the same bits](how_it_works.md#the-same-bits-again) with any peers, also "
+    "set `SwarmStrategy(deterministic=True)`",
 )
 def test_deterministic() -> None:
     try:
@@ -86,8 +86,8 @@ def test_deterministic() -> None:
 @feature(
     "`precision='16-mixed'`",
     WORKS,
-    "losses within 1e-6, the same scales and skipped steps, where the plain Trainer computes parts of the same size; "
-    "whole batches overflow in float16 a little sooner than microbatches, whose sum is in float32",
+    "losses within 1e-6, same scales and skipped steps, if the plain Trainer computes parts of the same size. "
+    "Whole batches overflow in float16 slightly sooner than microbatches, which are summed in float32",
 )
 def test_float16() -> None:
     plain = train(run_plain, max_steps=30)
@@ -109,11 +109,11 @@ def test_float16_clipped(algorithm: str, tolerance: float) -> None:
     assert swarm.run.losses != pytest.approx(train(run_swarm, max_steps=20, microbatch_size=HALF).run.losses, rel=1e-2)
 
 
-@feature("`precision='16-true'`", REFUSED, "`bf16-true`")
+@feature("`precision='16-true'`", REFUSED, "use `bf16-true`")
 def test_float16_weights() -> None:
     assert_refused(r"`precision` must be one of .*bf16-true.*got '16-true'", precision="16-true")
 
 
-@feature("`Trainer(num_nodes=2)`", REFUSED, "leave it out: a swarm has peers, not nodes")
+@feature("`Trainer(num_nodes=2)`", REFUSED, "leave it out; a swarm has peers, not nodes")
 def test_nodes() -> None:
     assert_refused(r"`num_nodes` must be 1.*got 2.*Leave it out", num_nodes=2)

@@ -24,7 +24,9 @@ from tests.parity.trainers import Seen, assert_exact, place_of, train
 
 
 @feature(
-    "`SwarmStrategy(role='both', target_batch_size=...)`", WORKS, "each device reads data and serves; needs a target"
+    "`SwarmStrategy(role='both', target_batch_size=...)`",
+    WORKS,
+    "each device reads data and serves; needs `target_batch_size`",
 )
 def test_both() -> None:
     seen = train(2)
@@ -32,9 +34,9 @@ def test_both() -> None:
 
 
 @feature(
-    "`SwarmStrategy(role='both', target_batch_size=..., initial_peers=...)`, a run under way",
+    "`SwarmStrategy(role='both', target_batch_size=..., initial_peers=...)`, to join a run in progress",
     WORKS,
-    "one more trainer from the next step on; also `role='trainer'`",
+    "adds a trainer from the next step on; also with `role='trainer'`",
 )
 def test_one_more_while_the_run_is_under_way() -> None:
     """What both log is put together."""
@@ -61,7 +63,7 @@ def test_one_more_while_the_run_is_under_way() -> None:
 @feature(
     "DataLoaders, `Trainer(use_distributed_sampler=...)`",
     WORKS,
-    "each sample once per epoch, whichever trainer brings it; of an iterable dataset each takes every n-th",
+    "each sample counts once per epoch, from any trainer; of an iterable dataset, each trainer reads every n-th sample",
 )
 def test_data() -> None:
     seen = train(2, max_steps=-1, max_epochs=1)
@@ -92,7 +94,8 @@ class Broadcasts(DigitsMLP):
 @feature(
     "`trainer.strategy.broadcast` and `barrier` before the first batch, in trainers that one program starts",
     WORKS,
-    "the lead's value, of text and numbers; at a barrier the others wait until the lead has come as far",
+    "`broadcast` returns the lead's text and numbers; at a `barrier`, other trainers wait until the lead has "
+    "reached it",
 )
 def test_broadcast() -> None:
     told: dict[int, list[Any]] = {}
@@ -101,7 +104,7 @@ def test_broadcast() -> None:
     assert told == dict.fromkeys(range(3), told[0])
 
 
-@feature("`trainer.strategy.broadcast` of what is no text or number", REFUSED)
+@feature("`trainer.strategy.broadcast` of values other than text and numbers", REFUSED)
 @pytest.mark.parametrize(
     "value",
     [(1, 2), torch.ones(()), {1: 2}, float("nan"), "x" * 40_000],
@@ -261,7 +264,7 @@ def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest
 @feature(
     "`Trainer(log_every_n_steps=...)`",
     WORKS,
-    "in the swarm's steps, whichever trainers brought their batches; none is left out",
+    "counts the swarm's steps, with batches from any trainers; no step is left out",
 )
 def test_each_step_is_logged_once_where_the_lead_passes_several() -> None:
     """Each batch is a step, so it passes that of the other trainer while it waits for a place."""
@@ -281,6 +284,6 @@ def assert_refused(make_module: Callable[[Seen], Any], words: str) -> None:
         train(2, make_module, max_steps=-1, max_epochs=1)
 
 
-@feature("`self.log(sync_dist=True)` in other hooks of training", REFUSED, "log in `training_step`")
+@feature("`self.log(sync_dist=True)` in other training hooks", REFUSED, "log in `training_step`")
 def test_sync_dist_elsewhere() -> None:
     assert_refused(Elsewhere, "`sync_dist=True` counts what `training_step` logs.*got 'late' in `on_train_epoch_end`")

@@ -193,7 +193,7 @@ def test_objects(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_epoch(*trained())
 
 
-@feature("epochs of the lead", WORKS, "a batch of another trainer is in the epoch in which its step ends")
+@feature("epochs of the lead", WORKS, "a batch of another trainer counts in the epoch in which its step ends")
 def test_epochs() -> None:
     seen, lines = trained(max_epochs=3, swarm={"target_batch_size": 14})
     sums = lines.column("sum_epoch")
@@ -202,7 +202,9 @@ def test_epochs() -> None:
     assert [one["sum"].item() for one in seen.modules[0].computed] == sums  # type: ignore[union-attr]
 
 
-@feature("metrics without `sync_dist`", PARTLY, "of the lead's own batches; `ddp` puts them together all the same")
+@feature(
+    "metrics without `sync_dist`", PARTLY, "only the lead's own batches; `ddp` combines all trainers' batches even then"
+)
 def test_own() -> None:
     seen, lines = trained()
     own = [place for step in seen.steps for place in step if seen.batches[place][0] == 0]
@@ -227,7 +229,9 @@ def assert_refused(make_module: Callable[[Seen], OfObjects], words: str, **swarm
         trained(make_module, swarm={"target_batch_size": 10, **swarm})
 
 
-@feature("metrics with a reduction of their own (`PearsonCorrCoef`)", REFUSED, "log what they compute for the batch")
+@feature(
+    "metrics with a custom reduction (`PearsonCorrCoef`)", REFUSED, "log the value that they compute for the batch"
+)
 def test_own_reduction() -> None:
     assert_refused(
         lambda seen: Refused(seen, torchmetrics.PearsonCorrCoef()),
@@ -236,14 +240,16 @@ def test_own_reduction() -> None:
 
 
 @feature(
-    "metrics made of metrics (`MinMaxMetric`, `metric + metric`)", REFUSED, "log the metrics that they are made of"
+    "metrics that consist of other metrics (`MinMaxMetric`, `metric + metric`)",
+    REFUSED,
+    "log these other metrics directly",
 )
 def test_wrapper() -> None:
     words = r"takes a metric that has states, and no other metrics in it: got a MinMaxMetric as 'metric'"
     assert_refused(lambda seen: Refused(seen, torchmetrics.MinMaxMetric(torchmetrics.SumMetric())), words)
 
 
-@feature("what a step's batches add to metrics", PARTLY, "at most `Limits.max_metric_bytes`")
+@feature("the size of the updates that a step's batches add to metrics", PARTLY, "at most `Limits.max_metric_bytes`")
 def test_size() -> None:
     limits = Limits(**{**vars(LIMITS), "max_metric_bytes": 1000})
     words = r"what a batch adds to the metrics.*`Limits.max_metric_bytes` = 1000 bytes, got \d{4}\. Raise it"

@@ -31,9 +31,9 @@ def swarm(tmp_path: Path) -> Iterator[ServedSwarm]:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("LoRA", marks=feature("LoRA and rank-stabilised LoRA of peft, by `AttachStrategy`", WORKS)),
+        pytest.param("LoRA", marks=feature("LoRA and rank-stabilised LoRA of peft, with `AttachStrategy`", WORKS)),
         pytest.param("prompt tuning", marks=feature("prompt tuning and p-tuning of peft", WORKS)),
-        pytest.param("a head", marks=feature("a head of one's own over a served model", WORKS)),
+        pytest.param("a head", marks=feature("your own head on top of a served model", WORKS)),
     ],
 )
 def test_tuned(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -46,7 +46,7 @@ def test_tuned(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, kind: str) -
 
 
 @feature(
-    "`generate` with an adapter, while it trains and from a folder",
+    "`generate` with an adapter, during its training or from a folder",
     WORKS,
     "`remote_model(adapter=...)`; `--adapter` of the command ([tuning](finetune.md))",
 )
@@ -71,7 +71,7 @@ def test_refused(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, kind: str)
         tuning.tune(make(strategy.base_model()), strategy, steps=1)
 
 
-@feature("`AttachStrategy` with several devices", REFUSED, "the servers compute in parallel: use `devices=1`")
+@feature("`AttachStrategy` with several devices", REFUSED, "use `devices=1`; the servers compute in parallel")
 def test_several_devices(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = tuning.attached(swarm, monkeypatch)
     with pytest.raises(ConfigError, match="tuned by one process"):

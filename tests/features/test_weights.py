@@ -24,7 +24,7 @@ from tests.parity.test_written_weights import Hook, Momentum, clamp, load
 @feature(
     "reading parameters, buffers and `state_dict()` in hooks",
     WORKS,
-    "the newest weights of all stages are gathered at the first use after a step; hooks that read none cost nothing",
+    "the first use after a step gathers the newest weights of all stages; hooks that read no weights cost nothing",
 )
 def test_reading_weights() -> None:
     seen: dict[str, list[float]] = {"plain": [], "swarm": []}
@@ -41,18 +41,18 @@ def test_reading_weights() -> None:
 
 
 @feature(
-    "weights and buffers that hooks write between two steps: `clamp_`, `.data = ...`, `load_state_dict`, frozen ones",
+    "weights and buffers, also frozen, that hooks write between two steps: `clamp_`, `.data = ...`, `load_state_dict`",
     WORKS,
-    "the next step begins with them on all servers; of one trainer, without `delay_optimizer_step`",
+    "the next step begins with them on all servers; with one trainer, without `delay_optimizer_step`",
 )
 def test_writing_weights() -> None:
     fit_both(made={"callbacks": lambda _: [Hook(clamp), Hook(load, "on_train_batch_start")]}, max_steps=STEPS)
 
 
 @feature(
-    "target networks that follow by momentum, in hooks or in `training_step`",
+    "target networks updated with momentum, in hooks or in `training_step`",
     WORKS,
-    "the target may stand outside of the pipeline, where the trainer computes it",
+    "the target may be outside of the pipeline, where the trainer computes it",
 )
 def test_momentum_targets() -> None:
     fit_both(Momentum, swarm={"pipeline": "net"}, max_steps=STEPS)
@@ -122,9 +122,9 @@ def test_pruning() -> None:
 
 
 @feature(
-    "masks of `torch.nn.utils.prune` and parametrizations that hooks put on weights of blocks",
+    "masks of `torch.nn.utils.prune` and parametrizations that hooks add to weights of blocks",
     REFUSED,
-    "at the next batch: put them on in `__init__`, or call `prune.remove` in the same hook",
+    "at the next batch; add them in `__init__`, or call `prune.remove` in the same hook",
 )
 def test_masks_that_hooks_leave() -> None:
     class Masked(DigitsMLP):
@@ -137,9 +137,9 @@ def test_masks_that_hooks_leave() -> None:
 
 
 @feature(
-    "weights of blocks, or that train, written in the middle of a step",
+    "writing weights of blocks, or trained weights, in the middle of a step",
     REFUSED,
-    "where they are used next: write them in `on_train_batch_start` or `on_train_batch_end`, not within an "
+    "at their next use; write them in `on_train_batch_start` or `on_train_batch_end`, not within an "
     "accumulation window",
 )
 def test_writing_in_mid_step() -> None:
@@ -148,9 +148,9 @@ def test_writing_in_mid_step() -> None:
 
 
 @feature(
-    "parameters of blocks that hooks replace by other objects",
+    "parameters of blocks that hooks replace with other objects",
     REFUSED,
-    "at the next call or step: write into them, by `copy_` under `torch.no_grad()`",
+    "at the next call or step; write into them with `copy_` under `torch.no_grad()`",
 )
 def test_replaced_parameters() -> None:
     def replace(module: Any, step: int) -> None:

@@ -48,9 +48,9 @@ class Adversaries(L.LightningModule):
 
 
 @feature(
-    "any LightningModule, on one device that nobody is to join",
+    "any LightningModule on one device, without other peers",
     WORKS,
-    "by Lightning's own loop, without a swarm: manual optimization, several optimizers, `LBFGS` as well",
+    "Lightning's own loop trains it, without a swarm; manual optimization, several optimizers and `LBFGS` work too",
 )
 def test_one_device() -> None:
     def trained(strategy: Any) -> dict[str, Tensor]:
@@ -66,9 +66,9 @@ def test_one_device() -> None:
 
 
 @feature(
-    "a model without blocks, several trainers (`num_stages=1`, `role='both'`, `target_batch_size`)",
+    "a model without blocks, with several trainers (`num_stages=1`, `role='both'`, `target_batch_size`)",
     WORKS,
-    "each computes it itself; losses over a batch, and layers that compare samples, too: [whole.md](whole.md)",
+    "each computes the whole model; losses over a batch and layers that compare samples work: [whole.md](whole.md)",
 )
 def test_several_trainers() -> None:
     seen = train(2, lambda seen: Branches(), max_steps=6, swarm=WHOLE)
@@ -76,9 +76,9 @@ def test_several_trainers() -> None:
 
 
 @feature(
-    "`BatchNorm` in a model that is not cut",
+    "`BatchNorm` in an uncut model",
     WORKS,
-    "each batch by itself; running statistics count each batch once, in the order of the step's batches",
+    "normalises each batch by itself; running statistics count each batch once, in the order of the step's batches",
 )
 def test_batch_norm() -> None:
     seen = train(2, lambda seen: Images(), max_steps=4, swarm=WHOLE)
@@ -101,7 +101,7 @@ class PseudoLabels(Images):
         return losses[1] + losses[3] + (losses[2] - target).square()
 
 
-@feature("`BatchNorm` in eval mode, or read, within a `training_step`, in a model that is not cut", WORKS)
+@feature("using a `BatchNorm` in eval mode, or reading it, within `training_step` of an uncut model", WORKS)
 def test_batch_norm_in_both_modes() -> None:
     recipe = Recipe(optimizer="sgd")
     plain = run_plain(lambda: PseudoLabels(recipe), loader(digits()), max_steps=6)
@@ -138,9 +138,10 @@ class CountingAfterwards(Counting):
 
 
 @feature(
-    "other buffers that training changes, in a model that is not cut",
+    "other buffers that training changes, in an uncut model",
     PARTLY,
-    "on one device without a swarm; with several trainers each would have its own, so it is refused by name",
+    "works on one device without a swarm; refused by name with several trainers, because each would have its "
+    "own values",
 )
 @pytest.mark.parametrize("model", [Counting, CountingUnseen, CountingAfterwards])
 def test_other_buffers(model: type[Counting]) -> None:
@@ -163,9 +164,9 @@ class Precise(Images):
 
 
 @feature(
-    "running statistics of a `BatchNorm` that hooks write: a reset, or more forwards in train mode",
+    "running statistics of a `BatchNorm` that hooks change: a reset, or further forwards in train mode",
     PARTLY,
-    "on one device without a swarm; refused by name otherwise, and so is `StochasticWeightAveraging` of such a model",
+    "works on one device without a swarm; otherwise refused by name, as is `StochasticWeightAveraging` of such a model",
 )
 @pytest.mark.parametrize(("model", "name"), [(Reset, "twice.running_mean"), (Precise, "net.1.running_mean")])
 def test_written_statistics(model: type[Images], name: str) -> None:
@@ -185,9 +186,9 @@ class Norms(Branches):
 
 
 @feature(
-    "gradients after the batch, in `on_train_batch_end` or `on_before_zero_grad`, of a model that is not cut",
+    "gradients after the batch, in `on_train_batch_end` or `on_before_zero_grad`, of an uncut model",
     REFUSED,
-    "they were handed over; `on_after_backward` has them",
+    "they have moved to the step's sums; `on_after_backward` has them",
 )
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_zero_grad", "on_train_batch_start"])
 def test_gradients_after_the_batch(hook: str) -> None:
@@ -210,7 +211,7 @@ class Warming(Branches):
 @feature(
     "attributes that change from batch to batch, with several trainers",
     PARTLY,
-    "each trainer has its own, and a warning names them; what is computed from `global_step` is equal on all",
+    "each trainer has its own, and a warning names them; values computed from `global_step` are equal on all trainers",
 )
 def test_attributes_of_each_trainer(caplog: pytest.LogCaptureFixture) -> None:
     train(2, lambda seen: Warming(), max_steps=6, swarm=WHOLE)
@@ -228,7 +229,7 @@ class Sparse(Branches):
 
 
 @feature(
-    "sparse gradients and complex parameters, in a model that is not cut",
+    "sparse gradients and complex parameters, in an uncut model",
     REFUSED,
     "with several trainers; on one device without a swarm they work",
 )
@@ -240,7 +241,7 @@ def test_sparse() -> None:
 @feature(
     "`precision='16-mixed'` with several trainers",
     WORKS,
-    "one scale for all, which is the run's: what overflows at one trainer, all skip; also where a model is cut",
+    "one scale for the whole run; if one trainer's gradient overflows, all skip the step; also with a cut model",
 )
 @pytest.mark.parametrize("swarm", [WHOLE, {}], ids=["whole", "cut"])
 def test_16_mixed(swarm: dict[str, Any]) -> None:
@@ -260,10 +261,10 @@ class Stream(IterableDataset[Any]):
 
 
 @feature(
-    "an `IterableDataset` with several trainers, in a model that is not cut",
+    "an `IterableDataset` with several trainers, for an uncut model",
     PARTLY,
-    "each reads a part of its own, of which every sample counts once; what a dead trainer had read is lost, and "
-    "nobody takes a dead lead's place: [data.md](data.md#where-each-trainer-reads-its-own-data)",
+    "each reads its own part, of which every sample counts once. Samples that a dead trainer had read are lost, "
+    "and no trainer takes a dead lead's place: [data.md](data.md#where-each-trainer-reads-its-own-data)",
 )
 def test_a_stream() -> None:
     seen = train(2, lambda seen: Branches(), data=lambda: DataLoader(Stream(), batch_size=4), max_steps=6, swarm=WHOLE)
@@ -297,8 +298,8 @@ class Knows(Branches):
 @feature(
     "an `IterableDataset` that divides itself by `trainer.global_rank` and `trainer.world_size`",
     WORKS,
-    "where data is made and read they are 0 and 1, for the swarm divides it; with `use_distributed_sampler=False` they "
-    "are the trainer's number and the number of trainers",
+    "they are 0 and 1 where data is made and read, because the swarm divides it; with "
+    "`use_distributed_sampler=False` they are the trainer's number and the number of trainers",
 )
 @pytest.mark.parametrize("by_swarm", [True, False])
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -326,10 +327,10 @@ class Clipping(Branches):
 
 
 @feature(
-    "gradients in `on_before_optimizer_step`, of a model that is not cut",
+    "gradients in `on_before_optimizer_step`, of an uncut model",
     PARTLY,
-    "where one trainer's one batch is the step; else a use is refused, for the gradient is in the servers' sums. "
-    "`on_after_backward` has the gradients of the batch in hand",
+    "works if a single batch of one trainer is the step; otherwise a use is refused, because the gradient is in "
+    "the servers' sums. `on_after_backward` has the current batch's gradients",
 )
 def test_gradients_before_the_step() -> None:
     options: dict[str, Any] = {"num_servers": 1, **WHOLE}
