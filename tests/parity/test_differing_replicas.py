@@ -104,7 +104,7 @@ def test_of_two_the_older_one_stays(number: int, spoil: Spoil, caplog: pytest.Lo
     assert f"optimizer state of peer-{number} differ in " in vacancy.reason
     assert f" from those of peer-{number - 2}, which is in the stage for longer." in vacancy.reason
     assert name in vacancy.reason
-    assert "it is not known which are right: the older are kept" in vacancy.reason
+    assert "so the right one is unknown: the oldest is kept" in vacancy.reason
     events = [event for event in run.strategy.peers[0].events.newest if event.kind == "gone"]
     assert [event.peer for event in events] == [f"peer-{number}"]
     (line,) = [one.getMessage() for one in caplog.records if one.name == "lightning_swarm.membership"]

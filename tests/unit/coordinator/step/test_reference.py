@@ -56,7 +56,9 @@ def test_of_equally_large_groups_that_of_the_oldest_server_stays() -> None:
     assert left_out(stage(b=1, a=2)) == "a"
     assert left_out(stage(a=1, b=2, c=1, d=2)) == "bd"
     text = str(choose_left_out([stage(a=1, b=2)])[B])
-    assert "'x' from those of a, which is in the stage for longer. As many replicas have the ones" in text
+    assert (
+        "'x' from those of a, which is in the stage for longer. The largest groups of replicas have equal sizes" in text
+    )
 
 
 def test_a_replica_without_a_hash_is_left_out() -> None:
