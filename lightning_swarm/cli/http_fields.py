@@ -80,7 +80,7 @@ class RequestError(Exception):
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    include_obfuscation: bool = False  # ignored: no field with noise hides the lengths of pieces
+    include_obfuscation: bool = False  # ignored: chunks are never padded to hide their length
 
 
 _Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]

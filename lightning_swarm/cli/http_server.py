@@ -362,7 +362,7 @@ class _Numbered:
 
 
 class _Guarded:
-    """Admits requests that bring the key. Pages of other sites are admitted only if `Access.origins` names the site."""
+    """Requires the key, if one is set, for `/v1`. Refuses pages of other sites that `Access.origins` does not name."""
 
     def __init__(self, app: Any, access: Access) -> None:
         self._app, self._access = app, access

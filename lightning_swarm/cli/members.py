@@ -30,7 +30,7 @@ _TIMEOUT_S: Final = 10.0
 
 
 def show_members(arguments: argparse.Namespace) -> int:
-    """Show all members of a run, present and past; returns the exit status."""
+    """Show all peers that ever came to a run, and all bans; returns the exit status."""
     address = Address.parse(arguments.address)
     with (
         looking(arguments, str(address)) as visitor,

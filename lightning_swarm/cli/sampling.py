@@ -1,4 +1,4 @@
-"""Draws the tokens of a text: penalties, temperature and cuts in vLLM's order, and a generator for each text."""
+"""Draws a text's tokens after penalties, temperature and truncation (min-p, top-k, top-p), in vLLM's order."""
 
 from __future__ import annotations
 

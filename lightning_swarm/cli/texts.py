@@ -16,7 +16,7 @@ from lightning_swarm.cli.http_fields import RequestError, TextFields
 
 _CONTEXT: Final = 4  # last tokens of the prompt, decoded together with the first new tokens
 _MAX_SCORED: Final = 2048  # most tokens of a prompt whose logprobs are reported
-_UNLIMITED: Final = 1 << 24  # positions; a tokenizer with a larger limit has none
+_UNLIMITED: Final = 1 << 24  # positions; tokenizers without a limit report a huge number
 
 
 @dataclass(frozen=True)

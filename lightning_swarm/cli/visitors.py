@@ -41,7 +41,7 @@ def looking(arguments: argparse.Namespace, address: str) -> Iterator[Visitor]:
 
 
 def visitor_of(arguments: argparse.Namespace) -> Visitor:
-    """Make the visitor that looks at a run: by an invitation or, where there is none, as the owner of the run."""
+    """Make the visitor that looks at a run: by an invitation, else as the run's owner, else as any peer."""
     now_s = time.time()
     source = arguments.invite or os.environ.get(INVITE)
     if source:
@@ -58,7 +58,8 @@ def visitor_of(arguments: argparse.Namespace) -> Visitor:
                 "one, or leave it out."
             )
         return ANYONE
-    # The owner of a run of this name may look at another run, which takes any peer.
+    # A guess without `--owner`: this user owns a run of this name, but the address may belong to another run, which may
+    # admit any peer.
     return Visitor(as_owner(Owner.load(arguments.run_id, path)), is_guess=arguments.owner is None)
 
 

@@ -159,7 +159,8 @@ class AdapterPacker:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        # stage -> (layers, copies of the tensors on their devices, packed adapter). Each token of a text looks here.
+        # stage -> (layers, copies of the tensors on their devices, packed adapter). Read for each token of a text,
+        # so it must be cheap.
         self._known: dict[int, tuple[list[Lora], Sequence[Tensor], PackedAdapter]] = {}
 
     def packed(self, stage: int, adapter: StageAdapter) -> PackedAdapter | None:

@@ -43,7 +43,7 @@ class CoordinatorTimeouts:
 
     answer_s: float  # one answer
     successor_s: float  # an answer of any coordinator
-    # An answer of any other peer, after which the others have ended the run; None: the run goes on without this
+    # Without an answer from any peer for this long, the others have ended the run. None: the run goes on without this
     # trainer.
     alone_s: float | None = None
 
@@ -124,7 +124,7 @@ class CoordinatorCalls:
                     ) from error
 
     async def _registered_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Make a call to a coordinator, after this trainer's report on the open step if it lacks that."""
+        """Call a coordinator; if it has no report of this trainer on the open step, send that first."""
         term = self._run.term
         if self._registered_term != term:  # it requests reports, but may have missed this trainer's
             generation, step = self._run.manifest.generation, self._run.version

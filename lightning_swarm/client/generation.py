@@ -160,9 +160,8 @@ class TrainerGeneration:
     # Result of `StepClient.wait_closed` for the step of the newest batch, if it was requested with the end of the
     # batch.
     step_ended: bool | None = None
-    imminent: int | None = (
-        None  # only at the lead: a delayed step whose record is decided or about to be, and unknown here
-    )
+    # Only at the lead: a delayed step that is decided, or about to be; its record has not come here yet.
+    imminent: int | None = None
     hyperparameters: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # step -> values, until decided
     newest: Record | None = None  # the newest record that this trainer waited for
     records: list[DecidedRecord] = field(default_factory=list)  # not yet collected, oldest first

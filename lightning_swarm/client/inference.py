@@ -170,7 +170,7 @@ class InferenceSession:
         return result
 
     async def close(self) -> None:
-        """Close the session, once, and notify its servers."""
+        """Close the session and notify its servers. Call it at most once."""
         if self._route:
             self._routes.end(self._route)
         body = encode(SessionClose(session=self.id))

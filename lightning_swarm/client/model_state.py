@@ -69,9 +69,10 @@ async def gather_snapshots(
     events: EventLog | None = None,
     sound: int | None = None,
 ) -> ModelState | None:
-    """Fetch the newest of `versions` (see `in_turn`) of which answering peers keep all stages; None if there is none.
+    """Fetch the newest of `versions` of which answering peers keep all stages; None if there is none.
 
-    Raise `Unreachable` if peers keep such versions but none of them can be fetched.
+    Versions after `sound` come last, in the order of `queries.in_turn`. Raise `Unreachable` if peers keep such versions
+    but none of them can be fetched.
     """
     answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
     confirmation = Confirmation(transport, run, timeout, events)
@@ -223,7 +224,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Map each key of a module's state dict, even an unknown name, to the first name of its tensor."""
+    """Map each key of a state dict, even a renamed one, to its tensor's first name. Leave out keys of other tensors."""
     first = first_names(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     by_place = {place: first[name] for name, tensor in tensors if (place := _place(tensor)) is not None}
@@ -286,7 +287,8 @@ async def set_evaluation_weights(
     async def send(stage_index: int, peer: PeerId) -> PeerError | None:
         try:
             await transport.stream(peer, SET_EVALUATION_WEIGHTS, messages[stage_index], timeout=timeout)
-        except PeerError as error:  # a dead server is missed by the step; a living one refuses the number
+        # The step itself finds a dead server. A living server without these weights refuses calls that name them.
+        except PeerError as error:
             return error
         return None
 
@@ -328,7 +330,7 @@ async def _states(
     confirmation: Confirmation, requests: Sequence[StateRequest], *, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
     transport, run = confirmation.transport, confirmation.run
-    # In an audited run, no answer of a server prevents requests to the next one.
+    # In an audited run, ask the next server after any error, not only if a server is gone.
     passing = SwarmError if confirmation.is_needed else PeerError
 
     async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:

@@ -103,7 +103,7 @@ class Session:
             self.local_layers.enter_generation()
 
     def go_back_if(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
-        """At the lead: let the run go back where false work counted, if there is a snapshot to go back to."""
+        """At the lead: set the function that returns whether the run can roll back after false work counted."""
         self._steps.can_go_back = can_go_back
 
     def resumes_at(self, versions: Callable[[], Collection[int]]) -> None:
@@ -206,7 +206,11 @@ class Session:
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_spent()
 
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
-        """Let backwards count from now on. Once all are sent, the batch counts with `logs` without this trainer."""
+        """Let backwards count from now on.
+
+        If there are other trainers and no local layers, `logs` arm the batch once all its backwards are sent: it counts
+        with these logs even if this trainer dies.
+        """
         batch = self.pipeline.batch
         if batch is None:
             return
@@ -253,7 +257,7 @@ class Session:
         *,
         close: bool = False,
         window: float | None = None,
-        ahead: NextGrant | None = None,  # `end_step` returns the result of its `ends`
+        ahead: NextGrant | None = None,  # requests to send along; `end_step` returns the answer to `ends`
     ) -> bool:
         """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`."""
         batch = self._in_hand()  # it stays current if `LeaseRevoked` is raised
@@ -271,7 +275,7 @@ class Session:
         return closing
 
     def follow_records(self) -> None:
-        """Between two batches: switch to the weights of records that came without a wait."""
+        """Between two batches: get the imminent record, if there is one, and switch to the newest weights."""
         imminent = self._steps.generation.imminent
         if imminent is not None:
             self._runtime.run(self._steps.wait_for_record(imminent))
@@ -329,7 +333,7 @@ class Session:
 
     @property
     def completed_leases(self) -> Sequence[int]:
-        """The places of this trainer's finished batches in the open step."""
+        """The places of this trainer's finished batches in all steps that have no record yet."""
         return [lease.grant.first for lease in self._steps.generation.journal.finished(self.version)]
 
     @property
@@ -338,7 +342,7 @@ class Session:
         return RunNews(self._steps.version, list(self._steps.generation.records))
 
     def restore_news(self, news: RunNews) -> None:
-        """Restore news, so that it is known when the run goes on."""
+        """Restore records that a saved loop had not collected yet, when the loop resumes."""
         generation = self._steps.generation
         generation.records = list(news.records)
         generation.newest = news.records[-1].record if news.records else None
@@ -399,7 +403,7 @@ class Session:
             self._runtime.run(self._steps.renew())
 
     def check(self, error: PeerError | StepError) -> None:
-        """Raise the open step's error if it failed, because that may be why a peer is gone."""
+        """At the lead: raise the open step's error if the step failed, because that may be why a peer is gone."""
         if self.num_trainers > 1 and self.is_lead:
             try:
                 self._runtime.run(self._steps.renew())

@@ -26,7 +26,7 @@ class SessionRoutes(Protocol):
 
     @property
     def timeout(self) -> float:
-        """Maximum seconds for a step."""
+        """Maximum seconds for a call, and for a step in which no server is replaced."""
         ...
 
     def begin(self, rows: int) -> list[PeerId]:

@@ -41,10 +41,11 @@ else:
 
 
 class RankHooks(_Strategy):
-    """The part of `SwarmStrategy` with ranks and collective operations, where no trainer waits for another."""
+    """The part of `SwarmStrategy` with ranks and collective operations."""
 
-    # Collectives return at once, as in one process. Lightning's own callers need this, because the lead alone decides
-    # and saves. User code gets the lead's values before the first batch. Collectives of all trainers are refused.
+    # Lightning's own collectives return at once, as in one process, because the lead alone decides and saves. Before
+    # the first batch, user code gets the lead's values: other trainers wait for the lead, which never waits.
+    # Collectives that need other trainers' values are refused.
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -179,7 +180,8 @@ class RankHooks(_Strategy):
     def _of_lead(self, value: Any, name: str) -> Any:
         """Return the lead's value from the call of the same number: trainers of one program make the same calls."""
         trainer = self._own_module.trainer
-        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)  # it runs alone
+        # Only this process runs here: the lead validates alone, and a waiting child evaluates by itself.
+        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)
         if is_leads or (self.num_trainers == 1 and self._joined is None):
             return value
         if self._has_begun or self._joined is not None:
@@ -245,7 +247,7 @@ def leave_decisions(trainer: Trainer) -> None:
 
 
 def follow_schedule(trainer: Trainer) -> None:
-    """Let the lead end the run, and keep only schedulers that count steps; records bring the rates of the rest."""
+    """Let the lead end the run. Keep only schedulers that count steps; records bring the values that the rest set."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [

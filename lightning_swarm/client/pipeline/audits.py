@@ -37,8 +37,8 @@ class _AuditorSilent(DeadlineExceeded):
 class AuditSender:
     """Sends the work of servers to auditors, which compute it again. Independent of the main thread."""
 
-    # An auditor gets all that the trainer knows from the trainer. The rest comes from the audited server, which could
-    # change it, but whose neighbours have it, too.
+    # The trainer itself sends the auditor everything that it knows. The audited server sends the rest. It could falsify
+    # that, but its neighbours hold the same tensors.
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context
         self._run = run
@@ -146,7 +146,7 @@ class AuditSender:
 
 
 def _brought(copy: ReplayCopy, stage: int) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:
-    """Return a trainer's tensors of a microbatch for a stage: the first stage's inputs, the last stage's gradients."""
+    """Return the trainer's tensors for a stage: keyword arguments, the first one's inputs, the last one's gradients."""
     microbatch = copy.microbatch
     last = len(microbatch.extras) - 1
     inputs = microbatch.inputs if stage == 0 else None

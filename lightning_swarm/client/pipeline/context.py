@@ -220,9 +220,10 @@ class PipelineContext:
             self._progress.set()
 
     def patience_s(self, stage: int, charge: PeerCharge, shapes: int) -> float:
-        """Return the seconds that a stage's peer may take once it has its input; an only peer has `timeout`.
+        """Return the seconds that a stage's peer may take once it has its input.
 
-        `shapes` is a hash of the shapes that it computes: new ones may have to be compiled.
+        The whole `timeout` if the peer is unmeasured or has no replacement. `shapes` is a hash of the shapes that it
+        computes, because new shapes may have to be compiled.
         """
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
@@ -248,7 +249,7 @@ class PipelineContext:
     def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
         """Return the seconds that an auditor may take for a microbatch, with `num_ahead` before it.
 
-        Longer if a silence that it finds may convict, because the audited server's link may be slower than all others.
+        Longer if the audited server may be convicted for its silence, because its link may be slower than all others.
         """
         rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
         if rate is None or whole_s is None:
@@ -313,7 +314,7 @@ class PipelineContext:
         return {*self.routers[stage].peers, *self._set_aside.get(stage, ())} - self._lost
 
     def _take_back(self, stage: int) -> None:
-        """Use a stage's avoided servers again if its other servers failed, whose false reports may be the cause."""
+        """Use a stage's avoided servers again if all others failed, whose false reports may have accused these."""
         router, aside = self.routers[stage], self._set_aside.get(stage, set())
         if aside - self._lost and all(self.is_banned(stage, peer) for peer in router.peers):
             router.set_peers(sorted(self.peers_of(stage)))

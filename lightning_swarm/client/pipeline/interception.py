@@ -76,7 +76,7 @@ class BlockChain:
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """Replace the forward of the block that is first at `place` in the list."""
+        """Run in place of a block's forward; `place` is the block's first index in the list."""
         if hooks := user_hooks(self._modules[place]):
             raise ConfigError(
                 "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
@@ -101,7 +101,8 @@ class BlockChain:
         if any(tensor._version != version for tensor, version in progress.versions):
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
         self.put_back()
-        # A checkpoint around this block must handle this thread's saved tensors, not the stages' in the same process.
+        # With an inline runtime, stages compute in this thread. Default hooks keep a checkpoint around this block from
+        # handling the tensors that they save.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             if progress.cache is not None:
                 _, extras = bind(self._keys, progress.calls, carries=False)
@@ -119,7 +120,7 @@ class BlockChain:
         return output
 
     def put_back(self) -> None:
-        """Restore the attributes that the blocks' forwards set to their values before the chain began."""
+        """Restore the attributes that the blocks' forwards assign, as they were before the chain began."""
         if self._pending is not None:
             self._pending.put_back()
 
@@ -210,7 +211,7 @@ class BlockChain:
         _refuse(self._list_name, found)
 
 
-# Any other use of a hidden state in between is refused, because this process does not have it.
+# Any use but the next block's call is refused, because this process does not have the hidden state.
 class DeferredOutput:
     """Stands for a block's output, or a part of it, until the last block is called. Only the next block accepts it."""
 

@@ -19,7 +19,7 @@ from lightning_swarm.core.errors import ConfigError
 
 
 class StandIn(Tensor):
-    """Stands in for a value. Every use goes to `_use`, which computes, waits or raises an error."""
+    """Stands in for a value. `_use` handles its uses: it computes, defers the call as a new stand-in, or raises."""
 
     @classmethod
     def make(cls) -> Self:
@@ -107,7 +107,7 @@ def _value_of(stand_in: StandIn) -> Any:
 
 
 class _Deferred:
-    """A call of torch that waits for pending values among its arguments."""
+    """A call of torch, deferred until the pending values among its arguments are known."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, needs: list[Pending]) -> None:
         self._call = func, args, kwargs
@@ -119,7 +119,7 @@ class _Deferred:
             return _computed(*self._call)
 
 
-# Methods that change a tensor in place, or return something other than a tensor, cannot wait.
+# Methods that change a tensor in place, or return something other than a tensor, cannot be deferred.
 _CANNOT_WAIT = frozenset(
     [
         "__bool__",

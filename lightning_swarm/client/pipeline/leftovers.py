@@ -183,7 +183,8 @@ class Leftovers:
         new = {place for place in places if place not in self._rules}
         is_due = self._num_collected & (self._num_collected - 1) == 0
         todo = new | {place for place in places if is_due and self._rules.get(place) not in (None, "rows")}
-        for training in (False, True):  # eval mode draws fewer random numbers; some blocks leave values in train mode
+        # Eval mode first, because it draws fewer random numbers; some blocks leave values only in train mode.
+        for training in (False, True):
             if not todo:
                 break
             lefts, trial_sizes = trial(training)

@@ -151,7 +151,7 @@ class MicrobatchRun:
         return await self.forward()
 
     def want_no_gradient(self) -> None:
-        """Prepare a backward without gradients, for the forward's changes of statistics alone."""
+        """Prepare a backward without output gradients: servers repeat the forward and add only running statistics."""
         own = self.microbatch
         modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
         self.microbatch = self._calls.microbatch = replace(own, modes=modes)
@@ -334,7 +334,7 @@ class _BackwardRun:
             recovery.backwards.discard(stage)
 
     async def _receive_all(self) -> None:
-        """Wait, for the time of one stage, for the stage that ends last; its receipt brings the other receipts."""
+        """Wait for the receipt that comes last, which carries the others, but no longer than one stage may take."""
         calls = self._calls
         stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:

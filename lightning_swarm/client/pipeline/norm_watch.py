@@ -1,4 +1,7 @@
-"""Finds calls that change running statistics of batch norms, and warns where these differ from plain Lightning's."""
+"""Finds calls that change running statistics of batch norms.
+
+Refuses calls or warns where batch norms behave unlike in plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class NormWatch:
         return changing is not None
 
     def cut(self, size: int) -> None:
-        """Warn once that batch norms in train mode normalise microbatches of `size`."""
+        """Warn once that batch norms normalise by the statistics of microbatches of `size` rows, not of the batch."""
         # Norms in eval mode normalise by their running statistics, in microbatches as in a batch.
         names = [name for norm, name in self._names.items() if norm.training or norm.running_mean is None]
         if names and not self._has_warned_of_parts:

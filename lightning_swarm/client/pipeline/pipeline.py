@@ -97,7 +97,7 @@ class Pipeline:
         self.first_trained = 0  # the first stage that trains
         self.batch: GrantedBatch | None = None
         self.before_call: Callable[[bool], None] | None = None  # argument: the call is outside of a batch
-        # Lightning clears the marks that a user's own `.backward()` leaves at the weights, before they could count.
+        # Lightning will clear gradients before its next backward, so those of a user's own `.backward()` cannot count.
         self.clears_gradients = True
         self.num_microbatches = 0
         self._named_modules = [list(stage.named_block_modules()) for stage in config.stages]

@@ -40,9 +40,9 @@ class GradientHolderGone(PeerError):
         self.peer = peer
 
 
-# A peer that is gone, silent, refuses or sends malformed answers is banned and replaced. A late but living peer is
-# first asked to cancel: if it has already added the gradient, that counts. A peer whose input never came is not at
-# fault. Its sender is asked again, and then another pair of peers is tried. The ledgers make all of this harmless: a
+# A peer that is gone or silent, or that refuses or sends malformed answers, is banned and replaced. A late but living
+# peer is first asked to cancel: if it has already added the gradient, that counts. A peer whose input never came is not
+# at fault. Its sender is asked again, and then another pair of peers is tried. The ledgers make all of this harmless: a
 # peer that is asked twice adds once, and the closing names one holder for each gradient.
 @dataclass
 class Recovery:

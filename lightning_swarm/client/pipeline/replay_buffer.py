@@ -1,4 +1,4 @@
-"""Copies of the open step's microbatches, from which gradients are computed again that a dead server had added."""
+"""Copies of the open step's microbatches, for replays when a server dies with the gradients that it had added."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class ReplayBuffer:
                 self._file.clear()
 
     def _abandon_file(self, error: OSError) -> None:
-        """Go on without copies in a file that cannot be written; batches that need one run again."""
+        """Go on without copies in a file that cannot be written; batches that need such a copy run again."""
         _log.warning(
             "No room for copies of microbatches in %s: %s. If a server dies, their batches run again. Make room there, "
             "or raise `Limits.cache_bytes`.",

@@ -118,10 +118,10 @@ _LEAST_SHARE: Final = 0.05
 # peer gets as much as it can compute before the step ends. When a forward is done, its measured time corrects the
 # estimate and leaves the account; the rest leaves with the backward.
 #
-# Newcomers have no rate. Each gets one microbatch before all other peers, and no more until its forward shows its
-# speed. A peer that failed is banned for a while, longer each time until it finishes a microbatch. If all peers are
-# banned, bans are ignored. Heaps keep the peers in order, because there may be thousands, too many to compare for each
-# microbatch.
+# Newcomers have no rate. Each gets one microbatch before all measured peers, except a peer that is due for a
+# retry, and no more until its forward shows its speed. A peer that failed is banned for a while, longer each time until
+# it finishes a microbatch. If all peers are banned, bans are ignored. Heaps keep the peers in order, because there may
+# be thousands, too many to compare for each microbatch.
 #
 # SWARM (arXiv:2301.11913, appendix C) takes the peer with the least time assigned over the whole run. That is fair over
 # many steps, but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other policies.
@@ -141,14 +141,14 @@ class StageRouter:
         self._ban_ends: list[tuple[float, PeerId]] = []  # heap of (end, peer); a lifted ban stays in it and is ignored
         self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
         self._newest_num_samples = 0  # size of the newest routed microbatch
-        self._is_known = False  # it has shown which peers are slow
+        self._is_known = False  # enough forwards are done to know which peers are slow
         # Sum over all measured peers. Exact, because a sum of floats would keep the rounding error of a large rate.
         self._sum_of_rates = Fraction()
         self._num_measured = 0
         self._forward_share = MovingAverage(SMOOTHING)  # forward's share of a microbatch's time
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
-        """Set the stage's roster at the beginning of a step, with no work under way. Its time grows with the roster."""
+        """Set the stage's roster at the beginning of a step, with no work under way. O(n log n) in its size."""
         before = self.peers
         self.peers = {peer: before.get(peer) or PeerLoad() for peer in peers}
         for peer in before.keys() - self.peers.keys():
@@ -176,7 +176,7 @@ class StageRouter:
 
     @property
     def is_full(self) -> bool:
-        """True if all peers have enough until it shows which of them are slow. Then some forward is under way."""
+        """True if all peers have enough forwards, and the slow ones are yet unknown. Then some forward is under way."""
         first = self._unmeasured.first
         return not self._is_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
 
