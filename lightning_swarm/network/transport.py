@@ -394,7 +394,7 @@ class BaseTransport(Transport):
         def find(head: Head) -> ServedMethod:
             if slot is not None:
                 slot.begin()
-            return self._find(caller, head, joins=not head.payload_bytes)  # only these are repeated
+            return self._find(caller, head, joins=not head.payload_bytes)  # only requests without tensors are repeated
 
         def count(method: str, channel: Channel) -> None:
             if slot is not None and slot.num_busy:  # else the bytes were no valid request

@@ -43,7 +43,7 @@ def is_certified_keeper(transport: Transport, peer: PeerId) -> bool | None:
 
 
 def check_shown_by_keeper(transport: Transport, peer: PeerId, view: RunView) -> None:
-    """Refuse a view of an audited run from a peer that is no keeper, because any peer may announce itself."""
+    """Refuse a view of an audited run from a peer that is no keeper: any peer can announce that it coordinates one."""
     if not view.manifest.settings.is_audited:
         return
     if is_certified_keeper(transport, peer) is False or peer not in (view.seats.keepers or ()):
@@ -64,7 +64,7 @@ def convictions(convicted: Mapping[PeerId, str]) -> Convictions:
 
 
 def convicted_after(known: Mapping[PeerId, str], new: Convictions) -> dict[PeerId, str]:
-    """Merge convictions into peer -> reason; the first reason of each peer stays, and only the newest peers do."""
+    """Merge convictions into peer -> reason, with each peer's first reason; keep the newest `MAX_CONVICTED` peers."""
     reasons = dict(known)
     for one in new or ():
         reasons.setdefault(one.peer, one.reason)

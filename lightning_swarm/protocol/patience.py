@@ -63,7 +63,7 @@ class Durations:
         return min(deadline_s(usual_s * times_slower, longest_s=longest_s) * self._stretch, longest_s)
 
     def times_slower(self, own: Durations) -> float:
-        """Return a peer's usual duration relative to all peers', within 1 and `MOST_SLOWER`."""
+        """Return a peer's usual duration relative to all peers', from 1 to `MOST_SLOWER`, the latter for a new peer."""
         # A new peer's speed is unknown. It may hold more weights, or compute more slowly.
         if self.usual_s is None or own.usual_s is None:
             return MOST_SLOWER

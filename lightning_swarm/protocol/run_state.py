@@ -73,7 +73,7 @@ def check_protocol_version(
 
 
 def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
-    """Return the trainers in the order of their lanes; a lane is every n-th batch of an epoch, read ahead by one."""
+    """Return the trainers in the order of their lanes: each reads ahead every n-th batch of an epoch."""
     # Lanes are only a hint. A trainer may bring a batch of another lane if it has read it first.
     return [lead, *(peer for peer in trainers if peer != lead)]
 
@@ -421,7 +421,7 @@ class RunState:
 
     @property
     def num_pipeline_stages(self) -> int:
-        """The number of stages in the pipeline: all but a last stage on trainers."""
+        """The number of stages in the pipeline: all except a last stage that trainers hold."""
         return self.on_trainers.count(False)
 
     def lacks_model(self, trainer: PeerId) -> bool:
@@ -434,7 +434,7 @@ class RunState:
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def check_counted(self, step: int, first: int) -> None:
-        """Raise an error unless a batch counts in a decided step, to a trainer that was silent until the decision."""
+        """Raise an error, for a trainer that was silent until its step was decided, unless its batch counts there."""
         if step not in self._counted:
             raise StepError(
                 f"step {self.version} is open, and which batches step {step} counted is not known any more: a trainer "

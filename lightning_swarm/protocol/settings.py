@@ -49,7 +49,7 @@ class Compression:
 
     @classmethod
     def parse(cls, given: CodecName | Compression | Mapping[str, Any]) -> Compression:
-        """Read a user's argument: one codec for all tensors, or a record.
+        """Read a user's argument: one codec for all tensors, or a `Compression` or its fields.
 
         Raises:
             ConfigError: A field is unknown, or its value out of range.

@@ -92,7 +92,7 @@ class TicketStore:
     # ------------------------------------------------------------------ the producer's side
 
     def promise(self, name: str, readers: Readers) -> bool:
-        """Promise `name` to its `readers`. Return False if a promise exists that has neither failed nor gone."""
+        """Promise `name` to its `readers`. Return False if it is promised already, and neither failed nor gone."""
         entry = self._entries.setdefault(name, _Entry())
         if entry.error is not None or entry.gone:  # the call was sent again, so the promise starts anew
             entry = self._entries[name] = _Entry()
@@ -149,7 +149,7 @@ class TicketStore:
     # ------------------------------------------------------------------ the consumer's side
 
     async def wait(self, ticket: Ticket, *, timeout: float) -> bytes:
-        """Wait until the tensors exist, or existed, and return the producer's report; if they failed, raise why."""
+        """Wait until the tensors exist, or existed, and return the producer's report; raise its error if it failed."""
         if ticket.peer_id == self._transport.peer_id:
             return (await self._own(ticket.name, timeout)).report
         return (await self._wait(ticket, None, timeout))[0].report

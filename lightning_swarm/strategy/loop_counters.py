@@ -70,7 +70,7 @@ class TrainerSchedulers:
 
 @dataclass(frozen=True)
 class LoopBatch:
-    """A batch of Lightning's loop, or an orphaned batch of another trainer."""
+    """A batch of Lightning's loop, or a batch that this trainer brings in place of another trainer."""
 
     idx: int
     kwargs: OrderedDict[str, Any]

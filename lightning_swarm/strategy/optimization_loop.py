@@ -288,7 +288,7 @@ class SwarmOptimization:
         return closing
 
     def _next_grant(self, batch: LoopBatch, *, ends: bool) -> NextGrant:
-        """Return the request for a next grant; empty if the next batch may be smaller, or the loss scale adapts."""
+        """Return the requests at a batch's end; no grant if the next batch may be smaller, or the loss scale adapts."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         is_last = epoch_loop.batch_progress.current.ready + 1 >= self.trainer.num_training_batches
         if is_last or self._scale.adapts:
@@ -354,7 +354,7 @@ class SwarmOptimization:
         self._schedulers.restart()
 
     def _begin(self, batch: LoopBatch) -> int | None:
-        """Get a lease, training orphaned batches meanwhile; None if another trainer has this batch, or will have it."""
+        """Get a lease, training batches that no other trainer brings meanwhile; None if another trainer brings it."""
         while not self._leaves():
             try:
                 grant = self._session.begin_batch(
@@ -491,7 +491,7 @@ class SwarmOptimization:
             self._scale.update(skipped=skipped)
 
     def _log_step(self) -> None:
-        """Log a step's shared values if a further step ends in this batch, because Lightning logs once a batch."""
+        """Log the batch's previous step before a further step is counted, because Lightning logs once a batch."""
         connector = self.trainer._logger_connector
         if self._session.is_lead and connector.should_update_logs:
             connector.log_metrics(self.logs.of_step)

@@ -252,7 +252,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
         # Right after it sets this attribute, Lightning refuses a compiled module in all but three strategies. So the
-        # module is uncompiled here: hooks run uncompiled, and servers compile their stages.
+        # module is uncompiled here: hooks run uncompiled, and each peer compiles the stages that it computes.
         self._module = module
         if module is None:
             return
@@ -482,7 +482,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @property
     def local_processes(self) -> list[int]:
-        """Ids of the processes that were started for this machine's other peers, without processes found dead."""
+        """Ids of the processes that were started for this machine's other peers, except processes found dead."""
         return self._swarm_launcher.processes if self._swarm_launcher is not None else []
 
     def status(self) -> SwarmStatus:

@@ -183,7 +183,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         self._rates.charge(context.remote_id, cost, time.time())
 
     def _store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires_at: float) -> bool:
-        """Store a record, or a dictionary of records; True if all were valid, newer than the stored, and had room."""
+        """Store a record, or a dictionary of records; True if all were valid, newer than stored ones, and had room."""
         if tag == self.IS_DICTIONARY:
             found = self.serializer.loads(value)
             if not isinstance(found, DictionaryDHTValue):

@@ -293,7 +293,7 @@ class Prepare(WireMessage, frozen=True):
     boot_id: int  # the voter's boot id, because a restarted voter has forgotten its votes
     generation: Count
     step: Count
-    fence: bool = False  # also mark proposals of lower terms, from this step on, as dead
+    fence: bool = False  # also note that no proposal of a lower term will be finished, from this step on
 
 
 class Promise(WireMessage, frozen=True):
@@ -302,7 +302,7 @@ class Promise(WireMessage, frozen=True):
     promised: bool
     term: Term  # the highest that the voter knows
     accepted: Accepted | None = None
-    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted are dead
+    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted will not be finished
     behind: bool = False  # the voter has had a proposal for a later step, so this step was decided
 
 

@@ -101,7 +101,7 @@ class LoopStates:
 
     @property
     def versions(self) -> Collection[int]:
-        """Return the versions of the weights that the states fit, as far as the loop knows of the versions."""
+        """Return the versions of the weights that the states fit, as far as the loop knows them."""
         known = [(point.version, not point.completed) for point in self._kept]
         known += [(point.news.version, True) for point in self._kept if point.news is not None]
         return {version for version, goes in known if goes and self.find(version) is not None}

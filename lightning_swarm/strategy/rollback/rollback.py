@@ -157,7 +157,7 @@ class Rollback:
 
     def _can_go_on(self, version: int, counts: Counts) -> bool:
         """Return whether this loop can resume at a version, and keep that state. Runs on the swarm's event loop."""
-        states = self.states  # copied, because the trainer's own thread may reset it meanwhile
+        states = self.states  # read once, because the trainer's own thread may reset it meanwhile
         found = states.find(version, counts) if states is not None else None
         if found is not None:
             self._offered[version] = found
