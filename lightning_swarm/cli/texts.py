@@ -41,7 +41,7 @@ class ServedText:
         if not isinstance(longest, int):
             longest = getattr(self.tokenizer, "model_max_length", None)
         known = [longest] if isinstance(longest, int) and longest < _UNLIMITED else []
-        if not self.model.generation_config.use_cache:  # each step computes the whole text
+        if getattr(self.model.generation_config, "use_cache", True) is False:  # each step computes the whole text
             from lightning_swarm.peer.remote_model import step_tokens
 
             known.append(step_tokens(self.model))

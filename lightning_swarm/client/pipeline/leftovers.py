@@ -128,7 +128,9 @@ class Leftovers:
                 raise ConfigError(f"the values of {site[0]!r}, on which there is a hook, are not available: {reason}")
             if site[1].startswith(WRITTEN):
                 argument = text_of(site[1].removeprefix(WRITTEN))
-                raise ConfigError(f"what blocks from {site[0]!r} on write into {argument} is not to be had: {reason}")
+                raise ConfigError(
+                    f"the values that blocks from {site[0]!r} on write into {argument} are not available: {reason}"
+                )
             text = f"`{site[1]}` of block {site[0]!r} cannot be read: {reason}"
             self._set(site, UnavailableObject(text) if site in collected.objects else Unavailable.because(text))
         call_observing(observed)

@@ -15,7 +15,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.settings import Compression, RunSettings
 
 FIELDS = [field.name for field in dataclasses.fields(Limits)]
-WHOLE = [name for name in FIELDS if name.startswith("max_") or name.endswith("_bytes")]
+WHOLE = [name for name in FIELDS if name.startswith("max_") or name.endswith(("_bytes", "_tokens"))]
 
 
 def config(**changes: Any) -> SwarmConfig:

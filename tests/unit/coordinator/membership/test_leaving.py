@@ -256,7 +256,7 @@ def test_who_waits_for_a_run_that_nobody_could_name_gives_up(
         await asyncio.sleep(lifecycle._SILENCE_S / 2)
         assert not b.task.done()
         if gives_up:
-            with pytest.raises(Unreachable, match=r"no run 'run' has begun, and nobody .* for 60 s: neither a nor"):
+            with pytest.raises(Unreachable, match=r"no run 'run' has begun, and no.* for 60 s: neither a nor"):
                 await asyncio.wait_for(b.task, lifecycle._SILENCE_S)
         else:
             await asyncio.sleep(2 * lifecycle._SILENCE_S)

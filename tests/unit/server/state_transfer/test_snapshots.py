@@ -565,7 +565,7 @@ def test_of_a_lost_stage_nothing_is_read_that_no_record_tells(make_swarm: MakeSw
         swarm.network.kill(peer)
     assert [one.version for one in swarm.steps.run.snapshots] == [1, 1], "no record tells yet what the newest is"
     assert_equal(gathered(swarm, 1, 2), 1, expected)
-    with pytest.raises(Unreachable, match="no record tells what stage 1 is at version 2"):
+    with pytest.raises(Unreachable, match="no record has a digest of stage 1 at version 2"):
         gathered(swarm, 2)
 
 
