@@ -56,7 +56,7 @@ def test_an_invitation_is_one_line_on_standard_output(
     assert out.count("\n") == 1
     assert f"Made the owner's key of run 'swarm': {key}. The run has to be started with it." in err
     assert re.search(r"Invited 4 peers to run 'swarm' as trainer: to come until \d{4}-\d\d-\d\d \d\d:\d\d UTC,", err)
-    assert "and to stay for 28 days. Anybody" in err
+    assert "and to stay for 28 days. Each holder" in err
     assert out[15:60] not in err
     assert command(monkeypatch, "invite", "--run-id", "another") == 0
     assert command(monkeypatch, "invite") == 0
