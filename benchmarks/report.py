@@ -7,9 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib import pyplot as plt
-
 OUT = Path("runs/bench")
 """Pictures and tables."""
 
@@ -43,6 +40,9 @@ def picture(name: str, title: str, unit: str, found: Mapping[str, Sequence[float
         unit: Of the values.
         found: The values by way; those that begin with ``"swarm"`` stand out; those without any are left out.
     """
+    import matplotlib as mpl  # benchmarks without pictures run where it is not installed
+    from matplotlib import pyplot as plt
+
     found = {way: values for way, values in found.items() if values}
     mpl.use("Agg")
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.45 * len(found)))
