@@ -153,7 +153,7 @@ def served(folder: Path) -> Tensor:
 REASONS: Final = {
     "values between blocks": r"cannot be served: .*(values between stages must be|must call its blocks one after)",
     "no list of blocks": r"has no list of",
-    "changed blocks": r"cannot be served: .*must leave its blocks as they are",
+    "changed blocks": r"cannot be served: .*must not change its blocks",
 }
 """Why one is refused, and the words of its error."""
 

@@ -94,7 +94,7 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
         f"`{key}` of block {name}"
         for name, attributes in plain_attributes(root).items()
         for key, value in attributes.items()
-        if key not in before[name] or not same(value, before[name][key])
+        if key not in (own := before.get(name, {})) or not same(value, own[key])  # a block may get new modules
     ]
     if changed:
         raise ConfigError(
