@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import torch
 
 from lightning_swarm import AttachStrategy, remote_model
 from lightning_swarm.client.tuning import Chain
-from tests.p2p.processes import COMMAND, Run
+from tests.p2p.processes import COMMAND, Run, free_port
 from tests.parity import test_attach as tuning
 from tests.served import calling, make_model
 
@@ -191,9 +190,7 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
     servers.start("a", "--weights", servers.folder)
     written = Run("generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, program=COMMAND)
     servers.runs["written"] = written
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     endpoint = servers.runs["http"] = Run("http", f"small={servers.address}", "--port", port, program=COMMAND)
     endpoint.wait_for("Answering at")
     base = f"http://127.0.0.1:{port}"

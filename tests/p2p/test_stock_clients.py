@@ -24,7 +24,7 @@ from lightning_swarm import remote_model
 from lightning_swarm.cli import http_server
 from lightning_swarm.cli.texts import ServedText
 from lightning_swarm.network import PeerId
-from tests.p2p.processes import Run
+from tests.p2p.processes import Run, free_port
 from tests.p2p.test_serving import PROMPT, Servers, save
 
 # Cold starts of peers in this file: 6, all of them thorough.
@@ -47,9 +47,7 @@ class Endpoint:
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
         self.model = remote_model(servers.address)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port: int = free.getsockname()[1]
+        port = free_port()
         served = ServedText("small", self.model, self.model.swarm.tokenizer())
         options = {"host": "127.0.0.1", "port": port, "key": None, "allowed_hosts": [], "allowed_origins": []}
         self.thread = threading.Thread(target=http_server.run, args=([served],), kwargs=options, daemon=True)

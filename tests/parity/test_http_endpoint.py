@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_swarm.cli import http_server
 from lightning_swarm.cli.http_server import Access, TextEndpoint
 from lightning_swarm.cli.texts import ServedText
+from tests.p2p.processes import free_port
 from tests.parity.test_served import letters
 from tests.served import make_model
 
@@ -223,9 +224,7 @@ def test_a_prompt_is_scored_once_for_all_its_choices(served: ServedText) -> None
 
 def test_a_connection_that_sends_no_request_is_closed(served: ServedText, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_REQUEST_S", 0.3)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address: tuple[str, int] = free.getsockname()
+    address = ("127.0.0.1", free_port())
     server = threading.Thread(
         target=http_server.run, args=([served],), kwargs={"host": "127.0.0.1", "port": address[1]}
     )

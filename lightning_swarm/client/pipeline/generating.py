@@ -76,7 +76,7 @@ class TextGeneration:
         if training and any(getattr(module, "gradient_checkpointing", False) for module in self._modules):
             raise ConfigError(
                 "blocks with gradient checkpointing have no cache in train mode. Generate under `model.eval()`, or "
-                "call `gradient_checkpointing_disable()` before."
+                "call `activation_checkpointing_disable()` before."
             )
         check_global()
         if any(describe(named) for named in self._named_modules):
