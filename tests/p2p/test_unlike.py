@@ -60,6 +60,7 @@ def _begun(start: Callable[..., Run], out: Path, kind: Mapping[str, str], *on: s
     return start(
         *("gpt-losses", out, "--devices", 1, "--num-stages", 2, "--microbatch-size", 3, "--max-steps", 50),
         *("--joiner-at", _JOINER_AT, "--listen", listen),
+        *("--rebalancing", "none"),  # else the lead may give up the stage that it shares with the joiner
         program=[*on, sys.executable, str(SCRIPT)],
         environment=kind,
     )

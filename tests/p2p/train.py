@@ -214,6 +214,7 @@ def make_strategy(arguments: argparse.Namespace) -> WatchedStrategy:
         "compression": arguments.compression,
         "trust": arguments.trust,
         "listen": arguments.listen,
+        "rebalancing": arguments.rebalancing,
     }
     if arguments.split is not None:
         options["split"] = arguments.split
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--split", nargs="*")
     parser.add_argument("--trust")
     parser.add_argument("--listen", default="127.0.0.1")
+    parser.add_argument("--rebalancing", default="gain")
     parser.add_argument("--gpu", action="store_true", help="all peers are on one GPU")
     parser.add_argument("--kill-at", type=int, help="in which step peer-1 dies")
     parser.add_argument("--ckpt", type=Path, help="goes on from there")

@@ -54,6 +54,10 @@ class Paced(Executor):
         return max(len(self._jobs) - 1, 0)
 
     @override
+    def has_waiting(self, priority: Priority) -> bool:
+        return self.queued > 0
+
+    @override
     def close(self) -> None:
         self._inner.close()
         for job in list(self._jobs):
