@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +78,12 @@ def train(
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]), strategy
 
 
+@functools.cache
+def honest_weights(num_peers: int, *, model: Callable[[], LightningModule] | None = None, **settings: Any) -> Tensor:
+    """Return what an honest swarm's `train` gives; each run is computed once."""
+    return train(num_peers, model=model and model(), **settings)[0]
+
+
 def audited(
     num_peers: int, *adversaries: Adversary, share: float = 1.0, **settings: Any
 ) -> tuple[Tensor, InMemoryStrategy]:
@@ -102,7 +110,7 @@ def without_probation(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_audits_change_nothing_of_an_honest_run(stages: int, dtype: torch.dtype, deterministic: bool) -> None:
-    expected, _ = train(8, num_stages=stages, dtype=dtype, deterministic=True)
+    expected = honest_weights(8, num_stages=stages, dtype=dtype, deterministic=True)
     found, strategy = audited(8, num_stages=stages, dtype=dtype, deterministic=deterministic)
     assert not events_of(strategy, "convicted") | events_of(strategy, "disputed")
     tolerance = 0.0 if deterministic else 1e-12 if dtype == torch.float64 else 1e-5
@@ -121,7 +129,7 @@ class Overflowing(Model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_gradients_that_overflow_are_no_lies(deterministic: bool) -> None:
-    expected, _ = train(6, num_stages=2, model=Overflowing(), deterministic=True)
+    expected = honest_weights(6, num_stages=2, model=Overflowing, deterministic=True)
     found, strategy = audited(6, num_stages=2, model=Overflowing(), deterministic=deterministic)
     assert not events_of(strategy, "convicted") | events_of(strategy, "disputed")
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)
@@ -164,7 +172,7 @@ OUTPUTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("attack", "options"), SUMS)
 def test_who_lies_of_its_sum_is_out_and_nothing_of_it_counts(attack: str, options: dict[str, Any], stages: int) -> None:
     liars = ["peer-2", "peer-3"]
-    expected, _ = train(6, num_stages=stages)
+    expected = honest_weights(6, num_stages=stages)
     found, strategy = audited(
         6, *(Adversary(liar, attack, since=SINCE, **options) for liar in liars), num_stages=stages
     )
@@ -178,7 +186,7 @@ def test_who_lies_of_its_sum_is_out_and_nothing_of_it_counts(attack: str, option
 def test_batches_that_went_through_false_outputs_run_again(attack: str, options: dict[str, Any], liar: str) -> None:
     if liar == "peer-3" and "input_gradient" in attack:
         pytest.skip("nobody asks the first stage for its input's gradient")
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, Adversary(liar, attack, since=SINCE, **options), num_stages=2)
     assert events_of(strategy, "convicted") == {liar}
     assert events_of(strategy, "strike")
@@ -190,14 +198,14 @@ def test_batches_that_went_through_false_outputs_run_again(attack: str, options:
 def test_most_of_a_stage_may_lie(attack: str) -> None:
     """The coordinator, which holds the other stage, judges with weights that it fetches."""
     liars = ["peer-1", "peer-3"]  # of peer-1, peer-3 and peer-5, which hold the first stage
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, *(Adversary(liar, attack, since=SINCE) for liar in liars), num_stages=2)
     assert events_of(strategy, "convicted") == {*liars}
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
 def test_who_accuses_falsely_is_out() -> None:
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, Adversary("peer-3", "false_accusation", since=SINCE), num_stages=2)
     assert events_of(strategy, "convicted") == {"peer-3"}
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
@@ -212,7 +220,7 @@ def test_who_accuses_falsely_is_out() -> None:
 @pytest.mark.usefixtures("without_probation")
 def test_the_screen_finds_gross_lies_without_lots(attack: str, options: dict[str, Any], num_peers: int) -> None:
     liars = [f"peer-{number}" for number in range(1, num_peers // 2)]
-    expected, _ = train(num_peers, num_stages=1)
+    expected = honest_weights(num_peers, num_stages=1)
     lies = [Adversary(liar, attack, since=SINCE, **options) for liar in liars]
     found, strategy = audited(num_peers, *lies, share=0.0, num_stages=1)
     assert events_of(strategy, "convicted") == {*liars}
@@ -222,7 +230,7 @@ def test_the_screen_finds_gross_lies_without_lots(attack: str, options: dict[str
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", [Phase.CLOSE_DONE, Phase.AVERAGE, Phase.BACKWARD_DONE])
 def test_honest_servers_may_die_meanwhile(phase: Phase) -> None:
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     faults = FaultPlan().kill("peer-4", at=phase, step=SINCE)
     found, strategy = audited(6, Adversary("peer-2", "sign_flip", since=SINCE), faults=faults, num_stages=2)
     assert events_of(strategy, "convicted") == {"peer-2"}
@@ -236,7 +244,7 @@ DYING_IN_AUDITS = [phase for phase in Phase if phase.name.startswith(("SKETCH", 
 @pytest.mark.parametrize("phase", DYING_IN_AUDITS, ids=lambda phase: phase.name)
 def test_who_dies_in_the_middle_of_audits_is_no_liar(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_audits, "lots", random.Random(0))  # so that peer-1 is drawn
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     faults = FaultPlan().kill("peer-1", at=phase)
     found, strategy = audited(6, share=1.0, faults=faults, num_stages=2)
     assert events_of(strategy, "convicted") == set()
@@ -263,7 +271,7 @@ class Idle:
 @pytest.mark.thorough
 def test_an_auditor_that_does_nothing_lets_no_accomplice_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Idle(monkeypatch, AuditHandlers, "_handle_audit", {"peer-1", "peer-5"})
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, Adversary("peer-3", "scaled_sum", since=SINCE, strength=1.01), num_stages=2)
     assert idle.num_refused
     assert events_of(strategy, "convicted") == {"peer-3"}
@@ -275,7 +283,7 @@ def test_what_nobody_can_judge_does_not_count(monkeypatch: pytest.MonkeyPatch) -
     """All servers of a stage keep their weights from the judge, and one of them lies."""
     monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)  # else the others may be in dispute, too
     idle = Idle(monkeypatch, StateHandlers, "_handle_state", {"peer-1", "peer-3", "peer-5"})
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, Adversary("peer-3", "scaled_sum", since=SINCE), num_stages=2)
     assert idle.num_refused
     assert events_of(strategy, "disputed") >= {"peer-3"}
@@ -302,7 +310,7 @@ def test_who_shows_auditors_another_sum_than_it_gives_is_convicted(
         return encode(reply)
 
     monkeypatch.setattr(AuditHandlers, "_handle_sketch", answer)
-    expected, _ = train(8, num_stages=1)
+    expected = honest_weights(8, num_stages=1)
     liar = Adversary("peer-3", "scaled_sum", since=SINCE, strength=strength)
     found, strategy = audited(8, liar, share=share, num_stages=1, deterministic=False)
     assert num_lies
@@ -326,7 +334,7 @@ def test_who_claims_to_hold_nothing_gives_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(GradientSums, "_freeze_stage", lying)
     found, strategy = audited(6, num_stages=1, share=0.0)
     monkeypatch.setattr(GradientSums, "_freeze_stage", freeze)
-    expected, _ = train(6, num_stages=1)
+    expected = honest_weights(6, num_stages=1)
     assert events_of(strategy, "convicted") == {"peer-3"}
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
@@ -336,7 +344,7 @@ def test_a_copy_that_its_trainer_has_lost_ends_no_run(monkeypatch: pytest.Monkey
         return None
 
     monkeypatch.setattr(ReplayBuffer, "find", find)
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, num_stages=2)
     assert events_of(strategy, "disputed")
     assert not events_of(strategy, "gone")
@@ -394,7 +402,7 @@ def test_settings_that_no_audit_can_look_into_are_refused(settings: dict[str, An
 @pytest.mark.thorough
 def test_what_audits_ask_for_may_be_on_disk() -> None:
     """Nothing of a microbatch is kept in memory, by whomever."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(
         6, Adversary("peer-3", "noisy_output", since=SINCE), num_stages=2, limits=Limits(cache_bytes=0)
     )
@@ -405,7 +413,7 @@ def test_what_audits_ask_for_may_be_on_disk() -> None:
 @pytest.mark.thorough
 def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accomplice is convicted in the same step, in which its word was taken."""
-    expected, _ = train(6, num_stages=1)
+    expected = honest_weights(6, num_stages=1)
     assigned, auditors = StepAudits._assigned, {"peer-3": "peer-5", "peer-4": "peer-3"}
     again = list[list[str]]()
 
@@ -430,7 +438,7 @@ def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPa
 @pytest.mark.thorough
 def test_a_stage_whose_servers_all_contradict_each_other_goes_on() -> None:
     """Its means are the coordinator's own, then; three of the four lie."""
-    expected, _ = train(8, num_stages=2)
+    expected = honest_weights(8, num_stages=2)
     liars = [Adversary(peer, "changed_part", since=SINCE, strength=1.0) for peer in ("peer-3", "peer-5", "peer-7")]
     found, strategy = audited(8, *liars, num_stages=2)
     assert events_of(strategy, "disputed") >= {"peer-3", "peer-5", "peer-7"}

@@ -15,7 +15,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.queries import in_turn
 from lightning_swarm.strategy.rollback.loop_state import LoopStates
 from lightning_swarm.testing import Adversary, InMemoryStrategy
-from tests.faults.test_audited import NUM_STEPS, audited, events_of, train
+from tests.faults.test_audited import NUM_STEPS, audited, events_of, honest_weights
 
 SINCE = 2  # the run's first snapshot has the step before
 SMALL = {"strength": 1.0001}  # within the noise of honest sums
@@ -34,7 +34,7 @@ def went_back(strategy: InMemoryStrategy) -> list[int]:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("attack", "stages"), [("scaled_sum", 1), ("noisy_output", 2)])
 def test_what_counted_of_a_liar_is_undone(monkeypatch: pytest.MonkeyPatch, attack: str, stages: int) -> None:
-    expected, _ = train(6, num_stages=stages)
+    expected = honest_weights(6, num_stages=stages)
     draw(monkeypatch, lambda step: step == NUM_STEPS - 2)
     liar = Adversary("peer-3", attack, since=SINCE, **(SMALL if attack == "scaled_sum" else {}))
     found, strategy = audited(6 * stages, liar, num_stages=stages, on_conviction="go_back")
@@ -45,7 +45,7 @@ def test_what_counted_of_a_liar_is_undone(monkeypatch: pytest.MonkeyPatch, attac
 
 @pytest.mark.thorough
 def test_the_run_goes_on_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = train(6, num_stages=1)
+    expected = honest_weights(6, num_stages=1)
     draw(monkeypatch, lambda step: step == NUM_STEPS - 2)
     found, strategy = audited(6, Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL), num_stages=1)
     assert events_of(strategy, "convicted") == {"peer-3"}
@@ -54,7 +54,7 @@ def test_the_run_goes_on_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_liar_in_the_last_step_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = train(6, num_stages=1)
+    expected = honest_weights(6, num_stages=1)
     draw(monkeypatch, lambda step: step == NUM_STEPS - 1)
     liar = Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL)
     found, strategy = audited(6, liar, num_stages=1, on_conviction="go_back")
@@ -65,7 +65,7 @@ def test_a_liar_in_the_last_step_is_undone(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.thorough
 def test_several_liars_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one lies once the first is out."""
-    expected, _ = train(6, num_stages=1)
+    expected = honest_weights(6, num_stages=1)
     first = Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL)
     second = Adversary("peer-4", "scaled_sum", since=SINCE, **SMALL)
     second.lies_in = lambda step: (  # type: ignore[method-assign]
@@ -81,7 +81,7 @@ def test_several_liars_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.thorough
 def test_who_was_audited_in_each_step_costs_no_step() -> None:
     """Else a newcomer could take a run back as often as it has invitations."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     liar = Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL)
     found, strategy = audited(6, liar, num_stages=2, on_conviction="go_back")
     assert events_of(strategy, "convicted") == {"peer-3"}

@@ -15,7 +15,7 @@ from lightning_swarm.core.errors import ConfigError, StageError
 from lightning_swarm.network import Message
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.handlers import ComputeHandlers
-from tests.faults.test_audited import Model, audited, data, train
+from tests.faults.test_audited import Model, audited, data, honest_weights
 from tests.faults.test_two_faced import FIRST, LAST, Around
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,7 +49,7 @@ def test_a_result_of_another_form_ends_no_run(
     monkeypatch: pytest.MonkeyPatch, liar: str, direction: str, form: str
 ) -> None:
     """The neighbours refuse it by right, and so do all that take their places."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     given = give(monkeypatch, liar, direction, FORMS[form])
     found, _ = audited(6, num_stages=2, share=0.0)
     assert given
@@ -60,7 +60,7 @@ def test_a_result_of_another_form_ends_no_run(
 @pytest.mark.thorough
 def test_a_gradient_of_another_form_ends_no_run(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """The trainer's own layers are before the first stage."""
-    expected, _ = train(6, num_stages=2, model=Around(), pipeline="net")
+    expected = honest_weights(6, num_stages=2, model=Around, pipeline="net")
     given = give(monkeypatch, FIRST, "backward", FORMS[form])
     found, _ = audited(6, num_stages=2, model=Around(), share=0.0, pipeline="net")
     assert given
@@ -71,7 +71,7 @@ def test_a_gradient_of_another_form_ends_no_run(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("liar", [FIRST, LAST])
 def test_false_probes_end_no_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: str) -> None:
     """By them blocks seem to mix samples; the coordinator computes for itself whether they do."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     fulfil, given = TicketStore.fulfil, list[str]()
 
     def lying(self: TicketStore, name: str, message: Any, *rest: Any, **more: Any) -> None:
@@ -118,7 +118,7 @@ class Validating(Model):
 
 @pytest.mark.thorough
 def test_an_error_of_one_server_ends_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = train(6, num_stages=2, model=Validating())
+    expected = honest_weights(6, num_stages=2, model=Validating)
     forward, refused = ComputeHandlers._forward, list[str]()
 
     async def failing(self: ComputeHandlers, name: str, stage: Any, request: Any, given: Any) -> None:

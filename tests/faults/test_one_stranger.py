@@ -32,7 +32,7 @@ from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.state_transfer.donor import Donor
 from lightning_swarm.server.state_transfer.handlers import StateHandlers
 from lightning_swarm.testing import Adversary, local_swarm
-from tests.faults.test_audited import NUM_STEPS, SINCE, Model, audited, data, events_of, train
+from tests.faults.test_audited import NUM_STEPS, SINCE, Model, audited, data, events_of, honest_weights
 
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
 
@@ -40,7 +40,7 @@ from tests.faults.test_audited import NUM_STEPS, SINCE, Model, audited, data, ev
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 7])
 def test_sketches_of_stages_that_it_does_not_hold(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     handle = AuditHandlers._handle_sketch
 
     async def more(self: AuditHandlers, caller: Any, body: bytes) -> bytes:
@@ -57,7 +57,7 @@ def test_sketches_of_stages_that_it_does_not_hold(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.thorough
 @pytest.mark.parametrize("liar", ["peer-2", "peer-3"])
 def test_who_gives_no_part_and_says_that_all_is_well(monkeypatch: pytest.MonkeyPatch, liar: str) -> None:
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     fetch, handle = TicketStore.fetch, AveragingRounds._handle_average
 
     async def refused(self: TicketStore, ticket: Any, **more: Any) -> Any:
@@ -81,7 +81,7 @@ def test_who_gives_no_part_and_says_that_all_is_well(monkeypatch: pytest.MonkeyP
 def test_who_says_that_others_give_it_nothing_does_not_come_to_be_alone(
     monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     handle, liar = AveragingRounds._handle_average, "peer-3"
 
     async def complain(self: AveragingRounds, caller: Any, body: bytes) -> bytes:
@@ -107,7 +107,7 @@ def test_who_never_gives_its_weights_has_nobody_left_out(
     monkeypatch: pytest.MonkeyPatch, liar: str, method: str
 ) -> None:
     """The coordinator holds another stage, and judges with weights that it fetches."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     monkeypatch.setattr(step_audits, "_OWN_SHARE", 1.0)
     handle, slow = getattr(StateHandlers, method), list[str]()
 
@@ -209,7 +209,7 @@ def test_who_has_much_shown_to_it_keeps_nobody_from_audits(monkeypatch: pytest.M
 @pytest.mark.thorough
 def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in two sums is computed again by one of the two, and who begins anew too often is left out."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     freeze, liar = GradientSums.freeze, "peer-3"
     true, number = dict[str, StageLedger](), Counter[int]()
 
@@ -268,7 +268,7 @@ def test_who_shows_its_vectors_late_and_damaged_ends_no_run(monkeypatch: pytest.
 
     monkeypatch.setattr(MeanChecks, "_handle_project", another)
     monkeypatch.setattr(MeanChecks, "_handle_vector", damaged)
-    expected, _ = train(8, num_stages=2)
+    expected = honest_weights(8, num_stages=2)
     found, strategy = audited(8, num_stages=2, share=0.0)
     assert late
     assert events_of(strategy, "gone") <= {*liars}

@@ -22,7 +22,7 @@ from lightning_swarm.server.audit import handlers
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.testing import Adversary, FaultPlan, Phase, local_swarm
 from lightning_swarm.testing.attacks import Attack, SeenFinding, SeenSums
-from tests.faults.test_audited import NUM_STEPS, SINCE, WIDTH, Model, audited, data, events_of, train
+from tests.faults.test_audited import NUM_STEPS, SINCE, WIDTH, Model, audited, data, events_of, honest_weights
 
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
 FLOATS: dict[str, Any] = {"num_stages": 2, "deterministic": False, "dtype": torch.float32}
@@ -182,7 +182,7 @@ def test_an_honest_machine_of_another_kind_accuses_nobody() -> None:
 @pytest.mark.usefixtures("other_kind")
 def test_a_machine_of_another_kind_that_accuses_again_and_again_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_audits, "MAX_REFUTED", 2)
-    expected, _ = train(6, num_stages=2, dtype=torch.float32)
+    expected = honest_weights(6, num_stages=2, dtype=torch.float32)
     liar = Adversary("peer-3", OtherSum(), since=1)
     found, strategy = audited(6, liar, **FLOATS)
     assert len(liar.lies) == 3

@@ -34,7 +34,7 @@ from lightning_swarm.server.compute import ForwardCall
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.handlers import ComputeHandlers
 from lightning_swarm.testing import Adversary, FaultPlan, InMemoryStrategy, Phase
-from tests.faults.test_audited import SINCE, WIDTH, Model, audited, events_of, train
+from tests.faults.test_audited import SINCE, WIDTH, Model, audited, events_of, honest_weights
 
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
 LAST, FIRST = "peer-2", "peer-3"
@@ -97,7 +97,7 @@ def test_what_is_claimed_otherwise_counts_in_no_step(
     monkeypatch: pytest.MonkeyPatch, model: type[Model], liar: str, direction: str
 ) -> None:
     """No audit shows it, for what is claimed is true. The third time the server is left out."""
-    expected, _ = train(6, num_stages=2, model=model(), pipeline="net")
+    expected = honest_weights(6, num_stages=2, model=model, pipeline="net")
     given = give_other(monkeypatch, liar, direction)
     found, strategy = audited(6, num_stages=2, model=model(), share=0.0, pipeline="net")
     assert given
@@ -113,7 +113,7 @@ def test_who_leaves_backwards_to_others_makes_few_steps_run_again(
     monkeypatch: pytest.MonkeyPatch, arithmetic: str | None
 ) -> None:
     """So others claim what it gave; also where it says that its machine is of another kind."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     given, refused = give_other(monkeypatch, LAST, "forward"), refuse_backwards(monkeypatch, LAST)
     true = GradientSums.arithmetic.fget
     assert true is not None
@@ -128,7 +128,7 @@ def test_who_leaves_backwards_to_others_makes_few_steps_run_again(
 
 @pytest.mark.thorough
 def test_who_is_gone_before_it_has_claimed_anything_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     given = give_other(monkeypatch, LAST, "forward")
     found, strategy = audited(6, num_stages=2, faults=FaultPlan().kill(LAST, at=Phase.CLOSE))
     assert given
@@ -143,7 +143,7 @@ def test_where_a_step_closes_again_lots_are_drawn_again(monkeypatch: pytest.Monk
     for name in ("PROBATION", "_WARM_UP"):
         monkeypatch.setattr(policy, name, 0)
     monkeypatch.setattr(step_audits, "share_of_step", lambda *_, **__: 0.0)
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     strike, struck = OpenStep.strike, set[int]()
 
     def striking(self: OpenStep, firsts: Any) -> Any:
@@ -170,7 +170,7 @@ def test_who_gives_others_something_false_and_leaves_the_backward_to_others_is_l
     monkeypatch: pytest.MonkeyPatch, model: type[Model]
 ) -> None:
     """Those who took its place and those who computed with what it gave contradict each other, and all are honest."""
-    expected, _ = train(6, num_stages=2, model=model(), pipeline="net")
+    expected = honest_weights(6, num_stages=2, model=model, pipeline="net")
     given, refused = give_other(monkeypatch, FIRST, "forward"), refuse_backwards(monkeypatch, FIRST)
     found, strategy = audited(6, num_stages=2, model=model(), share=0.0, pipeline="net")
     assert given
@@ -200,7 +200,7 @@ def claim_other_inputs(monkeypatch: pytest.MonkeyPatch, liar: str, steps: set[in
 
 def test_two_liars_that_leave_a_stage_only_one_of_them_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one contradicts the stage's honest server, which is avoided, and the second one then refuses all."""
-    expected, _ = train(4, num_stages=2)
+    expected = honest_weights(4, num_stages=2)
     lies = claim_other_inputs(monkeypatch, LAST, {0})
     strike, forward, struck, refused = OpenStep.strike, ComputeHandlers._forward, set[int](), list[int]()
 
@@ -231,7 +231,7 @@ def test_two_liars_that_leave_a_stage_only_one_of_them_end_no_run(monkeypatch: p
 @pytest.mark.parametrize("phase", [Phase.CLOSE, Phase.BACKWARD, Phase.BACKWARD_DONE, Phase.SEND_GRADIENT])
 @pytest.mark.parametrize("model", [Model, Around])
 def test_what_honest_servers_give_is_what_they_claim(model: type[Model], phase: Phase, cache_bytes: int) -> None:
-    expected, _ = train(6, num_stages=2, model=model(), pipeline="net")
+    expected = honest_weights(6, num_stages=2, model=model, pipeline="net")
     also = Phase.BACKWARD if (model, phase) == (Model, Phase.SEND_GRADIENT) else phase  # it sends no gradient
     faults = FaultPlan().kill(LAST, at=phase, nth=2).kill(FIRST, at=also, nth=3)
     limits = Limits(cache_bytes=cache_bytes)
@@ -245,7 +245,7 @@ def test_what_honest_servers_give_is_what_they_claim(model: type[Model], phase: 
 @pytest.mark.parametrize("factor", [2.0, 1.0 + 1e-12])  # the second is what another kind of machine may compute
 def test_a_first_server_that_is_asked_twice_is_honest(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """The last stage's server gives it a gradient, and the trainer no receipt: another one takes its place."""
-    expected, _ = train(6, num_stages=2, model=Around(), pipeline="net")
+    expected = honest_weights(6, num_stages=2, model=Around, pipeline="net")
     fulfil, add, wait = TicketStore.fulfil, GradientSums.add, TicketStore._handle_wait
     given: list[str] = []
 
@@ -276,7 +276,7 @@ def test_a_first_server_that_is_asked_twice_is_honest(monkeypatch: pytest.Monkey
 @pytest.mark.thorough
 def test_a_last_server_that_had_no_room_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stage's server gives a false output and dies before the backward, which begins with another one's."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     given = give_other(monkeypatch, FIRST, "forward")
     faults = FaultPlan().kill(FIRST, at=Phase.BACKWARD)
     found, strategy = audited(6, num_stages=2, limits=Limits(cache_bytes=1), faults=faults)
@@ -289,7 +289,7 @@ def test_a_last_server_that_had_no_room_is_honest(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.thorough
 def test_a_last_server_whose_sum_begins_anew_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
     """One gives a false output and dies; another claims all receipts first, so the others' sums begin anew."""
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     given = give_other(monkeypatch, FIRST, "forward")
     add, freeze = GradientSums.add, GradientSums.freeze
     known: dict[Receipt, Origin] = {}
@@ -319,7 +319,7 @@ def test_a_last_server_whose_sum_begins_anew_is_honest(monkeypatch: pytest.Monke
 
 @pytest.mark.thorough
 def test_who_gives_no_receipt_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     add, refused = GradientSums.add, list[Receipt]()
 
     def adding(self: GradientSums, stage: Any, key: CallKey, *rest: Any) -> bool:
@@ -353,7 +353,7 @@ def test_who_cannot_be_reached_while_it_is_audited_is_convicted_the_sixth_time(
         return await ask(self, request, **wanted)
 
     monkeypatch.setattr(AuditHandlers, "_ask_kept", asking)
-    expected, _ = train(6, num_stages=2)
+    expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, num_stages=2)
     assert slow
     assert events_of(strategy, "convicted") == (set() if num_allowed else {FIRST})
