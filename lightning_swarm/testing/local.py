@@ -66,6 +66,8 @@ class InMemoryStrategy(_SwarmStrategy):
         adversaries: Peers whose servers lie. They collude.
         memories: Peers whose servers have little memory.
         unlike: Machines of other kinds, by the names of their peers.
+        modify_peer: Changes each new peer before it serves; called with the peer and its name in a `FaultPlan`. The
+            attributes of a peer are private and may change in any version.
         keepers: With ``trust="audited"``: the keepers beside the trainer's peer.
         kwargs: Arguments of `SwarmStrategy`. By default peers do not move between stages, because moves gain nothing in
             one thread.
@@ -84,6 +86,7 @@ class InMemoryStrategy(_SwarmStrategy):
         adversaries: Sequence[Adversary] = (),
         memories: Sequence[SmallMemory] = (),
         unlike: Mapping[str, UnlikeMachine] | None = None,
+        modify_peer: Callable[[Peer, PeerId], None] | None = None,
         keepers: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -94,6 +97,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self._adversaries = adversaries
         self._memories = memories
         self._unlike = unlike or {}
+        self._modify_peer = modify_peer
         self._collusion = Collusion()
         self._keepers = [PeerId(name) for name in keepers]
         self._rng = random.Random(seed)
@@ -264,6 +268,8 @@ class InMemoryStrategy(_SwarmStrategy):
         for memory in self._memories:
             if memory.peer == transport.peer_id:
                 memory.watch(peer)
+        if self._modify_peer is not None:
+            self._modify_peer(peer, transport.peer_id)
         if (machine := self._unlike.get(transport.peer_id)) is not None:
             machine.watch(peer)
         return peer

@@ -266,6 +266,8 @@ class FaultySwarmStrategy(SwarmStrategy):
             report it.
         name: This process's name in the plan, if no launcher numbers it.
         adversaries: Peers whose servers lie, by the same names. Each appends a line to `fired` before its first lie.
+        modify_peer: Changes this process's peer before it serves; called with the peer and its name in the plan. The
+            attributes of a peer are private and may change in any version.
         kwargs: Arguments of `SwarmStrategy`.
     """
 
@@ -276,6 +278,7 @@ class FaultySwarmStrategy(SwarmStrategy):
         fired: Path,
         name: str | None = None,
         adversaries: Sequence[Adversary] = (),
+        modify_peer: Callable[[Peer, PeerId], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -289,6 +292,7 @@ class FaultySwarmStrategy(SwarmStrategy):
         self._faults = faults
         self._fired = fired
         self._name = name
+        self._modify_peer = modify_peer
 
     @override
     def serve(
@@ -308,3 +312,6 @@ class FaultySwarmStrategy(SwarmStrategy):
         strike_in_process(self.peer.transport, self._faults, name, self._fired)
         if self._collusion is None:
             self._collusion = lie_in_process(self.peer, self._adversaries, name, self._fired)
+        if self._modify_peer is not None:
+            self._modify_peer(self.peer, PeerId(name))
+            self._modify_peer = None  # a run that rolls back starts with the same peer

@@ -7,6 +7,8 @@ import random
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -16,11 +18,12 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, Damaged, DeadlineExceeded, SwarmError, Unreachable
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
+from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.calls import CancelRequest, Ticket
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import CANCEL, FORWARD
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
-from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from lightning_swarm.testing.faults import MessagePoint, read_message
 from lightning_swarm.testing.sabotage import sabotage, strike_in_process
 from tests.unit.conftest import MakeSwarm
@@ -252,6 +255,22 @@ def test_a_process_strikes_itself(loop: VirtualLoop, tmp_path: Path, monkeypatch
 def test_a_process_cannot_strike_others(loop: VirtualLoop, tmp_path: Path, plan: FaultPlan) -> None:
     with pytest.raises(ConfigError, match="struck by itself"):
         strike_in_process(MemoryNetwork().transport(), plan, "peer-1", tmp_path / "fired")
+
+
+def test_a_process_changes_its_peer_once(tmp_path: Path) -> None:
+    """A run that rolls back starts with the same peer."""
+    changed: list[tuple[Peer, str]] = []
+    strategy = FaultySwarmStrategy(
+        faults=FaultPlan(),
+        fired=tmp_path / "fired",
+        name="peer-1",
+        modify_peer=lambda *peer_and_name: changed.append(peer_and_name),
+        num_stages=1,
+    )
+    strategy.peer = peer = cast("Peer", SimpleNamespace(transport=MemoryNetwork().transport()))
+    strategy._strike()
+    strategy._strike()
+    assert changed == [(peer, "peer-1")]
 
 
 # ---------------------------------------------------------------------- in a swarm
