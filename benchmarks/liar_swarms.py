@@ -23,8 +23,10 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol import methods, tickets
 from lightning_swarm.server.compute import Computation
-from lightning_swarm.testing import Adversary, FaultPlan, InMemoryStrategy, local_swarm
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy
 from lightning_swarm.testing.faults import DidNotHappen
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.swarms import local_swarm
 
 NUM_PEERS: Final = 16
 KEEPER: Final = "peer-0"

@@ -30,7 +30,8 @@ from benchmarks.audit_costs import measure_costs
 from benchmarks.honest_audits import count_honest_audits
 from benchmarks.liar_swarms import KEEPER, NUM_PEERS, TASKS, Outcome, Task, out, run, stages_of
 from benchmarks.report import table, write
-from lightning_swarm.testing import Adversary, InMemoryStrategy
+from lightning_swarm.testing import InMemoryStrategy
+from tests.adversaries.adversary import Adversary
 
 SINCE: Final = 30  # the first step with lies
 NUM_STEPS: Final = 80

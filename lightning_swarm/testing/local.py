@@ -35,11 +35,8 @@ from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import model_setup
 from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
-from lightning_swarm.testing.adversary import Adversary, check_struck
 from lightning_swarm.testing.faults import FaultPlan
-from lightning_swarm.testing.lying_server import Collusion
 from lightning_swarm.testing.sabotage import sabotage
-from lightning_swarm.testing.small_memory import SmallMemory, check_ran_out
 from lightning_swarm.testing.unlike import UnlikeMachine, check_moved
 
 if TYPE_CHECKING:
@@ -63,8 +60,6 @@ class InMemoryStrategy(_SwarmStrategy):
             peers take as long as the last. Empty: computing takes no time.
         lines: Simulated links of the peers; further peers have links without limits.
         faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
-        adversaries: Peers whose servers lie. They collude.
-        memories: Peers whose servers have little memory.
         unlike: Machines of other kinds, by the names of their peers.
         modify_peer: Changes each new peer before it serves; called with the peer and its name in a `FaultPlan`. The
             attributes of a peer are private and may change in any version.
@@ -83,8 +78,6 @@ class InMemoryStrategy(_SwarmStrategy):
         microbatch_s: Sequence[float] = (),
         lines: Sequence[SimulatedLink] = (),
         faults: FaultPlan | None = None,
-        adversaries: Sequence[Adversary] = (),
-        memories: Sequence[SmallMemory] = (),
         unlike: Mapping[str, UnlikeMachine] | None = None,
         modify_peer: Callable[[Peer, PeerId], None] | None = None,
         keepers: Collection[str] = (),
@@ -94,11 +87,8 @@ class InMemoryStrategy(_SwarmStrategy):
         self.microbatch_s = list(microbatch_s)
         self._lines = {_name(number): line for number, line in enumerate(lines)}
         self._faults = faults
-        self._adversaries = adversaries
-        self._memories = memories
         self._unlike = unlike or {}
         self._modify_peer = modify_peer
-        self._collusion = Collusion()
         self._keepers = [PeerId(name) for name in keepers]
         self._rng = random.Random(seed)
         self._latency_s = latency_s
@@ -142,7 +132,6 @@ class InMemoryStrategy(_SwarmStrategy):
         )
         if self._faults is not None:
             sabotage(self.network, self._faults, killed=self._end_tasks_of)
-        self._collusion = Collusion(self._adversaries)
         self.servers = []
         self.peers = [self._peer(number) for number in range(len(self._devices))]
         self.peer = self.peers[0]
@@ -215,7 +204,6 @@ class InMemoryStrategy(_SwarmStrategy):
 
     def _end_tasks_of(self, peer_id: PeerId) -> None:
         """End a killed peer's tasks, as its process would end."""
-        self._collusion.forget(peer_id)
         server = next((peer.server for peer in self.peers if peer.transport.peer_id == peer_id), None)
         if server is not None:
             self._ending_tasks.append(asyncio.get_running_loop().create_task(_end(server)))
@@ -264,10 +252,6 @@ class InMemoryStrategy(_SwarmStrategy):
             keepers=self._keepers,
             rng=self._rng,
         )
-        self._collusion.watch(peer, transport.peer_id)
-        for memory in self._memories:
-            if memory.peer == transport.peer_id:
-                memory.watch(peer)
         if self._modify_peer is not None:
             self._modify_peer(peer, transport.peer_id)
         if (machine := self._unlike.get(transport.peer_id)) is not None:
@@ -335,13 +319,11 @@ class LocalSwarm:
         num_peers: Number of peers, the trainer's own included. They are called ``peer-0`` (the trainer's) to
             ``peer-<n - 1>``.
         faults: Planned faults.
-        adversaries: Peers whose servers lie.
         unlike: Machines of other kinds, by the names of their peers.
         settings: Arguments of `InMemoryStrategy`, and with it of `SwarmStrategy`.
 
     Attributes:
         faults: The planned faults.
-        adversaries: The peers whose servers lie.
         unlike: The machines of other kinds.
         strategies: The strategies of the Trainers that were made, in order.
     """
@@ -351,12 +333,10 @@ class LocalSwarm:
         num_peers: int,
         *,
         faults: FaultPlan | None = None,
-        adversaries: Sequence[Adversary] = (),
         unlike: Mapping[str, UnlikeMachine] | None = None,
         settings: dict[str, Any],
     ) -> None:
         self.faults = faults or FaultPlan()
-        self.adversaries = adversaries
         self.unlike = unlike or {}
         self.strategies: list[InMemoryStrategy] = []
         self._num_peers = num_peers
@@ -364,9 +344,7 @@ class LocalSwarm:
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""
-        strategy = InMemoryStrategy(
-            faults=self.faults, adversaries=self.adversaries, unlike=self.unlike, **self._settings
-        )
+        strategy = InMemoryStrategy(faults=self.faults, unlike=self.unlike, **self._settings)
         self.strategies.append(strategy)
         return Trainer(**{**QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
 
@@ -380,31 +358,26 @@ def local_swarm(
     num_peers: int = 2,
     *,
     faults: FaultPlan | None = None,
-    adversaries: Sequence[Adversary] = (),
     unlike: Mapping[str, UnlikeMachine] | None = None,
     **settings: Any,
 ) -> Iterator[LocalSwarm]:
     """Run a swarm in this thread, on a virtual clock: no process starts, nothing sleeps, a seed repeats the run.
 
-    At the end of the block all planned faults must have struck, all adversaries must have lied, all small memories must
-    have been full, and all unlike machines must have rounded differently.
+    At the end of the block all planned faults must have struck, and all unlike machines must have rounded differently.
 
     Args:
         num_peers: Number of peers, the trainer's own included.
         faults: Planned faults.
-        adversaries: Peers whose servers lie.
         unlike: Machines of other kinds, by the names of their peers.
         settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
-            of each message), ``microbatch_s`` (seconds that each peer takes for a microbatch) and ``memories`` (peers
-            with a `SmallMemory`).
+            of each message), ``microbatch_s`` (seconds that each peer takes for a microbatch) and ``modify_peer``
+            (changes each new peer).
 
     Raises:
-        AssertionError: A fault did not strike, an adversary told no lie, or an unlike machine rounded nothing
-            differently, so the test has not tested it.
+        AssertionError: A fault did not strike, or an unlike machine rounded nothing differently, so the test has not
+            tested it.
     """
-    swarm = LocalSwarm(num_peers, faults=faults, adversaries=adversaries, unlike=unlike, settings=settings)
+    swarm = LocalSwarm(num_peers, faults=faults, unlike=unlike, settings=settings)
     yield swarm
     swarm.faults.check()
-    check_struck(swarm.adversaries)
-    check_ran_out(settings.get("memories", ()))
     check_moved(swarm.unlike)

@@ -15,7 +15,7 @@ from lightning_swarm.testing.local import MakeLocalSwarm
 def local_swarm() -> Iterator[MakeLocalSwarm]:
     """A function that makes local swarms; it takes the arguments of `lightning_swarm.testing.local_swarm`.
 
-    When the test ends, all of their planned faults must have struck, and all of their adversaries must have lied.
+    When the test ends, all of their planned faults must have struck.
     """
     with ExitStack() as stack:
         yield lambda *arguments, **settings: stack.enter_context(testing.local_swarm(*arguments, **settings))

@@ -32,9 +32,7 @@ from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy.strategy import SwarmStrategy
-from lightning_swarm.testing.adversary import Adversary
 from lightning_swarm.testing.faults import Fault, FaultPlan, Kind, MessagePoint, Side, read_message
-from lightning_swarm.testing.lying_server import Collusion
 
 _log = logging.getLogger(__name__)
 
@@ -240,23 +238,8 @@ def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: P
     transport.tap = Saboteur(own_plan, _OwnProcess(), struck=write, names={transport.peer_id: PeerId(name)})
 
 
-def lie_in_process(peer: Peer, adversaries: Sequence[Adversary], name: str, fired: Path) -> Collusion:
-    """Make this process's server lie like the adversaries called `name`; see `strike_in_process`."""
-
-    def write(adversary: Adversary) -> None:
-        if not adversary.struck:
-            with fired.open("a") as file:
-                print(adversary, file=file)
-
-    collusion = Collusion([adversary for adversary in adversaries if adversary.peer == name])
-    for adversary in collusion.adversaries:
-        adversary.on_lie = write
-    collusion.watch(peer, PeerId(name))
-    return collusion
-
-
 class FaultySwarmStrategy(SwarmStrategy):
-    """`SwarmStrategy` whose processes are struck by planned faults, or lie.
+    """`SwarmStrategy` whose processes are struck by planned faults.
 
     Every process runs the script, and so makes this strategy with the same plan.
 
@@ -265,7 +248,6 @@ class FaultySwarmStrategy(SwarmStrategy):
         fired: A file to which each process appends a line before a fault strikes, because a killed process cannot
             report it.
         name: This process's name in the plan, if no launcher numbers it.
-        adversaries: Peers whose servers lie, by the same names. Each appends a line to `fired` before its first lie.
         modify_peer: Changes this process's peer before it serves; called with the peer and its name in the plan. The
             attributes of a peer are private and may change in any version.
         kwargs: Arguments of `SwarmStrategy`.
@@ -277,18 +259,10 @@ class FaultySwarmStrategy(SwarmStrategy):
         faults: FaultPlan,
         fired: Path,
         name: str | None = None,
-        adversaries: Sequence[Adversary] = (),
         modify_peer: Callable[[Peer, PeerId], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if seeing := [str(adversary) for adversary in adversaries if adversary.attack.sees_others]:
-            raise ConfigError(
-                f"an adversary sees no sums of other processes, and these look at them: {'; '.join(seeing)}. Use the "
-                "in-memory network for such attacks."
-            )
-        self._adversaries = adversaries
-        self._collusion: Collusion | None = None
         self._faults = faults
         self._fired = fired
         self._name = name
@@ -310,8 +284,6 @@ class FaultySwarmStrategy(SwarmStrategy):
         assert self.peer is not None
         name = self._name or f"peer-{self.local_rank}"
         strike_in_process(self.peer.transport, self._faults, name, self._fired)
-        if self._collusion is None:
-            self._collusion = lie_in_process(self.peer, self._adversaries, name, self._fired)
         if self._modify_peer is not None:
             self._modify_peer(self.peer, PeerId(name))
             self._modify_peer = None  # a run that rolls back starts with the same peer

@@ -58,7 +58,7 @@ NUM_SWARMS = {
     "README.md": 1,
     "docs/boundary.md": 2,
     "docs/models.md": 7,
-    "docs/faults.md": 6,
+    "docs/faults.md": 5,
     "docs/memory.md": 1,
     "docs/large.md": 1,
     "docs/checkpoints.md": 2,

@@ -19,8 +19,8 @@ CALLED = {
     "local_swarm": lightning_swarm.SwarmStrategy,  # and some of its own
 }
 OWN = {
-    "FaultySwarmStrategy": {"faults", "fired", "name", "adversaries"},
-    "local_swarm": {"num_peers", "faults", "adversaries", "unlike", "seed", "latency_s"},
+    "FaultySwarmStrategy": {"faults", "fired", "name", "modify_peer"},
+    "local_swarm": {"num_peers", "faults", "unlike", "modify_peer", "seed", "latency_s"},
 }
 TESTS = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
 PATH = re.compile(r"(?:docs|examples|tests|benchmarks|lightning_swarm|\.ci)/[\w/.-]+")
@@ -79,6 +79,4 @@ def test_the_reference_has_what_users_call() -> None:
         assert f"lightning_swarm.{name}" in classes
     for name in ("cli.SwarmCLI", "nn.Sequential", "status.SwarmStatus", "SwarmStrategy.status"):
         assert f"lightning_swarm.{name}" in classes
-    assert modules >= {
-        f"lightning_swarm.{name}" for name in ("errors", "preemption", "testing", "testing.attacks", "testing.plugin")
-    }
+    assert modules >= {f"lightning_swarm.{name}" for name in ("errors", "preemption", "testing", "testing.plugin")}

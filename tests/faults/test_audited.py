@@ -30,7 +30,9 @@ from lightning_swarm.server.audit.handlers import AuditHandlers
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.handlers import StateHandlers
-from lightning_swarm.testing import Adversary, FaultPlan, InMemoryStrategy, Phase, local_swarm
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.swarms import local_swarm
 
 WIDTH, ROWS, NUM_STEPS, SINCE = 8, 24, 6, 3
 KEEPER = "peer-0"

@@ -14,7 +14,8 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.queries import in_turn
 from lightning_swarm.strategy.rollback.loop_state import LoopStates
-from lightning_swarm.testing import Adversary, InMemoryStrategy
+from lightning_swarm.testing import InMemoryStrategy
+from tests.adversaries.adversary import Adversary
 from tests.faults.test_audited import NUM_STEPS, audited, events_of, honest_weights
 
 SINCE = 2  # the run's first snapshot has the step before

@@ -31,7 +31,8 @@ from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.state_transfer.donor import Donor
 from lightning_swarm.server.state_transfer.handlers import StateHandlers
-from lightning_swarm.testing import Adversary, local_swarm
+from lightning_swarm.testing import local_swarm
+from tests.adversaries.adversary import Adversary
 from tests.faults.test_audited import NUM_STEPS, SINCE, Model, audited, data, events_of, honest_weights
 
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.

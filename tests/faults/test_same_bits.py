@@ -20,8 +20,9 @@ from lightning_swarm.protocol.messages.audits import AuditFinding
 from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.server.audit import handlers
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.testing import Adversary, FaultPlan, Phase, local_swarm
-from lightning_swarm.testing.attacks import Attack, SeenFinding, SeenSums
+from lightning_swarm.testing import FaultPlan, Phase, local_swarm
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.attacks import Attack, SeenFinding, SeenSums
 from tests.faults.test_audited import NUM_STEPS, SINCE, WIDTH, Model, audited, data, events_of, honest_weights
 
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.

@@ -33,7 +33,8 @@ from lightning_swarm.server.audit.handlers import AuditHandlers
 from lightning_swarm.server.compute import ForwardCall
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.handlers import ComputeHandlers
-from lightning_swarm.testing import Adversary, FaultPlan, InMemoryStrategy, Phase
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
+from tests.adversaries.adversary import Adversary
 from tests.faults.test_audited import SINCE, WIDTH, Model, audited, events_of, honest_weights
 
 # The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.

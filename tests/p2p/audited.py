@@ -19,7 +19,9 @@ from typing_extensions import override
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' modules, whatever the working directory
 
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.testing import Adversary, FaultPlan, FaultySwarmStrategy, Phase
+from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.swarms import lie_in_process
 
 NUM_PEERS, NUM_STAGES, NUM_STEPS = 8, 2, 48
 WIDTH, ROWS = 16, 32
@@ -64,10 +66,11 @@ QUIET: dict[str, Any] = {
 
 def main(folder: Path, seed: int, since: int) -> None:
     """Train; the starter writes the weights, and which events there were of whom."""
+    liars = [Adversary(peer, attack, since=since, seed=seed) for peer, attack in LIARS.items()]
     strategy = FaultySwarmStrategy(
         faults=FaultPlan().kill(KILLED, at=Phase.BACKWARD, nth=8),  # some steps after it came in, whenever that is
         fired=folder / "fired",
-        adversaries=[Adversary(peer, attack, since=since, seed=seed) for peer, attack in LIARS.items()],
+        modify_peer=lie_in_process(liars, folder / "fired"),
         num_stages=NUM_STAGES,
         microbatch_size=2,
         deterministic=True,

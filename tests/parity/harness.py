@@ -38,7 +38,7 @@ _OF_THE_STRATEGY = {
     "latency_s",
     "microbatch_s",
     "faults",
-    "memories",
+    "modify_peer",
     "unlike",
     *inspect.signature(SwarmStrategy).parameters,
 }

@@ -14,8 +14,6 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError, OutOfMemory, StepError
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.optimizer import StageOptimizer
-from lightning_swarm.testing import SmallMemory
-from lightning_swarm.testing.small_memory import check_ran_out
 from tests.faults.test_audited import audited
 from tests.faults.test_audited import train as train_unaudited
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
@@ -24,6 +22,7 @@ from tests.parity.test_delayed import assert_late, run_late
 from tests.parity.trainers import ThreadStrategy
 from tests.parity.trainers import assert_exact as assert_same_curve
 from tests.parity.trainers import train as train_several
+from tests.small_memory import SmallMemory, check_ran_out, limit_memory
 
 STEPS = 4
 NO_GRAPH = 700
@@ -43,7 +42,7 @@ def train(*memories: SmallMemory, **options: Any) -> SwarmRun:
 
 def run_small(*memories: SmallMemory, **options: Any) -> SwarmRun:
     settings = {"num_stages": 2, "num_servers": 4, "microbatch_size": 1, "max_steps": STEPS, **options}
-    swarm = run_swarm(DigitsMLP, loader(digits()), memories=memories, **settings)
+    swarm = run_swarm(DigitsMLP, loader(digits()), modify_peer=limit_memory(memories), **settings)
     check_ran_out(memories)
     return swarm
 
@@ -56,12 +55,13 @@ def refused(swarm: SwarmRun) -> int:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_bytes", [ONE_GRAPH, TWO_GRAPHS])
 def test_graphs_that_find_no_room_are_computed_again_and_nothing_is_sent_again(num_bytes: int) -> None:
-    swarm = train(*(SmallMemory(f"peer-{i}", num_bytes=num_bytes) for i in range(4)))
+    memories = [SmallMemory(f"peer-{i}", num_bytes=num_bytes) for i in range(4)]
+    swarm = train(*memories)
     assert not swarm.rerouted
     assert not refused(swarm)
     limits = [server.calls.graphs.limit.most for server in swarm.strategy.servers]
     assert all(limit < 2 for limit in limits)
-    struck = [memory.struck.total() for memory in swarm.strategy._memories]
+    struck = [memory.struck.total() for memory in memories]
     assert max(struck) <= 2, "they learnt nothing from running out"
 
 
@@ -173,7 +173,7 @@ def test_several_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_small(self: ThreadStrategy) -> None:
         make(self)
         assert self.peer is not None
-        memories[self._rank].watch(self.peer)
+        memories[self._rank].watch(self.peer, f"peer-{self._rank}")
 
     monkeypatch.setattr(ThreadStrategy, "make_peer", make_small)
     seen = train_several(2, swarm={"microbatch_size": 1})

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_swarm.peer.peer import Peer
-from lightning_swarm.testing import Adversary, InMemoryStrategy, UnlikeMachine
+from lightning_swarm.testing import InMemoryStrategy, UnlikeMachine
+from tests.adversaries.adversary import Adversary
 from tests.faults.test_audited import SINCE, audited, events_of
 from tests.faults.test_audited import train as unaudited
 from tests.parity.float16 import HALF, train

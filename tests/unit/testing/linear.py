@@ -13,11 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.testing import (
-    Adversary,
-    FaultPlan,
-    local_swarm,
-)
+from lightning_swarm.testing import FaultPlan
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.swarms import local_swarm
 
 WIDTH = 4
 BATCH = 16

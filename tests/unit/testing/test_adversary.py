@@ -13,18 +13,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.network import PeerId
 from lightning_swarm.peer.peer import Peer
-from lightning_swarm.testing import (
-    Adversary,
-    FaultPlan,
-    FaultySwarmStrategy,
-    InMemoryStrategy,
-    Phase,
-    attacks,
-)
-from lightning_swarm.testing.attacks import ATTACKS, Attack, SeenSums, hidden_deviations
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
 from lightning_swarm.testing.faults import DidNotHappen
-from lightning_swarm.testing.sabotage import lie_in_process
+from tests.adversaries import attacks
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.attacks import ATTACKS, Attack, SeenSums, hidden_deviations
+from tests.adversaries.swarms import lie_in_process
 from tests.unit.testing.linear import LR, NUM_STEPS, WIDTH, Net, batches, run
 
 # ---------------------------------------------------------------------- when
@@ -74,7 +70,7 @@ def test_a_process_lies_by_its_own_name(tmp_path: Path, monkeypatch: pytest.Monk
 
     def made(strategy: InMemoryStrategy, number: int) -> Peer:
         peer = make(strategy, number)
-        lie_in_process(peer, liars, f"peer-{number}", tmp_path / "fired")
+        lie_in_process(liars, tmp_path / "fired")(peer, PeerId(f"peer-{number}"))
         return peer
 
     expected, found = Net(), Net()
@@ -88,9 +84,7 @@ def test_a_process_lies_by_its_own_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_process_sees_no_sums_of_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"peer-1: InnerProduct.* Use the in-memory network"):
-        FaultySwarmStrategy(
-            faults=FaultPlan(), fired=tmp_path, adversaries=[Adversary("peer-1", "inner_product")], num_stages=1
-        )
+        lie_in_process([Adversary("peer-1", "inner_product")], tmp_path / "fired")
 
 
 # ---------------------------------------------------------------------- sums

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_swarm.testing import (
-    Adversary,
-    attacks,
-)
-from lightning_swarm.testing.attacks import ATTACKS, Attack
 from lightning_swarm.testing.faults import DidNotHappen
+from tests.adversaries import attacks
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.attacks import ATTACKS, Attack
 from tests.unit.testing.linear import BATCH, F64, FIRST, LAST, LR, NUM_STEPS, Net, batches, run
 
 # ---------------------------------------------------------------------- microbatches

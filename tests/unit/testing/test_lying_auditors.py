@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_swarm.coordinator.audit import step_audits
-from lightning_swarm.testing import Adversary, DidNotHappen
+from lightning_swarm.testing import DidNotHappen
+from tests.adversaries.adversary import Adversary
 from tests.unit.testing.linear import NUM_STEPS, Net, run
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.settings import Compression, RunSettings
 from lightning_swarm.server.averaging.clipped import centered_clip
-from lightning_swarm.testing import Adversary
+from tests.adversaries.adversary import Adversary
 from tests.unit.testing.linear import LR, NUM_STEPS, Net, run
 
 LENGTH = 100

@@ -15,8 +15,8 @@ from lightning_swarm.server.averaging import all_reduce, deterministic
 from lightning_swarm.server.averaging.all_reduce import Group, squared_norm
 from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.testing.adversary import Adversary
 from lightning_swarm.testing.wrapping import wrap
+from tests.adversaries.adversary import Adversary
 
 
 class LyingAverager(Averager):

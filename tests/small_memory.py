@@ -53,9 +53,10 @@ class SmallMemory:
         self._rng = random.Random(seed)
         self._left: int | None = None  # tensors until the running computation fails; None: it does not
 
-    def watch(self, peer: Peer) -> None:
-        """Limit the memory of the peer's server once it has started."""
-        on_new_server(peer, lambda server: wrap(server.calls, "_compute", self._compute))
+    def watch(self, peer: Peer, name: str) -> None:
+        """Limit the memory of a peer's server once it has started, if the peer has this memory's name."""
+        if name == self.peer:
+            on_new_server(peer, lambda server: wrap(server.calls, "_compute", self._compute))
 
     def _compute(self, compute: Callable[..., _T], stage: Stage, priority: Priority, run: Callable[[], Any]) -> _T:
         if self.stage not in (None, stage.index):
@@ -117,6 +118,16 @@ class _Saved:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def limit_memory(memories: Sequence[SmallMemory]) -> Callable[[Peer, PeerId], None]:
+    """Make the argument `modify_peer` of an `InMemoryStrategy` for servers with these memories."""
+
+    def modify(peer: Peer, name: PeerId) -> None:
+        for memory in memories:
+            memory.watch(peer, name)
+
+    return modify
 
 
 def check_ran_out(memories: Sequence[SmallMemory]) -> None:

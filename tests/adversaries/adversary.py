@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import PeerId
-from lightning_swarm.testing.attacks import ATTACKS, Attack
 from lightning_swarm.testing.faults import DidNotHappen
+from tests.adversaries.attacks import ATTACKS, Attack
 
 _MAX_SEED: Final = 1 << 62
 
@@ -32,7 +32,7 @@ class Adversary:
 
     Args:
         peer: The name of the peer, as in a `FaultPlan`.
-        attack: An attack of `lightning_swarm.testing.attacks`, or the name of one in `ATTACKS`.
+        attack: An attack of `tests.adversaries.attacks`, or the name of one in `ATTACKS`.
         since: The first step in which it lies.
         until: The first step in which it no longer lies; None: it lies to the end.
         every: It lies in every n-th step from `since` on.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_swarm.model.partition.leftovers import join, part, part_inputs
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import serialization
@@ -35,10 +36,10 @@ from lightning_swarm.server.executor import Priority
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.testing.adversary import Adversary
-from lightning_swarm.testing.attacks import SeenFinding, SeenSums, WeightedSum
-from lightning_swarm.testing.lying_averager import LyingAverager, floats_of, open_reductions, with_floats
 from lightning_swarm.testing.wrapping import on_new_server, wrap
+from tests.adversaries.adversary import Adversary
+from tests.adversaries.attacks import SeenFinding, SeenSums, WeightedSum
+from tests.adversaries.lying_averager import LyingAverager, floats_of, open_reductions, with_floats
 
 _T = TypeVar("_T")
 
@@ -53,17 +54,24 @@ class Collusion:
 
     def watch(self, peer: Peer, name: PeerId) -> None:
         """Make a peer's server lie as planned once it has started; call this once for each peer of the process."""
+        transport = peer.transport
+        assert isinstance(transport, BaseTransport)
 
         def lie(server: Server) -> None:
-            self.servers[name], self.names[peer.transport.peer_id] = server, name
-            assert isinstance(peer.transport, BaseTransport)
+            self.servers[name], self.names[transport.peer_id] = server, name
             for adversary in self.adversaries:
                 if adversary.peer == name:
-                    _Liar(adversary, server, peer.transport, self)
+                    _Liar(adversary, server, transport, self)
+
+        def die(own: Callable[[], None]) -> None:
+            own()
+            self._forget(transport.peer_id)
 
         on_new_server(peer, lie)
+        if isinstance(transport, MemoryTransport):
+            wrap(transport, "die", die)
 
-    def forget(self, peer: PeerId) -> None:
+    def _forget(self, peer: PeerId) -> None:
         """Forget a killed peer, whose process would be gone."""
         self.servers.pop(self.names.pop(peer, peer), None)
 
