@@ -17,7 +17,7 @@ PAGES = [
     for path in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        ROOT / "benchmarks" / "README.md",
+        *sorted((ROOT / "benchmarks").glob("*.md")),
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "examples").rglob("*.md")),
     )
