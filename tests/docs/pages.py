@@ -18,7 +18,7 @@ PAGES = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *sorted((ROOT / "benchmarks").glob("*.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "examples").rglob("*.md")),
     )
 ]
@@ -85,6 +85,12 @@ def headings(page: str) -> list[str]:
     tokens = _tokens(page)
     texts = [after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
     return [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts]
+
+
+def cells(page: str) -> list[str]:
+    """Return the text of each table cell as a reader sees it: a link without its target."""
+    found = [after for token, after in itertools.pairwise(_tokens(page)) if token.type in ("th_open", "td_open")]
+    return ["".join(child.content for child in cell.children or []) for cell in found]
 
 
 def _inside(page: str) -> list[Token]:

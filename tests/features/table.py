@@ -38,6 +38,8 @@ _MODULES = (
     "test_trainers_metrics",
 )
 
+_MOST = 120  # characters of a cell
+
 Row = tuple[str, Verdict, str]
 
 
@@ -47,9 +49,8 @@ def render() -> str:
     for name in _MODULES:
         module = importlib.import_module(f"tests.features.{name}")
         assert module.__doc__ is not None
-        rows = [f"| {one} | {verdict} | {note} |" for one, verdict, note in rows_of(module)]
         heading = module.__doc__.splitlines()[0].rstrip(".")
-        parts.append("\n".join([f"## {heading}", "", "| feature | verdict | note |", "|---|---|---|", *rows, ""]))
+        parts.append("\n".join([f"## {heading}", "", *_table(rows_of(module)), ""]))
     return "\n".join(parts)
 
 
@@ -67,6 +68,18 @@ def rows_of(module: ModuleType) -> list[Row]:
                 raise ValueError(f"`{name}` in {module.__name__} needs a mark that says which feature it shows")
             rows += [(mark.args[0], mark.args[1], mark.args[2]) for mark in marks]
     return rows
+
+
+def _table(rows: list[Row]) -> list[str]:
+    """Lines of a table, and a list of the notes that are too long for a cell."""
+    lines = ["| feature | verdict | note |", "|---|---|---|"]
+    below = []
+    for name, verdict, note in rows:
+        is_long = len(note) > _MOST
+        lines.append(f"| {name} | {verdict} | {'see below' if is_long else note} |")
+        if is_long:
+            below.append(f"- **{name}**: {note}{'' if note.endswith('.') else '.'}")
+    return [*lines, "", *below] if below else lines
 
 
 def _marks(test: object) -> Iterator[pytest.Mark]:

@@ -16,6 +16,12 @@ def test_the_table_is_the_tests() -> None:
     assert written == table.render(), "stale: python -m tests.features.table > docs/features.md"
 
 
+def test_a_long_note_is_below_the_table() -> None:
+    long = "n" * 121
+    lines = table._table([("x", WORKS, "a note"), ("y", WORKS, long)])
+    assert lines[2:] == ["| x | works | a note |", "| y | works | see below |", "", f"- **y**: {long}."]
+
+
 def test_every_module_is_in_the_table() -> None:
     here = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
     assert here == {*table._MODULES, "test_table"}
