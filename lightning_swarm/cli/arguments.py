@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Final, get_args
 
+from lightning_swarm.monitor.swarm_report import JSON_HELP
 from lightning_swarm.peer.config import DEFAULT_RUN_ID
 from lightning_swarm.peer.process import INVITE
 from lightning_swarm.planner.records import LARGEST_BATCH
@@ -21,23 +22,14 @@ DOCTOR: Final = """\
     lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the way to a running peer
 """
 
-STATUS: Final = """\
-{what} Asks one peer for the other peers, and all of them for reports. Changes nothing.
+STATUS: Final = f"""\
+{{what}} Asks one peer for the other peers, and all of them for reports. Changes nothing.
 
     lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
     lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
     lightning-swarm status 203.0.113.7:31337/12D3... --json         for programs: one object a line
 
-Rates are averages since a peer began or, with --watch, since the previous report. The object has `run_id`, `step` (null
-if no coordinator answers), `steps_per_minute`, `stages` (a list of peer ids for each), `trainers_stage` (the index of
-the stage that the trainers compute: the layers around the pipeline or, if it is the only stage, a model that is not
-cut; or null), `portable` (the stages that took the newest step by portable arithmetic) and `peers`. Each peer has
-`peer_id`, `place`, `problem` (why it did not answer, or null), `stages`, `lead`, `coordinator`, `step` (null while it
-waits for a run), `samples_per_s` (forward through each of its stages but the trainers'), `queued` (jobs),
-`sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null in a run that takes any peer),
-`refused` (requests of peers whose certificates do not permit them), `peak_gb` and `arithmetic` (the kind of machine;
-machines of one kind compute the same bits).
-"""
+{JSON_HELP}"""
 
 MEMBERS: Final = """\
 {what} Asks any peer of the run. Changes nothing.

@@ -18,11 +18,12 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.core.rebase import written_part
 from lightning_swarm.monitor import survey
+from lightning_swarm.monitor.swarm_report import summarize
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner import probe
 from lightning_swarm.planner.cost_model import transformer
-from lightning_swarm.planner.live import AssumedRates, LiveSwarm, PeerThroughput, read_swarm
+from lightning_swarm.planner.live import AssumedRates, LiveSwarm, read_swarm
 from lightning_swarm.planner.machine_files import NOT_GIVEN, WireSettings, read_compression, read_machines
 from lightning_swarm.planner.plan import make_plan, predict
 from lightning_swarm.planner.records import Machine, ModelProfile, Plan
@@ -191,10 +192,6 @@ def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
         looks = survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)
         with contextlib.closing(looks):
             before, now = next(looks), next(looks)
-    observed = {PeerId(peer.peer_id): peer for peer in survey.summarize(now, before).peers}
     reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}
-    throughputs = {
-        peer: PeerThroughput(observed[peer].samples_per_s, observed[peer].sent_gb_per_hour * _GB / 3600)
-        for peer in reports
-    }
-    return read_swarm(reports, throughputs, assumed, str if arguments.json else short_name)
+    observed = {PeerId(peer.peer_id): peer for peer in summarize(now, before).peers}
+    return read_swarm(reports, observed, assumed, str if arguments.json else short_name)

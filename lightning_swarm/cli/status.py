@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 
 from lightning_swarm.cli.visitors import looking
-from lightning_swarm.monitor import survey
+from lightning_swarm.monitor import survey, swarm_report
 from lightning_swarm.network.addresses import Address
 
 
@@ -19,5 +19,5 @@ def run(arguments: argparse.Namespace) -> int:
         reports = survey.watch(address, every_s=arguments.watch, timeout=arguments.timeout, visitor=visitor)
         with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
             for look in reports:
-                print(json.dumps(asdict(look)) if arguments.json else survey.table(look), flush=True)  # noqa: T201 - a command
+                print(json.dumps(asdict(look)) if arguments.json else swarm_report.table(look), flush=True)  # noqa: T201 - a command
     return 0

@@ -15,6 +15,7 @@ from lightning_swarm.core.readable import printable, shorten, table_lines
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.doctor import Visitor, visit
+from lightning_swarm.monitor.swarm_report import Sighting
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.transport import BaseTransport
@@ -51,7 +52,7 @@ class Members:
             runtime.run(transport.connect([address.maddr]))
             runtime.run(visitor.introduce(transport, address.peer_id))
             looking = survey.look(transport, address.peer_id, address.maddr, timeout=timeout)
-            self._sightings: Sequence[survey.Sighting] = runtime.run(looking)
+            self._sightings: Sequence[Sighting] = runtime.run(looking)
         except AccessDenied:
             raise
         except PeerError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.monitor.swarm_report import ObservedPeer
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.cost_model import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, Now, Setting
@@ -34,21 +35,13 @@ class LiveSwarm:
     now: Now  # setting of the newest step; None: no step was decided since the asked peers joined
 
 
-@dataclass(frozen=True)
-class PeerThroughput:
-    """A peer's samples/s through each of its stages, and bytes/s sent, over some time."""
-
-    samples_per_s: float
-    sent_bytes_per_s: float
-
-
 def read_swarm(
     reports: Mapping[PeerId, PeerReport],
-    paces: Mapping[PeerId, PeerThroughput],
+    observed: Mapping[PeerId, ObservedPeer],  # the same peers, with rates over some time
     assumed: AssumedRates,
     name: Callable[[str], str] = str,  # peer id -> name
 ) -> LiveSwarm:
-    """Combine the reports and throughput of all peers that answered; raises `SwarmError` if too little is measured."""
+    """Combine the reports and rates of all peers that answered; raises `SwarmError` if too little is measured."""
     servers = {peer: report.server for peer, report in reports.items() if report.server is not None}
     if not servers:
         raise SwarmError("the swarm waits: no run is under way, so there is nothing to plan by. Try again when it is.")
@@ -69,8 +62,8 @@ def read_swarm(
         machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in measured),
         now=Now(
             setting=_setting(servers.values(), len(stages)),
-            samples_per_s=min(sum(paces[peer].samples_per_s for peer in peers) for peers in replicas),
-            sent_bytes_per_s=sum(pace.sent_bytes_per_s for pace in paces.values()),
+            samples_per_s=min(sum(observed[peer].samples_per_s for peer in peers) for peers in replicas),
+            sent_bytes_per_s=sum(observed[peer].sent_gb_per_hour * 1e9 / 3600 for peer in reports),
             unmeasured=tuple(name(peer) for peer in reports if peer not in rates),
             assumed_lines=tuple(
                 name(peer) for peer in measured if not (lines[peer].up_bytes_per_s and lines[peer].down_bytes_per_s)

@@ -24,7 +24,7 @@ import lightning_swarm
 from lightning_swarm import Bottleneck, Limits, Maxout, SwarmStrategy, cli
 from lightning_swarm.cli import SwarmCLI
 from lightning_swarm.model.boundary_layers import Boundary
-from lightning_swarm.monitor.survey import ObservedPeer, SwarmReport
+from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
 from lightning_swarm.testing import InMemoryStrategy
 
 CLASS = "lightning_swarm.SwarmStrategy"

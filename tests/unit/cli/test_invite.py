@@ -16,7 +16,7 @@ from lightning_swarm import cli
 from lightning_swarm.cli import commands
 from lightning_swarm.core import private_file
 from lightning_swarm.core.errors import AccessDenied, Uncertified, Unreachable
-from lightning_swarm.monitor import doctor, members, survey
+from lightning_swarm.monitor import doctor, members, survey, swarm_report
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity, load_identity
 from lightning_swarm.trust.certificates import Certificate, SecretInvitation
@@ -239,7 +239,7 @@ def test_a_user_without_a_home_looks_at_a_run_all_the_same(monkeypatch: pytest.M
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     told: list[Any] = []
     monkeypatch.setattr(survey, "watch", lambda *_, visitor, **__: (told.append(visitor) for _ in range(1)))
-    monkeypatch.setattr(survey, "table", str)
+    monkeypatch.setattr(swarm_report, "table", str)
     assert command(monkeypatch, "status", HERE) == 0
     assert [visitor.certify for visitor in told] == [None]
 

@@ -16,7 +16,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, PeerError, ProtocolError, Uncertified, Untrusted
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.monitor import survey
-from lightning_swarm.monitor.survey import Sighting, summarize, table
+from lightning_swarm.monitor.swarm_report import Sighting, summarize, table
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.memory import MemoryNetwork

@@ -18,11 +18,11 @@ from typing_extensions import override
 from lightning_swarm import cli
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.monitor import survey
-from lightning_swarm.monitor.survey import Sighting
+from lightning_swarm.monitor.swarm_report import ObservedPeer, Sighting
 from lightning_swarm.network import LinkEstimate, LinkEstimates, PeerId, TransferSample
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.simulated_link import Direction, SimulatedLink
-from lightning_swarm.planner.live import AssumedRates, LiveSwarm, PeerThroughput, read_swarm
+from lightning_swarm.planner.live import AssumedRates, LiveSwarm, read_swarm
 from lightning_swarm.planner.machine_files import WireSettings
 from lightning_swarm.planner.plan import make_plan, predict
 from lightning_swarm.planner.report import describe_now
@@ -83,6 +83,11 @@ class Onlooker(L.Callback):
         self.seen.append((at_s, trainer.global_step * ROWS, reports))
 
 
+def at_pace(samples_per_s: float, sent_gb_per_hour: float = 0.0) -> ObservedPeer:
+    """A peer as `status` shows it."""
+    return ObservedPeer(peer_id="", place="", samples_per_s=samples_per_s, sent_gb_per_hour=sent_gb_per_hour)
+
+
 Watched = tuple[LiveSwarm, dict[PeerId, PeerReport]]
 
 
@@ -102,7 +107,7 @@ def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
     L.Trainer(**options, strategy=strategy, callbacks=[onlooker]).fit(Wide(), data)
     (began_s, before, _), (ended_s, after, reports) = onlooker.seen
     pace = (after - before) / (ended_s - began_s)
-    return read_swarm(reports, dict.fromkeys(reports, PeerThroughput(pace, 0.0)), ASSUMED), reports
+    return read_swarm(reports, dict.fromkeys(reports, at_pace(pace)), ASSUMED), reports
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +215,7 @@ def report(one: ServerReport | None, links: Mapping[str, float] | None = None) -
 
 def put_together(reports: Mapping[str, PeerReport]) -> LiveSwarm:
     by_id = {PeerId(peer): one for peer, one in reports.items()}
-    return read_swarm(by_id, dict.fromkeys(by_id, PeerThroughput(3.0, 1e6)), ASSUMED)
+    return read_swarm(by_id, dict.fromkeys(by_id, at_pace(3.0, sent_gb_per_hour=3.6)), ASSUMED)
 
 
 def changed(held: HeldStage, **changes: Any) -> HeldStage:

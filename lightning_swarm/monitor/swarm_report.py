@@ -1,0 +1,262 @@
+"""The status of a swarm, combined from its peers' reports: a record for programs, and a table for people. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import UnsetType
+
+from lightning_swarm.core.readable import printable, short_name, table_lines
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.reports import PeerReport, ServerReport
+
+JSON_HELP: Final = """\
+Rates are averages since a peer began or, with --watch, since the previous report. The object has `run_id`, `step` (null
+if no coordinator answers), `steps_per_minute`, `stages` (a list of peer ids for each), `trainers_stage` (the index of
+the stage that the trainers compute: the layers around the pipeline or, if it is the only stage, a model that is not
+cut; or null), `portable` (the stages that took the newest step by portable arithmetic) and `peers`. Each peer has
+`peer_id`, `place`, `problem` (why it did not answer, or null), `stages`, `lead`, `coordinator`, `step` (null while it
+waits for a run), `samples_per_s` (forward through each of its stages but the trainers'), `queued` (jobs),
+`sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null in a run that takes any peer),
+`refused` (requests of peers whose certificates do not permit them), `peak_gb` and `arithmetic` (the kind of machine;
+machines of one kind compute the same bits).
+"""
+"""The fields of `SwarmReport` and `ObservedPeer`, for the help of `status --json`."""
+
+_DIGEST: Final = re.compile(r"(?<=\bcpu )[0-9a-f]{8}, ")  # see `arithmetic_of`
+
+_BEGINNING: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
+_NO_PART: Final = ServerReport(
+    lead="", coordinator="", num_stages=0, stages=[], trainers_stage=None,
+    first_step=0, step=0, age_s=0.0, num_samples=0, queued=0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One peer's answer, or the reason why there is none."""
+
+    peer_id: PeerId
+    place: str  # host and port
+    report: PeerReport | None  # None: it did not answer
+    problem: str | None = None
+
+    @property
+    def role(self) -> str | None:
+        """The role of its certificate; None: its run takes any peer, or it did not answer."""
+        if self.report is None or isinstance(self.report.role, UnsetType):
+            return None
+        return printable(self.report.role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedPeer:
+    """One peer of a swarm; its rates are since the previous look or, at the first one, since the peer began."""
+
+    peer_id: str
+    place: str  # host and port
+    problem: str | None = None
+    stages: tuple[int, ...] = ()  # empty while it waits for a run
+    lead: bool = False
+    coordinator: bool = False
+    role: str | None = None
+    refused: int = 0
+    step: int | None = None
+    samples_per_s: float = 0.0
+    queued: int = 0  # jobs that wait for its compute thread
+    sent_gb_per_hour: float = 0.0  # in 1e9 bytes
+    received_gb_per_hour: float = 0.0
+    peak_gb: float | None = None
+    arithmetic: str = ""  # empty: unknown
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmReport:
+    """A swarm at one moment."""
+
+    run_id: str
+    step: int | None  # the open step
+    steps_per_minute: float
+    stages: tuple[tuple[str, ...], ...]
+    trainers_stage: int | None = None
+    portable: tuple[int, ...] = ()
+    peers: tuple[ObservedPeer, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing is cut: each trainer holds the model, and computes it itself."""
+        return self.trainers_stage is not None and len(self.stages) == 1
+
+
+def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
+    """Combine the peers' answers into a report, with rates since the previous look if there was one."""
+    reports, earlier = _reports(sightings), _reports(before)
+    servers = {peer: report.server for peer, report in reports.items() if report.server}
+    past = {peer: _same_life(report, earlier.get(peer)) for peer, report in reports.items()}
+    peers = tuple(_peer(sighting, past.get(sighting.peer_id, _BEGINNING)) for sighting in sightings)
+    num_stages = max((server.num_stages for server in servers.values()), default=0)
+    coordinator = next((peer for peer, server in servers.items() if server.coordinator == peer), None)
+    newest = servers[coordinator].newest if coordinator else None
+    return SwarmReport(
+        run_id=next((report.run_id for report in reports.values()), ""),
+        step=servers[coordinator].step if coordinator else None,
+        steps_per_minute=_rates(servers[coordinator], past[coordinator].server)[1] if coordinator else 0.0,
+        stages=tuple(tuple(peer.peer_id for peer in peers if index in peer.stages) for index in range(num_stages)),
+        trainers_stage=next((server.trainers_stage for server in servers.values()), None),
+        portable=tuple(newest.portable) if newest else (),
+        peers=peers,
+    )
+
+
+def _reports(sightings: Sequence[Sighting]) -> dict[PeerId, PeerReport]:
+    return {sighting.peer_id: sighting.report for sighting in sightings if sighting.report is not None}
+
+
+def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
+    now, peer = sighting.report or _BEGINNING, sighting.peer_id
+    server, elapsed_s = now.server or _NO_PART, now.age_s - old.age_s
+    return ObservedPeer(
+        peer_id=peer,
+        place=sighting.place,
+        problem=sighting.problem,
+        stages=tuple(server.stages),
+        lead=server.lead == peer,
+        coordinator=server.coordinator == peer,
+        role=sighting.role,
+        refused=now.refused,
+        step=server.step if now.server else None,
+        samples_per_s=_rates(server, old.server)[0],
+        queued=server.queued,
+        sent_gb_per_hour=_per(now.sent_bytes - old.sent_bytes, elapsed_s) * 3600 / 1e9,
+        received_gb_per_hour=_per(now.received_bytes - old.received_bytes, elapsed_s) * 3600 / 1e9,
+        peak_gb=server.peak_bytes / 1e9 if server.peak_bytes is not None else None,
+        arithmetic=server.arithmetic,
+        age_s=now.age_s,
+    )
+
+
+def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport:
+    """Return the earlier report, or the peer's beginning if it has restarted or joined another run since."""
+    if before is None or before.age_s >= now.age_s or before.sent_bytes > now.sent_bytes:
+        return _BEGINNING
+    if now.server and before.server and before.server.age_s >= now.server.age_s:
+        return _BEGINNING
+    return before
+
+
+def _rates(now: ServerReport, past: ServerReport | None) -> tuple[float, float]:
+    """Return samples/s and steps a minute since an earlier report or, without one, since the server joined its run."""
+    elapsed_s = now.age_s - (past.age_s if past else 0.0)
+    num_samples = now.num_samples - (past.num_samples if past else 0)
+    num_steps = now.step - (past.step if past else now.first_step)
+    return _per(num_samples, elapsed_s), 60 * _per(num_steps, elapsed_s)
+
+
+def _per(count: float, elapsed_s: float) -> float:
+    return max(count, 0) / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours >= 48:
+        return f"{hours / 24:.0f} d"
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
+
+
+_COLUMNS: Final[Mapping[str, Callable[[ObservedPeer], str]]] = {
+    "step": lambda peer: "waits" if peer.step is None else str(peer.step),
+    "samples/s": lambda peer: f"{peer.samples_per_s:.1f}",
+    "queue": lambda peer: str(peer.queued),
+    "GB/h out": lambda peer: f"{peer.sent_gb_per_hour:.2f}",
+    "GB/h in": lambda peer: f"{peer.received_gb_per_hour:.2f}",
+    "peak GB": lambda peer: "-" if peer.peak_gb is None else f"{peer.peak_gb:.2f}",
+    "up": lambda peer: _duration(peer.age_s),
+}
+
+
+def table(swarm: SwarmReport) -> str:
+    """Format a swarm as a table: a line for each stage of each peer, then the peers that hold none."""
+    rows = [
+        _row(_stage(swarm, index), peer, is_trainers=index == swarm.trainers_stage)
+        for index in range(len(swarm.stages))
+        for peer in swarm.peers
+        if index in peer.stages
+    ]
+    rows += [_row("-", peer) for peer in swarm.peers if not peer.stages]
+    lines = table_lines([("stage", "peer", "at", *_COLUMNS), *rows])
+    lines += [
+        f"{'the model' if swarm.is_whole else f'stage {index}'}: no answering peer holds it"
+        for index, peers in enumerate(swarm.stages)
+        if not peers
+    ]
+    lines += _mixed_lines(swarm)
+    lines += [
+        f"{short_name(peer.peer_id)} at {peer.place} does not answer: {peer.problem}"
+        for peer in swarm.peers
+        if peer.problem
+    ]
+    lines += [
+        f"{short_name(peer.peer_id)} refused {peer.refused} requests, of peers without a certificate that permits them"
+        for peer in swarm.peers
+        if peer.refused
+    ]
+    return "\n".join([_headline(swarm), "", *lines])
+
+
+def _mixed_lines(swarm: SwarmReport) -> list[str]:
+    """Return a line for each stage that machines of several kinds hold, or that has tensors of such a stage."""
+    lines = []
+    for index, members in enumerate(swarm.stages):
+        kinds = Counter(peer.arithmetic for peer in swarm.peers if peer.peer_id in members and peer.arithmetic)
+        stage = "the model" if swarm.is_whole else f"stage {index}"
+        if len(kinds) > 1:
+            counts = ", ".join(
+                f"{count} x ({kind})" for kind, count in zip(_readable(kinds), kinds.values(), strict=True)
+            )
+            lines.append(f"{stage}: {len(kinds)} kinds of machines, stepped by portable arithmetic: {counts}")
+        elif index in swarm.portable:
+            lines.append(
+                f"{stage}: stepped by portable arithmetic, for a stage with which it shares parameters, or a server "
+                "that does not answer, is on another kind of machine"
+            )
+    return lines
+
+
+def _readable(kinds: Collection[str]) -> list[str]:
+    """Shorten the names of kinds by the digest of processor and environment, unless nothing else differs."""
+    plain = [_DIGEST.sub("", kind) for kind in kinds]
+    return [printable(kind if plain.count(short) > 1 else short) for kind, short in zip(kinds, plain, strict=True)]
+
+
+def _headline(swarm: SwarmReport) -> str:
+    num_silent = sum(peer.problem is not None for peer in swarm.peers)
+    silent = f", {num_silent} of them silent" if num_silent else ""
+    peers = f"{len(swarm.peers)} peer{'s' if len(swarm.peers) != 1 else ''}{silent}"
+    if swarm.step is None:
+        state = "no coordinator answers" if swarm.stages else "no run is under way yet"
+    else:
+        stages = "a model that is not cut" if swarm.is_whole else f"{len(swarm.stages)} stages"
+        state = f"step {swarm.step}, {swarm.steps_per_minute:.1f} steps/min, {stages}"
+    return f"run {swarm.run_id!r}: {state}, {peers}"
+
+
+def _stage(swarm: SwarmReport, index: int) -> str:
+    if swarm.is_whole:
+        return "model"
+    return f"{index} trainers'" if index == swarm.trainers_stage else str(index)
+
+
+def _row(stage: str, peer: ObservedPeer, *, is_trainers: bool = False) -> tuple[str, ...]:
+    role = f" {peer.role}" if peer.role is not None else ""
+    roles = "".join((role, " lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
+    cells = {head: "?" if peer.problem is not None else cell(peer) for head, cell in _COLUMNS.items()}
+    if is_trainers and peer.problem is None:
+        cells["samples/s"] = "-"  # nothing is routed there
+    return (stage, f"{short_name(peer.peer_id)}{roles}", peer.place, *cells.values())
