@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_swarm.client.pipeline.router import StageRouter
+from lightning_swarm.client.pipeline.router import PeerLoad
 from lightning_swarm.client.session import Session
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import Event
-from lightning_swarm.protocol.run_state import RunState
 
 
 @dataclass(frozen=True)
@@ -17,10 +15,10 @@ class PeerStatus:
     """One peer of one stage, as this trainer's router sees it."""
 
     peer_id: PeerId
-    num_microbatches: int  # routed to it by this trainer
-    samples_per_s: float  # moving average; 0 before the first measurement
-    queued: int  # jobs in its queue at its last answer
-    num_failures: int  # consecutive failures
+    num_microbatches: int = 0  # routed to it by this trainer
+    samples_per_s: float = 0.0  # moving average; 0 before the first measurement
+    queued: int = 0  # jobs in its queue at its last answer
+    num_failures: int = 0  # consecutive failures
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,13 @@ def status_of(session: Session) -> SwarmStatus:
     """Return the trainer's view at this moment. Any thread may call it."""
     run, context, newest = session.run, session.pipeline.context, session.newest_record
     sent_bytes, received_bytes = context.transport.traffic.totals()
+    if run.manifest.is_whole:  # nothing is routed
+        stages = [[PeerStatus(member.peer_id) for member in roster] for roster in run.rosters]
+    else:
+        stages = [[_routed(peer, load) for peer, load in list(router.peers.items())] for router in context.routers]
     return SwarmStatus(
         step=session.version,
-        stages=_whole_stages(run) if run.manifest.is_whole else _routed_stages(context.routers),
+        stages=tuple(StageStatus(index, tuple(peers)) for index, peers in enumerate(stages)),
         run_id=run.manifest.run_id,
         peer_id=context.transport.peer_id,
         coordinator=run.coordinator,
@@ -73,23 +75,5 @@ def status_of(session: Session) -> SwarmStatus:
     )
 
 
-def _whole_stages(run: RunState) -> tuple[StageStatus, ...]:
-    """Return the peers that hold a model that is not cut; nothing is routed to them."""
-    return tuple(
-        StageStatus(index, tuple(PeerStatus(member.peer_id, 0, 0.0, 0, 0) for member in roster))
-        for index, roster in enumerate(run.rosters)
-    )
-
-
-def _routed_stages(routers: Sequence[StageRouter]) -> tuple[StageStatus, ...]:
-    """Return the peers of each stage, as the stage's router sees them."""
-    return tuple(
-        StageStatus(
-            index=index,
-            peers=tuple(
-                PeerStatus(peer, load.num_microbatches, load.samples_per_s or 0.0, load.queued, load.num_failures)
-                for peer, load in list(router.peers.items())
-            ),
-        )
-        for index, router in enumerate(routers)
-    )
+def _routed(peer: PeerId, load: PeerLoad) -> PeerStatus:
+    return PeerStatus(peer, load.num_microbatches, load.samples_per_s or 0.0, load.queued, load.num_failures)

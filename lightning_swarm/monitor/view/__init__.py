@@ -20,6 +20,7 @@ from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.monitor.view.scene import (
+    NO_SWARM,
     DownsampledSeries,
     PeerPresence,
     PeerRow,
@@ -82,7 +83,7 @@ class SwarmView(_ProgressBar):
         self._next_line_s = 0.0
         self._last_event: Event | None = None
         self._presence, self._rates, self._curve = PeerPresence(), RateWindow(), DownsampledSeries()
-        self._status: SwarmStatus | None = None
+        self._status = NO_SWARM
         self._rows: Sequence[Sequence[PeerRow]] = ()
         self._metrics: dict[str, float] = {}
 
@@ -220,7 +221,7 @@ class SwarmView(_ProgressBar):
             self._close()
 
     def _print_events(self) -> None:
-        if self._live is not None or self._status is None:
+        if self._live is not None:
             return
         for event in newer_than(self._last_event, self._status.events):
             self._last_event = event
@@ -243,8 +244,7 @@ class SwarmView(_ProgressBar):
             if status is not None:
                 self._status, self._rows = status, self._presence.update(status, now_s=now_s)
             if self._phase == "training":
-                num_samples = self._status.num_samples if self._status is not None else 0
-                self._rates.tick(now_s, self.trainer.global_step, num_samples)
+                self._rates.tick(now_s, self.trainer.global_step, self._status.num_samples)
 
     def _update(self) -> None:
         values = self.get_metrics(self.trainer, self.trainer.lightning_module)
@@ -256,12 +256,14 @@ class SwarmView(_ProgressBar):
         self._update_swarm()
 
     def _scene(self) -> Scene:
-        trainer, status = self.trainer, self._status
+        trainer = self.trainer
         with self._lock:
+            status, rows = self._status, self._rows
             steps_per_s, samples_per_s = self._rates.now or (None, None)
             losses = tuple(self._curve.values)
         return Scene(
-            name=status.run_id if status is not None else "",
+            status=status,
+            stages=rows,
             phase=self._phase,
             step=trainer.global_step,
             max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
@@ -269,12 +271,9 @@ class SwarmView(_ProgressBar):
             progress=_progress(trainer),
             metrics=self._metrics,
             losses=losses,
-            samples_per_s=samples_per_s if status is not None and status.num_samples else None,
+            samples_per_s=samples_per_s if status.num_samples else None,
             steps_per_s=steps_per_s,
             elapsed_s=time.monotonic() - self._start_s if self._start_s is not None else 0.0,
-            stages=self._rows,
-            is_whole=status is not None and status.is_whole,
-            events=status.events if status is not None else (),
         )
 
 

@@ -17,6 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.monitor.view.scene import (
     WORDS,
@@ -116,7 +117,7 @@ class SwarmPanel:
         parts: list[RenderableType] = [_headline(scene), _numbers(scene, options.max_width)]
         # The cursor waits in the terminal's last line.
         free = options.size.height - 1 - _FIXED_LINES
-        events = scene.events[-self._num_events :] if self._num_events else ()
+        events = scene.status.events[-self._num_events :] if self._num_events else ()
         if scene.stages:
             num_rows = sum(max(len(rows), 1) for rows in scene.stages)
             events = events[-max(min(self._num_events, free - num_rows), 1) :]
@@ -124,7 +125,8 @@ class SwarmPanel:
             parts += [Text(), _peers(scene, max_rows, wide=options.max_width >= _WIDE)]
         if events:
             parts += [Text(), _events(events)]
-        title = Text.assemble((" lightning-swarm ", "bold"), (f"{scene.name} " if scene.name else "", "cyan"))
+        name = f"{scene.status.run_id} " if scene.status.run_id else ""
+        title = Text.assemble((" lightning-swarm ", "bold"), (name, "cyan"))
         yield Panel(Group(*parts), title=title, title_align="left", border_style="blue", box=box.ROUNDED)
 
 
@@ -169,7 +171,7 @@ def _peers(scene: Scene, max_rows: int, *, wide: bool) -> Table:
         name = stage_name(scene, index).removeprefix("stage ")
         shown = rows if len(rows) <= max_rows else rows[: max_rows - 1]
         for number, row in enumerate(shown):
-            table.add_row(name if number == 0 else "", *_cells(row, fastest, wide=wide))
+            table.add_row(name if number == 0 else "", *_cells(row, scene.status, fastest, wide=wide))
         if not rows:
             table.add_row(name, Text("nobody", "bold red"))
         if len(shown) < len(rows):
@@ -177,9 +179,10 @@ def _peers(scene: Scene, max_rows: int, *, wide: bool) -> Table:
     return table
 
 
-def _cells(row: PeerRow, fastest: float, *, wide: bool) -> list[RenderableType]:
+def _cells(row: PeerRow, status: SwarmStatus, fastest: float, *, wide: bool) -> list[RenderableType]:
     peer, style = row.peer, _STATE_STYLES[row.state]
-    roles = [*(["trains"] if row.trains else []), *(["coordinates" if wide else "coord."] if row.coordinates else [])]
+    roles = ["trains"] if peer.peer_id in status.trainers else []
+    roles += ["coordinates" if wide else "coord."] if peer.peer_id == status.coordinator else []
     state = Text(f"● {row.state}", style)
     if row.state == "gone":
         done = Text(str(peer.num_microbatches), "dim")

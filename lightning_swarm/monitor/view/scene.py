@@ -42,6 +42,9 @@ WORDS: Final[Mapping[EventKind, str]] = {  # event -> its text
     "went_back": "rolled back",
     "stopped": "ends the run: its code set `should_stop`",
 }
+NO_SWARM: Final = SwarmStatus(
+    0, (), "", peer_id=PeerId(""), coordinator=PeerId(""), trainers=(), num_samples=0, events=()
+)
 _COLUMNS: Final = 100
 _RATE_WINDOW_S: Final = 10.0
 _SHOW_GONE_S: Final = 60.0
@@ -56,15 +59,14 @@ class PeerRow:
 
     peer: PeerStatus
     state: State  # "joining": nothing has come through it yet; "failing": its latest request failed
-    trains: bool = False
-    coordinates: bool = False
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The state of a run at one moment, as the view shows it; None: not known yet."""
+    """The state of a run at one moment: of its swarm, and of the Trainer; None: not known yet."""
 
-    name: str = ""
+    status: SwarmStatus = NO_SWARM
+    stages: Sequence[Sequence[PeerRow]] = ()  # the status's, with peers that are gone; empty where there is no swarm
     phase: str = "training"
     step: int = 0
     max_steps: int | None = None
@@ -75,9 +77,6 @@ class Scene:
     samples_per_s: float | None = None  # over the last seconds
     steps_per_s: float | None = None
     elapsed_s: float = 0.0
-    stages: Sequence[Sequence[PeerRow]] = ()  # empty where there is no swarm
-    is_whole: bool = False  # the only stage is the model, which is not cut
-    events: Sequence[Event] = ()  # oldest first
 
 
 class PeerPresence:
@@ -99,16 +98,15 @@ class PeerPresence:
             if key[1] not in members and now_s - since_s < _SHOW_GONE_S
         }
         self._present = present
-        rows: list[list[PeerRow]] = [[_row(peer, status) for peer in stage.peers] for stage in status.stages]
+        rows = [[PeerRow(peer, _state(peer, status)) for peer in stage.peers] for stage in status.stages]
         for (stage, _), (peer, _) in self._gone.items():
             if stage < len(rows):
                 rows[stage].append(PeerRow(peer, "gone"))
         return rows
 
 
-def _row(peer: PeerStatus, status: SwarmStatus) -> PeerRow:
-    state: State = "failing" if peer.num_failures else "serving" if peer.samples_per_s or status.is_whole else "joining"
-    return PeerRow(peer, state, trains=peer.peer_id in status.trainers, coordinates=peer.peer_id == status.coordinator)
+def _state(peer: PeerStatus, status: SwarmStatus) -> State:
+    return "failing" if peer.num_failures else "serving" if peer.samples_per_s or status.is_whole else "joining"
 
 
 class RateWindow:
@@ -239,7 +237,7 @@ def plain_line(scene: Scene) -> str:
 
 def stage_name(scene: Scene, index: int) -> str:
     """Return the name of a stage."""
-    return "model" if scene.is_whole else f"stage {index}"
+    return "model" if scene.status.is_whole else f"stage {index}"
 
 
 def _swarm_texts(scene: Scene) -> Iterator[str]:
@@ -254,12 +252,12 @@ def _swarm_texts(scene: Scene) -> Iterator[str]:
         f"{stage_name(scene, index)}: {', '.join(map(_plain_peer, rows)) or 'nobody'}"
         for index, rows in enumerate(stages)
     )
-    if not scene.is_whole:
+    if not scene.status.is_whole:
         yield f"peers per stage: {' + '.join(str(len(rows)) for rows in present)}{gone}"
     num_peers = len({row.peer.peer_id for rows in present for row in rows})
     num_empty = sum(not rows for rows in present)
     empty = f", {num_empty} of them empty" if num_empty else ""
-    yield f"{num_peers} peers{'' if scene.is_whole else f' in {len(stages)} stages'}{empty}{gone}"
+    yield f"{num_peers} peers{'' if scene.status.is_whole else f' in {len(stages)} stages'}{empty}{gone}"
 
 
 def _plain_peer(row: PeerRow) -> str:

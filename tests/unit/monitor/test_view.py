@@ -65,7 +65,7 @@ EVENTS = (
     Event("joined", LONG + "ddddd", 1, 121),
 )
 SCENE = Scene(
-    name="night",
+    status=status_with(events=EVENTS),
     step=123,
     max_steps=300,
     progress=0.41,
@@ -75,13 +75,12 @@ SCENE = Scene(
     elapsed_s=83.0,
     stages=[
         [
-            PeerRow(peer("aaaaa", 812, 411.0, 2), "serving", trains=True),
-            PeerRow(peer("bbbbb", 101, 80.0), "serving", coordinates=True),
+            PeerRow(peer("aaaaa", 812, 411.0, 2), "serving"),
+            PeerRow(peer("bbbbb", 101, 80.0), "serving"),
         ],
         [PeerRow(peer("ddddd", 1), "joining"), PeerRow(peer("ccccc", 90, 122.0), "gone")],
         [],
     ],
-    events=EVENTS,
 )
 
 
@@ -111,7 +110,7 @@ def test_the_panel_names_what_one_wants_to_know(width: int) -> None:
 
 def test_a_crowd_does_not_push_the_headline_off_the_screen() -> None:
     crowd = [[PeerRow(peer(f"{i:05}", i, 10.0), "serving") for i in range(40)] for _ in range(2)]
-    lines = drawn(Scene(step=3, max_steps=9, stages=crowd, events=EVENTS * 4))
+    lines = drawn(Scene(status_with(events=EVENTS * 4), crowd, step=3, max_steps=9))
     assert len(lines) < 24
     assert "step 3/9" in lines[1]
     assert sum("more" in line for line in lines) == 2
@@ -185,7 +184,7 @@ def test_a_line_of_text_fits_whatever_the_swarm() -> None:
 def test_trainers_of_a_model_that_is_not_cut_wait_for_nothing() -> None:
     """Nothing is routed to them, so no rate is known."""
     status = replace(status_with([peer("aaaaa"), peer("bbbbb")]), is_whole=True)
-    scene = Scene(step=7, max_steps=9, stages=PeerPresence().update(status, now_s=0.0), is_whole=True)
+    scene = Scene(status, PeerPresence().update(status, now_s=0.0), step=7, max_steps=9)
     assert plain_line(scene) == "step 7/9   model: Maaaaa, Mbbbbb"
     crowd = [[PeerRow(peer(f"{i:05}"), "serving") for i in range(30)]]
     assert plain_line(replace(scene, stages=crowd)) == "step 7/9   30 peers"
@@ -223,10 +222,7 @@ def test_who_is_gone_is_shown_for_a_minute() -> None:
     presence = PeerPresence()
     first, second = peer("aaaaa", 5, 10.0), peer("bbbbb", 5, 10.0, failures=2)
     (rows,) = presence.update(status_with([first, second]), now_s=0.0)
-    assert [(row.state, row.trains, row.coordinates) for row in rows] == [
-        ("serving", True, False),
-        ("failing", False, True),
-    ]
+    assert [row.state for row in rows] == ["serving", "failing"]
     (rows,) = presence.update(status_with([first, peer("ccccc")]), now_s=10.0)
     assert [row.state for row in rows] == ["serving", "joining", "gone"]
     (rows,) = presence.update(status_with([first, second]), now_s=20.0)
