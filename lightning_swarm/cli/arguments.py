@@ -1,11 +1,12 @@
-"""The options of commands whose modules take long to import, so that their help does not wait for torch."""
+"""Commands with their options, and the options of all commands that import torch, whose help must not wait for it."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from lightning_swarm.monitor.swarm_report import JSON_HELP
 from lightning_swarm.peer.config import DEFAULT_RUN_ID
@@ -14,8 +15,39 @@ from lightning_swarm.planner.records import LARGEST_BATCH
 from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.trust.certificates import MAX_REASON
 
+
+@dataclass(frozen=True)
+class Command:
+    """A command that argparse parses. Its code is imported when it runs."""
+
+    name: str
+    description: str  # its first sentence stands in the list of commands, too
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: str = ""  # ``module:function`` of this package: takes the parsed arguments, returns the exit status
+    usage: str | None = None
+    epilog: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The command's line in the list of commands."""
+        return f"{self.description.partition('.')[0]}."
+
+    def parser(self, make: Callable[..., argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Make the command's parser, whose result has `run`."""
+        parser = make(
+            prog=f"lightning-swarm {self.name}",
+            usage=self.usage,
+            description=self.description,
+            epilog=self.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.add_arguments(parser)
+        parser.set_defaults(run=self.run)
+        return parser
+
+
 DOCTOR: Final = """\
-{what} Exit status 1 if something is wrong.
+Check whether this machine can be a peer: what is wrong, and what to do. Exit status 1 if something is wrong.
 
     lightning-swarm doctor                                          this machine
     lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port for it to listen on
@@ -23,7 +55,8 @@ DOCTOR: Final = """\
 """
 
 STATUS: Final = f"""\
-{{what}} Asks one peer for the other peers, and all of them for reports. Changes nothing.
+Show a live swarm: stages, peers, step, rates. Asks one peer for the other peers, and all of them for reports. \
+Changes nothing.
 
     lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
     lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
@@ -32,7 +65,7 @@ STATUS: Final = f"""\
 {JSON_HELP}"""
 
 MEMBERS: Final = """\
-{what} Asks any peer of the run. Changes nothing.
+Show who came to a run, by which invitation, and who was banned. Asks any peer of the run. Changes nothing.
 
     lightning-swarm members 203.0.113.7:31337/12D3...                       where the run was started
     lightning-swarm members 203.0.113.7:31337/12D3... --invite look.invite  elsewhere
@@ -42,7 +75,8 @@ number, how many of its uses are taken, and their part in the run. With --json, 
 """
 
 BAN: Final = """\
-{what} Call it where the run was started, because the owner's key is there.
+Ban a peer, or all that came by an invitation, from a run. Call it where the run was started, because the owner's key \
+is there.
 
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --reason "sends nonsense"
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --invitation      and all that came by its invitation
@@ -54,7 +88,7 @@ record announces the ban to all others, and removes the peer from the run. The b
 """
 
 UNBAN: Final = """\
-{what} Call it where the run was started, because the owner's key is there.
+Lift a ban. Call it where the run was started, because the owner's key is there.
 
     lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW...
     lightning-swarm unban 203.0.113.7:31337/12D3... 12D3KooW... --invitation    and its invitation
@@ -64,7 +98,8 @@ The peer does not come back by itself: it joins again.
 """
 
 PLAN: Final = """\
-{what} Nothing is started, and other machines are asked only with --swarm.
+Say what a swarm of some machines would do with a model, and whether it pays. Nothing is started, and other machines \
+are asked only with --swarm.
 
     lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
     lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
@@ -91,7 +126,8 @@ Predictions are computed from counted work; docs/planning.md says how far off th
 """
 
 EXPORT: Final = """\
-{what} With torch 2.10 or newer nothing in the checkpoint is executed. OUT is overwritten.
+Write a checkpoint's weights to a safetensors file or a Hugging Face folder, or as a single file. With torch 2.10 or \
+newer nothing in the checkpoint is executed. OUT is overwritten.
 
     lightning-swarm export lightning_logs/version_0/checkpoints/last.ckpt model.safetensors
     lightning-swarm export sharded/last.ckpt whole.ckpt             a folder as one file, for a plain Trainer
@@ -102,7 +138,7 @@ config.json in the folder, as `model.config.save_pretrained("my-llama/")` writes
 """
 
 SIMULATE: Final = """\
-{what}
+Simulate a swarm whose peers come and go: how fast it would be, by which rule.
 Starts nothing, needs no network. A day of 10,000 peers on 100 stages takes minutes for each rule and seed.
 
     lightning-swarm simulate scenario.yaml                          a table
@@ -143,6 +179,11 @@ COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
 """The fields of a `Compression`; each has an option of its own."""
 
 
+def add_address(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Add the address of a peer."""
+    parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID", **options)
+
+
 def add_owner_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options by which a command acts as a run's owner."""
     parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
@@ -175,7 +216,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `status`."""
-    _add_address(parser)
+    add_address(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat at this interval, until Ctrl-C")
     parser.add_argument(
@@ -186,22 +227,18 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_members_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `members`."""
-    _add_address(parser)
+    add_address(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     add_visitor_arguments(parser)
 
 
 def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ban` and `unban`."""
-    _add_address(parser)
+    add_address(parser)
     add_owner_arguments(parser)
     parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
     parser.add_argument("--invitation", action="store_true", help="also ban or unban the peer's invitation")
     parser.add_argument("--reason", default="", help=f"a reason to show to people, at most {MAX_REASON} characters")
-
-
-def _add_address(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

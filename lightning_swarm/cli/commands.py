@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from lightning_swarm import __version__
 from lightning_swarm.cli import arguments, invite, programs, serving
+from lightning_swarm.cli.arguments import Command
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.import_hook import import_path
 from lightning_swarm.core.process import LOG, collecting_rarely, follow_environment
@@ -36,80 +36,19 @@ With -v before the command, stderr says more of what happens; with -vv, all.
 
 _LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
 
-
-@dataclass(frozen=True)
-class _Command:
-    """A command that argparse parses; its code is imported when it runs."""
-
-    line: str  # one line for the list of commands, and first in the command's own help
-    description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: str  # ``module:function``, which takes the parsed arguments and returns the exit status
-
-
-_COMMANDS: Final = {
-    "doctor": _Command(
-        "Check whether this machine can be a peer: what is wrong, and what to do.",
-        arguments.DOCTOR,
-        arguments.add_doctor_arguments,
-        "lightning_swarm.cli.doctor:run",
-    ),
-    "status": _Command(
-        "Show a live swarm: stages, peers, step, rates.",
-        arguments.STATUS,
-        arguments.add_status_arguments,
-        "lightning_swarm.cli.status:run",
-    ),
-    "invite": _Command(
-        "Write an invitation to a run that this machine started.",
-        invite.DESCRIPTION,
-        invite.add_arguments,
-        "lightning_swarm.cli.invite:run",
-    ),
-    "members": _Command(
-        "Show who came to a run, by which invitation, and who was banned.",
-        arguments.MEMBERS,
-        arguments.add_members_arguments,
-        "lightning_swarm.cli.members:show_members",
-    ),
-    "ban": _Command(
-        "Ban a peer, or all that came by an invitation, from a run.",
-        arguments.BAN,
-        arguments.add_ban_arguments,
-        "lightning_swarm.cli.members:ban",
-    ),
-    "unban": _Command("Lift a ban.", arguments.UNBAN, arguments.add_ban_arguments, "lightning_swarm.cli.members:ban"),
-    "plan": _Command(
-        "Say what a swarm of some machines would do with a model, and whether it pays.",
-        arguments.PLAN,
-        arguments.add_plan_arguments,
-        "lightning_swarm.cli.plan:run",
-    ),
-    "export": _Command(
-        "Write a checkpoint's weights to a safetensors file or a Hugging Face folder, or as a single file.",
-        arguments.EXPORT,
-        arguments.add_export_arguments,
-        "lightning_swarm.cli.export:run",
-    ),
-    "generate": _Command(
-        "Write a text with a served model, as it comes.",
-        serving.GENERATE,
-        serving.add_generate_arguments,
-        "lightning_swarm.cli.serving:run_generate",
-    ),
-    "http": _Command(
-        "Answer OpenAI's HTTP protocol for served models.",
-        serving.HTTP,
-        serving.add_http_arguments,
-        "lightning_swarm.cli.serving:run_http",
-    ),
-    "simulate": _Command(
-        "Simulate a swarm whose peers come and go: how fast it would be, by which rule.",
-        arguments.SIMULATE,
-        arguments.add_simulate_arguments,
-        "lightning_swarm.cli.simulate:run",
-    ),
-}
+_COMMANDS: Final = (
+    Command("doctor", arguments.DOCTOR, arguments.add_doctor_arguments, "doctor:run"),
+    Command("status", arguments.STATUS, arguments.add_status_arguments, "status:run"),
+    Command("invite", invite.DESCRIPTION, invite.add_arguments, "invite:run"),
+    Command("members", arguments.MEMBERS, arguments.add_members_arguments, "members:show_members"),
+    Command("ban", arguments.BAN, arguments.add_ban_arguments, "members:ban"),
+    Command("unban", arguments.UNBAN, arguments.add_ban_arguments, "members:unban"),
+    Command("plan", arguments.PLAN, arguments.add_plan_arguments, "plan:run"),
+    Command("export", arguments.EXPORT, arguments.add_export_arguments, "export:run"),
+    Command("generate", serving.GENERATE, serving.add_generate_arguments, "serving:run_generate"),
+    Command("http", serving.HTTP, serving.add_http_arguments, "serving:run_http"),
+    Command("simulate", arguments.SIMULATE, arguments.add_simulate_arguments, "simulate:run"),
+)
 
 
 def main() -> int:
@@ -139,27 +78,26 @@ def _command(words: Sequence[str]) -> Callable[[], int]:
 
 def _run(parsed: argparse.Namespace) -> int:
     with collecting_rarely():
-        run = import_path(_COMMANDS[parsed.command].run)
+        run = import_path(f"lightning_swarm.cli.{parsed.run}")
     status: int = run(parsed)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="lightning-swarm",
         usage="lightning-swarm COMMAND ...",
         description=_DESCRIPTION,
         epilog="lightning-swarm COMMAND --help says more.",
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     listed = parser.add_subparsers(
         title="commands", prog="lightning-swarm", dest="command", metavar="COMMAND", required=True
     )
-    for name, line in {**programs.TRAINER_COMMANDS, **programs.PEER_COMMANDS}.items():
-        listed.add_parser(name, help=line, add_help=False)  # they are parsed elsewhere
-    for name, command in _COMMANDS.items():
-        description = command.description.format(what=command.line)
-        command.add_arguments(listed.add_parser(name, help=command.line, description=description, formatter_class=raw))
+    peers = {name: command.line for name, command in programs.PEER_COMMANDS.items()}
+    for name, line in {**programs.TRAINER_COMMANDS, **peers}.items():
+        listed.add_parser(name, help=line, add_help=False)  # `programs` parses them
+    for command in _COMMANDS:
+        command.parser(partial(listed.add_parser, command.name, help=command.line))
     return parser

@@ -23,7 +23,8 @@ from lightning_swarm.trust.invitation_text import AnyInvitation, to_text
 from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
 
 DESCRIPTION: Final = """\
-{what} Call it where the run was started, because the owner's key is there.
+Write an invitation to a run that this machine started. Call it where the run was started, because the owner's key is \
+there.
 
     lightning-swarm invite --role server --out anna.invite              for one peer that serves
     lightning-swarm invite --role trainer --uses 4 --out team.invite    for four that may also train, and lead

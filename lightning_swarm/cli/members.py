@@ -33,7 +33,7 @@ def show_members(arguments: argparse.Namespace) -> int:
     """Show all peers that ever came to a run, and all bans; returns the exit status."""
     address = Address.parse(arguments.address)
     with (
-        looking(arguments, str(address)) as visitor,
+        looking(arguments, "members", str(address)) as visitor,
         members.asking(address, timeout=_TIMEOUT_S, visitor=visitor) as run,
     ):
         found = run.members()
@@ -46,8 +46,17 @@ def show_members(arguments: argparse.Namespace) -> int:
 
 
 def ban(arguments: argparse.Namespace) -> int:
-    """Ban a peer or an invitation, or lift a ban; returns the exit status."""
-    address, is_lifted = Address.parse(arguments.address), arguments.command == "unban"
+    """Ban a peer or an invitation; returns the exit status."""
+    return _ban(arguments, is_lifted=False)
+
+
+def unban(arguments: argparse.Namespace) -> int:
+    """Lift a ban of a peer or an invitation; returns the exit status."""
+    return _ban(arguments, is_lifted=True)
+
+
+def _ban(arguments: argparse.Namespace, *, is_lifted: bool) -> int:
+    address = Address.parse(arguments.address)
     _check(arguments)
     path = owner_path(arguments)
     if not is_there(path):

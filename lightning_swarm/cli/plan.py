@@ -188,7 +188,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
     address = Address.parse(arguments.swarm)
-    with looking(arguments, str(address)) as visitor:
+    with looking(arguments, "plan --swarm", str(address)) as visitor:
         looks = survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)
         with contextlib.closing(looks):
             before, now = next(looks), next(looks)

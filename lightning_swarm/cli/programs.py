@@ -8,6 +8,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import yaml
 
 from lightning_swarm.cli import serving
+from lightning_swarm.cli.arguments import Command, add_address
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.process import collecting_rarely
@@ -185,17 +187,13 @@ def require_jsonargparse(*commands: str) -> None:
         ) from error
 
 
-PEER_COMMANDS: Final[Mapping[str, str]] = {
-    "join": "Join a run that another machine started. Needs no data.",
-    "serve": "Hold stages, and nothing else, for a run that is started elsewhere, or of a model that is not trained.",
-}
 _PEER_OPTIONS: Final = ("--listen", "--announce", "--identity", "--invite", "--preemption")
 
 _ADDRESS: Final = "203.0.113.7:31337/12D3..."
 
-_PEER_DESCRIPTIONS: Final = {
-    "join": f"""\
-{{what}} Takes what the run's starter prints: its address, and the program that it runs.
+_JOIN: Final = f"""\
+Join a run that another machine started; this needs no data. Takes what the run's starter prints: its address, \
+and the program that it runs.
 
     lightning-swarm join {_ADDRESS} train.py
     lightning-swarm join {_ADDRESS} --listen 0.0.0.0:31337 --invite anna.invite train.py --width 512
@@ -210,9 +208,10 @@ once, with data of its own, where the run takes trainers.
 
 Ctrl-C or SIGTERM has it leave the run: it serves until the next record that can spare it, and ends with exit status 0;
 a second signal ends it at once. With --preemption, a cloud's notice that it takes the machine away does the same.
-""",
-    "serve": f"""\
-{{what}}
+"""
+
+_SERVE: Final = f"""\
+Hold stages, and nothing else, for a run that is started elsewhere, or of a model that is not trained.
 
     lightning-swarm serve {_ADDRESS} train.py    for a run that exists
     lightning-swarm serve --listen 0.0.0.0:31337 train.py       for a later run: prints how to start it
@@ -221,7 +220,51 @@ a second signal ends it at once. With --preemption, a cloud's notice that it tak
 
 Like `join`, but it reads no data and trains nothing, whatever the `role` of the program's strategy. It may start before
 the run does.
-""",
+"""
+
+
+def _add_arguments(parser: argparse.ArgumentParser, *, needs_address: bool) -> None:
+    """Add the options of `join` and `serve`."""
+    add_address(parser, nargs=None if needs_address else "?")
+    parser.add_argument(
+        "--listen",
+        metavar="IP[:PORT]",
+        help="where this peer listens; 0.0.0.0 for all networks (default: the program's)",
+    )
+    parser.add_argument(
+        "--announce",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="where others reach this peer, behind a router (repeatable; default: where it listens; "
+        "the program's is for the machine that started the run)",
+    )
+    parser.add_argument(
+        "--identity",
+        metavar="FILE",
+        help="of this peer's key, made if missing (default: one for each run of invited peers and user)",
+    )
+    parser.add_argument(
+        "--invite",
+        metavar="FILE",
+        help="with the invitation of the run's owner; -: standard input (default: the program's)",
+    )
+    parser.add_argument(
+        "--preemption",
+        choices=get_args(Preemption),
+        help="the cloud whose notices of preemption to obey; auto: the cloud that answers (default: the program's)",
+    )
+
+
+PEER_COMMANDS: Final = {
+    name: Command(
+        name,
+        description,
+        partial(_add_arguments, needs_address=name == "join"),
+        usage=f"lightning-swarm {name} {address} [options] PROGRAM [its arguments]",
+        epilog="PROGRAM: a script, -m MODULE, or --config FILE or --model CLASS with options of `lightning-swarm fit`.",
+    )
+    for name, address, description in (("join", "ADDRESS", _JOIN), ("serve", "[ADDRESS]", _SERVE))
 }
 
 
@@ -230,7 +273,7 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
     if name == "serve" and serving.is_for_model(arguments):
         return serving.run_serve(arguments)
     own, program = _split(arguments, address_first=name == "join")
-    parser = _parser(name)
+    parser = PEER_COMMANDS[name].parser()
     chosen = parser.parse_args(own)
     environment = _environment(name, chosen)
     if not program:
@@ -292,47 +335,6 @@ def _split(arguments: Sequence[str], *, address_first: bool) -> tuple[list[str],
 
 def _looks_like_address(text: str) -> bool:
     return (":" in text or text.startswith(("/ip4/", "/ip6/", "/dns"))) and not Path(text).exists()
-
-
-def _parser(name: str) -> argparse.ArgumentParser:
-    address, optional = ("ADDRESS", None) if name == "join" else ("[ADDRESS]", "?")
-    parser = argparse.ArgumentParser(
-        prog=f"lightning-swarm {name}",
-        usage=f"lightning-swarm {name} {address} [options] PROGRAM [its arguments]",
-        description=_PEER_DESCRIPTIONS[name].format(what=PEER_COMMANDS[name]),
-        epilog="PROGRAM: a script, -m MODULE, or --config FILE or --model CLASS with options of `lightning-swarm fit`.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("address", nargs=optional, metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
-    parser.add_argument(
-        "--listen",
-        metavar="IP[:PORT]",
-        help="where this peer listens; 0.0.0.0 for all networks (default: the program's)",
-    )
-    parser.add_argument(
-        "--announce",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="where others reach this peer, behind a router (repeatable; default: where it listens; "
-        "the program's is for the machine that started the run)",
-    )
-    parser.add_argument(
-        "--identity",
-        metavar="FILE",
-        help="of this peer's key, made if missing (default: one for each run of invited peers and user)",
-    )
-    parser.add_argument(
-        "--invite",
-        metavar="FILE",
-        help="with the invitation of the run's owner; -: standard input (default: the program's)",
-    )
-    parser.add_argument(
-        "--preemption",
-        choices=get_args(Preemption),
-        help="the cloud whose notices of preemption to obey; auto: the cloud that answers (default: the program's)",
-    )
-    return parser
 
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_swarm.cli.arguments import Command
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
@@ -78,7 +79,7 @@ def is_for_model(arguments: Sequence[str]) -> bool:
 
 def run_serve(arguments: Sequence[str]) -> int:
     """Run `serve --weights`; returns the exit status."""
-    return _serve(_serve_parser().parse_args(arguments))
+    return _serve(Command("serve", _SERVE, _add_serve_arguments).parser().parse_args(arguments))
 
 
 def _serve(chosen: argparse.Namespace) -> int:
@@ -167,10 +168,7 @@ def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201 - a command
 
 
-def _serve_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-swarm serve", description=_SERVE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of the model, as Hugging Face saves it")
     parser.add_argument(
         "--join", action="append", default=[], metavar="ADDRESS", help="of a server of the model (repeatable)"
@@ -203,7 +201,6 @@ def _serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--invite", metavar="FILE", help="with the invitation of the owner")
     parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="that invitations are to")
-    return parser
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +217,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 HTTP: Final = """\
-Answer OpenAI's HTTP protocol for served models: completions and chats, whole or as they come.
+Answer OpenAI's HTTP protocol for served models. It serves completions and chats, whole or as they come.
 
     lightning-swarm http 203.0.113.7:31337/12D3... --port 8000
     lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...

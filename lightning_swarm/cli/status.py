@@ -15,7 +15,7 @@ from lightning_swarm.network.addresses import Address
 def run(arguments: argparse.Namespace) -> int:
     """Show a live swarm; returns the exit status."""
     address = Address.parse(arguments.address)
-    with looking(arguments, str(address)) as visitor:
+    with looking(arguments, "status", str(address)) as visitor:
         reports = survey.watch(address, every_s=arguments.watch, timeout=arguments.timeout, visitor=visitor)
         with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
             for look in reports:

@@ -21,7 +21,7 @@ from lightning_swarm.trust.owner import Owner
 
 
 @contextmanager
-def looking(arguments: argparse.Namespace, address: str) -> Iterator[Visitor]:
+def looking(arguments: argparse.Namespace, command: str, address: str) -> Iterator[Visitor]:
     """Yield the visitor by which a command looks at a run; errors of access name the command's own options."""
     visitor = visitor_of(arguments)
     try:
@@ -33,7 +33,6 @@ def looking(arguments: argparse.Namespace, address: str) -> Iterator[Visitor]:
             why = f"it was shown what the owner's key of run {arguments.run_id!r} permits, and {str(error).rstrip('.')}"
         else:
             raise
-        command = f"{arguments.command} --swarm" if arguments.command == "plan" else arguments.command
         raise AccessDenied(
             f"{why}. Show an invitation: `lightning-swarm {command} {address} --invite FILE`, or set {INVITE}. Where "
             f"the run was started its owner's key is shown, if `--run-id` is the run's: it is {arguments.run_id!r}."
