@@ -244,7 +244,7 @@ class SwarmView(_ProgressBar):
             if status is not None:
                 self._status, self._rows = status, self._presence.update(status, now_s=now_s)
             if self._phase == "training":
-                self._rates.tick(now_s, self.trainer.global_step, self._status.num_samples)
+                self._rates.tick(now_s, self.trainer.global_step, self._status.total_samples)
 
     def _update(self) -> None:
         values = self.get_metrics(self.trainer, self.trainer.lightning_module)

@@ -114,18 +114,17 @@ class RateWindow:
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int, int]] = deque()
-        self._num_samples = 0
         self._newest: tuple[float, float] | None = None
 
     def pause(self) -> None:
         """Clear the window, because the time of a validation, for example, must not count as training."""
         self._points.clear()
 
-    def tick(self, now_s: float, step: int, samples_per_step: int) -> None:
-        """Record the number of steps taken so far, and the number of samples of the newest step."""
-        if self._points:
-            self._num_samples += max(step - self._points[-1][1], 0) * samples_per_step
-        self._points.append((now_s, step, self._num_samples))
+    def tick(self, now_s: float, step: int, num_samples: int) -> None:
+        """Record the numbers of steps and samples so far."""
+        if self._points and num_samples < self._points[-1][2]:
+            self._points.clear()  # after a rollback the swarm counts from 0
+        self._points.append((now_s, step, num_samples))
         while len(self._points) > 2 and now_s - self._points[0][0] > _RATE_WINDOW_S:
             self._points.popleft()
 

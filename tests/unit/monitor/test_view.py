@@ -156,16 +156,20 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     rates = RateWindow()
     assert rates.now is None
     for second in range(21):
-        rates.tick(float(second), step=second if second <= 10 else 10 + 3 * (second - 10), samples_per_step=32)
+        step = second if second <= 10 else 10 + 3 * (second - 10)
+        rates.tick(float(second), step, num_samples=32 * step)
     assert rates.now == (3.0, 96.0)
     rates.pause()  # for an hour of validation
     assert rates.now == (3.0, 96.0)
-    rates.tick(3600.0, step=40, samples_per_step=32)
-    rates.tick(3602.0, step=42, samples_per_step=32)
+    rates.tick(3600.0, step=40, num_samples=1280)
+    rates.tick(3602.0, step=42, num_samples=1344)
     assert rates.now == (1.0, 32.0)
     for second in range(3603, 3620):  # nothing goes on
-        rates.tick(float(second), step=42, samples_per_step=32)
+        rates.tick(float(second), step=42, num_samples=1344)
     assert rates.now == (0.0, 0.0)
+    rates.tick(3620.0, step=40, num_samples=0)  # after a rollback
+    rates.tick(3622.0, step=42, num_samples=64)
+    assert rates.now == (1.0, 32.0)
 
 
 def test_a_line_of_text_fits_whatever_the_swarm() -> None:
