@@ -12,7 +12,7 @@ export RUFF_CACHE_DIR := $(CACHE)/ruff
 export MYPY_CACHE_DIR := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test versions lightning wheel check exhaustive fmt lint type docs bench clean
+.PHONY: help demo quick test versions lightning wheel check exhaustive fmt lint type docs bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -28,6 +28,21 @@ test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -
 	@echo "== test"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \
 		$(or $(ARGS),-m "not thorough and not benchmark")
+
+# A changed test file may hold thorough tests alone: then pytest collects none, which is its exit status 5.
+CHANGED = $(BIN)/python -m tests.quick.changed
+
+quick: $(STAMP) ## check the changes since main in about a minute: style, types, the changed packages' unit tests
+	@code=$$($(CHANGED) code $(BASE)) && tests=$$($(CHANGED) tests $(BASE)) || exit 1; \
+	echo "== lint and type"; \
+	if [ -n "$$code" ]; then \
+		$(BIN)/ruff format --check --quiet --output-format concise $$code && $(BIN)/ruff check $$code || exit 1; \
+	fi; \
+	$(BIN)/mypy lightning_swarm || exit 1; \
+	echo "== test"; \
+	test -n "$$tests" || { echo "No unit tests belong to the changed files."; exit 0; }; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \
+		-m "not thorough and not benchmark" $$tests || test $$? = 5
 
 # Each Lightning lies over the installed one. docs/versions.md says which failures are Lightning's own.
 LIGHTNINGS := 2.5.0 2.5.6 2.6.0
