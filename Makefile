@@ -72,19 +72,24 @@ check: ## lint, type, build the docs, run tests, the thorough ones too: what has
 exhaustive: ## run the tests that `make check` leaves out, an hour or two: before a release
 	@$(MAKE) --no-print-directory test ARGS="-m 'exhaustive and not benchmark'"
 
-# The wheel is built from the sdist, in isolation, and everything that it depends on comes from the package index.
+# The wheel is built from the sdist, in isolation, and everything that it depends on comes from the package index. One commit
+# always gives the same bytes: files get the commit's time, and pip builds with the pinned hatchling, under either of the names
+# that its versions have for build constraints. A test builds a second time and compares.
 WHEEL_ENVIRONMENT := $(CURDIR)/$(VENV)/wheel
 
+wheel: export SOURCE_DATE_EPOCH = $(or $(shell git log -1 --format=%ct 2>/dev/null),1580601600)
 wheel: $(STAMP) ## build dist/, install the wheel into an empty environment and try it there: before a release
 	@echo "== wheel"
 	@rm -rf dist $(WHEEL_ENVIRONMENT)
 	@$(BIN)/python -m hatchling build -t sdist
-	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist dist/*.tar.gz
+	@PIP_CONSTRAINT=.ci/constraints.txt PIP_BUILD_CONSTRAINT=.ci/constraints.txt \
+		$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist dist/*.tar.gz
 	@$(PYTHON) -m venv $(WHEEL_ENVIRONMENT)
 	@$(WHEEL_ENVIRONMENT)/bin/python -I -m pip install -qq --disable-pip-version-check -c .ci/constraints.txt dist/*.whl
 	@$(WHEEL_ENVIRONMENT)/bin/python -I -m pip check
 	@SWARM_DIST=$(CURDIR)/dist SWARM_WHEEL_PYTHON=$(WHEEL_ENVIRONMENT)/bin/python \
 		$(BIN)/python -m pytest -q -o cache_dir=$(CACHE)/pytest tests/packaging
+	@$(BIN)/python -m pip hash dist/*
 
 fmt: $(STAMP) ## format the code and mend what can be mended safely
 	@$(BIN)/ruff check --fix-only --quiet $(CODE)

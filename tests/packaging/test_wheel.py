@@ -7,6 +7,7 @@ Without them the tests build here, and install into an environment that borrows 
 from __future__ import annotations
 
 import email
+import hashlib
 import os
 import re
 import shutil
@@ -127,6 +128,21 @@ def test_the_sdist_has_what_its_own_tests_and_pages_need(dist: Path) -> None:
         expected = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
         assert expected <= inside
     assert not {name for name in inside if "__pycache__" in name or name.startswith(("runs/", "dist/"))}
+
+
+def test_a_second_build_gives_the_same_bytes(dist: Path, tmp_path: Path) -> None:
+    with tarfile.open(only(dist, "*.tar.gz")) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    [unpacked] = tmp_path.iterdir()
+    for path in unpacked.rglob("*"):
+        path.chmod(path.stat().st_mode & 0o700)
+        os.utime(path, (0, 0))
+    again = tmp_path / "again"
+    run([sys.executable, "-m", "hatchling", "build", "-d", str(again)], cwd=unpacked)
+    for pattern in ("*.tar.gz", "*.whl"):
+        first, second = only(dist, pattern), only(again, pattern)
+        assert first.name == second.name
+        assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest(), first.name
 
 
 def test_the_installed_wheel_runs_the_quickstart(python: Path, tmp_path: Path) -> None:
