@@ -17,6 +17,7 @@ PAGES = [
     for path in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         *sorted((ROOT / "benchmarks").glob("*.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "examples").rglob("*.md")),
