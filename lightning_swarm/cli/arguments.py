@@ -175,6 +175,21 @@ then on, and is gone at 0. The table's percentages are relative to the best assi
 moment. Numbers are means over the seeds.
 """
 
+COMPLETION: Final = """\
+Print a script that completes commands and options in a shell. Save it where the shell looks for such scripts:
+
+    lightning-swarm completion bash > ~/.local/share/bash-completion/completions/lightning-swarm
+    lightning-swarm completion zsh > ~/.zfunc/_lightning-swarm
+
+bash needs the package bash-completion for that. zsh needs these two lines in ~/.zshrc:
+
+    fpath+=~/.zfunc
+    autoload -Uz compinit && compinit
+
+The script knows the options of this version, so save it again after an update. Of `fit`, `validate`, `test` and
+`predict` it completes the most usual options.
+"""
+
 COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
 """The fields of a `Compression`; each has an option of its own."""
 
@@ -311,3 +326,8 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `simulate`."""
     parser.add_argument("scenario", type=Path, metavar="SCENARIO.yaml", help="the swarm, and its changes over time")
     parser.add_argument("--picture", type=Path, metavar="OUT.png", help="draw throughput, peers per stage and moves")
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads the script")

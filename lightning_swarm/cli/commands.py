@@ -48,6 +48,7 @@ _COMMANDS: Final = (
     Command("generate", serving.GENERATE, serving.add_generate_arguments, "serving:run_generate"),
     Command("http", serving.HTTP, serving.add_http_arguments, "serving:run_http"),
     Command("simulate", arguments.SIMULATE, arguments.add_simulate_arguments, "simulate:run"),
+    Command("completion", arguments.COMPLETION, arguments.add_completion_arguments, "completion:run"),
 )
 
 
@@ -73,7 +74,7 @@ def _command(words: Sequence[str]) -> Callable[[], int]:
         return collecting_rarely()(programs.run_trainer)  # ends when `fit` begins
     if name in programs.PEER_COMMANDS:
         return partial(programs.run_peer, name, words[1:])
-    return partial(_run, _parser().parse_args(words))
+    return partial(_run, command_parser().parse_args(words))
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -83,7 +84,8 @@ def _run(parsed: argparse.Namespace) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands. For the commands in `programs` it knows only the names."""
     parser = argparse.ArgumentParser(
         prog="lightning-swarm",
         usage="lightning-swarm COMMAND ...",

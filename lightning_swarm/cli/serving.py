@@ -79,7 +79,12 @@ def is_for_model(arguments: Sequence[str]) -> bool:
 
 def run_serve(arguments: Sequence[str]) -> int:
     """Run `serve --weights`; returns the exit status."""
-    return _serve(Command("serve", _SERVE, _add_serve_arguments).parser().parse_args(arguments))
+    return _serve(serve_parser().parse_args(arguments))
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    """Return the parser of `serve` for a model that is not trained."""
+    return Command("serve", _SERVE, _add_serve_arguments).parser()
 
 
 def _serve(chosen: argparse.Namespace) -> int:

@@ -11,7 +11,20 @@ import lightning_swarm
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 SLOW = {"hivemind", "lightning", "numpy", "pytorch_lightning", "scipy", "torch", "torchmetrics", "transformers"}
-VERBS = ("doctor", "status", "invite", "members", "ban", "unban", "plan", "export", "generate", "http", "simulate")
+VERBS = (
+    "doctor",
+    "status",
+    "invite",
+    "members",
+    "ban",
+    "unban",
+    "plan",
+    "export",
+    "generate",
+    "http",
+    "simulate",
+    "completion",
+)
 PLACE = f"203.0.113.7:31337/{ID}"
 CALLS = [
     ([], 0),
@@ -19,6 +32,9 @@ CALLS = [
     (["--version"], 0),
     *(([verb, "--help"], 0) for verb in (*VERBS, "join", "serve")),
     (["serve", "--weights=.", "--help"], 0),
+    (["completion", "bash"], 0),
+    (["completion", "zsh"], 0),
+    (["completion", "tcsh"], 2),
     (["nonsense"], 2),
     (["stat"], 2),  # no abbreviation
     (["status"], 2),
