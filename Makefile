@@ -44,18 +44,34 @@ quick: $(STAMP) ## check the changes since main in about a minute: style, types,
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest \
 		-m "not thorough and not benchmark" $$tests || test $$? = 5
 
-# Each Lightning lies over the installed one. docs/versions.md says which failures are Lightning's own.
+# Each Lightning lies over the installed one. Each Python other than this environment's has an environment of its own with the
+# pinned dependencies. If PATH has no such Python, uv is asked for one that it has installed. docs/versions.md says which
+# failures are Lightning's own.
 LIGHTNINGS := 2.5.0 2.5.6 2.6.0
 VERSIONS_TESTS := tests/unit tests/parity tests/features tests/p2p/test_processes.py
+PYTHONS := 3.11 3.12 3.13 3.14
+PYTHONS_TESTS := tests/unit tests/parity tests/p2p
+VERSIONS := $(CURDIR)/$(VENV)/versions
+VERSIONS_PYTEST := -m pytest -q --show-capture=no --tb=line -o cache_dir=$(CACHE)/pytest
 
-versions: $(STAMP) ## run the tests with older versions of Lightning (CI does not): make versions LIGHTNINGS=2.5.6
+versions: $(STAMP) ## run the tests with older Lightnings and other Pythons (CI does not): make versions LIGHTNINGS=2.5.6 PYTHONS=
 	@failed=; for version in $(LIGHTNINGS); do \
-		echo "== test with Lightning $$version"; folder=$(CURDIR)/$(VENV)/versions/$$version; \
+		echo "== test with Lightning $$version"; folder=$(VERSIONS)/$$version; \
 		test -d $$folder || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$folder \
 			lightning==$$version pytorch-lightning==$$version || { rm -rf $$folder; exit 1; }; \
-		PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --show-capture=no --tb=line \
-			-o cache_dir=$(CACHE)/pytest $(VERSIONS_TESTS) || failed="$$failed $$version"; \
-	done; test -z "$$failed" || { echo "Failures with Lightning$$failed: see docs/versions.md" >&2; exit 1; }
+		PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python $(VERSIONS_PYTEST) $(VERSIONS_TESTS) || failed="$$failed, Lightning $$version"; \
+	done; \
+	own=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	for version in $(PYTHONS); do \
+		test $$version != $$own || continue; \
+		python=python$$version; $$python -c '' 2>/dev/null || python=$$(uv python find --no-project $$version 2>/dev/null) || { \
+			echo "== no Python $$version here"; continue; }; \
+		echo "== test with Python $$version"; folder=$(VERSIONS)/python$$version; \
+		test $$folder/.installed -nt $(STAMP) || { $$python -m venv --clear $$folder && $$folder/bin/python -m pip install -qq \
+			--disable-pip-version-check -c .ci/constraints.txt -e '.[dev,demo]' && touch $$folder/.installed; } && \
+		OMP_NUM_THREADS=1 $$folder/bin/python $(VERSIONS_PYTEST) -m "not thorough and not benchmark" $(PYTHONS_TESTS) || \
+			failed="$$failed, Python $$version"; \
+	done; test -z "$$failed" || { echo "Failures with$${failed#,}: see docs/versions.md" >&2; exit 1; }
 
 lightning: $(STAMP) ## run Lightning's own tests in a swarm (CI does not): make lightning SOURCE=path/to/lightning-2.6.6
 	@test -n "$(SOURCE)" || { echo "Name Lightning's source of the installed version: make lightning SOURCE=path. See docs/versions.md" >&2; exit 1; }
