@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -27,14 +27,12 @@ from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.model.unsaved_buffers import restore_buffers, unsaved_buffers
 from lightning_swarm.strategy import checks
+from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import FRAMEWORKS, OWN_PACKAGES, callbacks_named
 from lightning_swarm.strategy.rollback.data_position import take_back_batches
 from lightning_swarm.strategy.rollback.loop_state import UNSAVED
+from lightning_swarm.strategy.rollback.rollback import Rollback
 from lightning_swarm.strategy.weight_sync import ModuleWeights
-
-if TYPE_CHECKING:
-    from lightning_swarm.strategy.strategy import SwarmStrategy
-
 
 _PEERS: Final = "swarm_peers"  # only in a run by invitation: the invitations that peers used, and the owner's bans
 
@@ -186,8 +184,9 @@ def _reads(logger: object) -> bool:
 class Checkpoints:
     """Saves and loads the swarm's weights in Lightning's checkpoints; `default` is Lightning's own method."""
 
-    def __init__(self, strategy: SwarmStrategy) -> None:
+    def __init__(self, strategy: RankHooks, rollback: Rollback) -> None:
         self._strategy = strategy
+        self._rollback = rollback
         self.writes_files = False  # the user brought no `CheckpointIO`
         self.files: CheckpointFiles | None = None  # the lead's during training, if `writes_files`
         self.restored_step: int | None = None  # step of the checkpoint that this run resumed from
@@ -205,33 +204,34 @@ class Checkpoints:
     @property
     def _stale_weights(self) -> ModuleWeights | None:
         """Return the run's weights, if they are newer than the module's."""
-        weights = self._strategy._weights
+        weights = self._strategy.weights
         return weights if weights is not None and weights.stale else None
 
     # ------------------------------------------------------------------ saved
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state dict, with the weights of the last step."""
-        strategy, module = self._strategy, self._strategy._own_module
+        strategy, module = self._strategy, self._strategy.own_module
         if not strategy.is_global_zero:
             return {}  # only the lead saves
         own, names = self._state_and_names()
-        if self._stale_weights is not None and strategy._access is not None and _has_made_tensors(module, own, names):
+        run = strategy.run
+        if self._stale_weights is not None and run is not None and _has_made_tensors(module, own, names):
             # The module's own `state_dict`, or a hook of it, may have computed them from weights.
             if is_on_meta(module):
                 raise ConfigError(
                     "the `state_dict` of a module on the meta device may rename tensors and leave some out, but it "
                     f"makes {next(key for key in own if key not in names)!r} of others. Build the module with weights."
                 )
-            strategy._access.refresh()
+            run.access.refresh()
             own, names = self._state_and_names()
-        states = strategy._rollback.states
+        states = self._rollback.states
         if states is not None and states.taking:
-            written = strategy._access.pending if strategy._access is not None else {}
+            written = run.access.pending if run is not None else {}
             with strategy.paused_access():
                 unsaved = unsaved_buffers(module)
             return states.without_weights(own, unsaved, {**model_state.first_names(module), **names}, written)
-        if strategy._weights is None:
+        if strategy.weights is None:
             return own
         if self._is_sharded:
             if renamed := [key for key in names if key not in model_state.first_names(module)]:
@@ -239,13 +239,13 @@ class Checkpoints:
                     "servers write the weights of a sharded checkpoint under the names that the module's parameters "
                     f"have, and its `state_dict` calls one {renamed[0]!r}. Use `state_dict_type='full'`."
                 )
-            return strategy._weights.without_stages(own, names) if strategy._weights.stale else own
-        strategy._weights.complete(own, names)
+            return strategy.weights.without_stages(own, names) if strategy.weights.stale else own
+        strategy.weights.complete(own, names)
         return own
 
     def _state_and_names(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the module's state dict, and key -> first name of the tensor in the module."""
-        module = self._strategy._own_module
+        module = self._strategy.own_module
         with self._strategy.paused_access():
             own: dict[str, Any] = module.state_dict()
             return own, model_state.names_of(module, own)
@@ -261,7 +261,7 @@ class Checkpoints:
         self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         strategy = self._strategy
-        states = strategy._rollback.states
+        states = self._rollback.states
         if states is not None and states.taking:
             return states.without_state(optimizer)
         if not strategy.is_global_zero:
@@ -270,18 +270,17 @@ class Checkpoints:
         if weights is not None:
             weights.check_optimizer()
         if self._is_sharded:
-            names = {id(parameter): name for name, parameter in strategy._own_module.named_parameters()}
+            names = {id(parameter): name for name, parameter in strategy.own_module.named_parameters()}
             saved = optimizer.state_dict()  # its state may be stale; then the servers write theirs
             return optimizer_state.by_names(optimizer, names, {**saved, "state": {}} if weights else saved)
         return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, default: Callable[..., None]) -> None:
         """Write a checkpoint."""
-        strategy = self._strategy
-        if strategy._loop is not None and strategy._loop.num_late_batches:
-            take_back_batches(checkpoint, strategy._loop.num_late_batches)
-        if strategy._session is not None and strategy.is_global_zero:
-            self._peers_of_last = strategy._own_peer.lead.known_peers()
+        strategy, run = self._strategy, self._strategy.run
+        if run is not None and run.loop is not None and run.loop.num_late_batches:
+            take_back_batches(checkpoint, run.loop.num_late_batches)
+        self._remember_peers()
         if self._peers_of_last is not None:  # also once `fit` is over
             checkpoint[_PEERS] = self._peers_of_last
         if self._is_sharded:
@@ -289,7 +288,7 @@ class Checkpoints:
         elif self.files is None:
             default(checkpoint, path, options)
         else:
-            own = strategy._weights.gathered if strategy._weights is not None else ()
+            own = strategy.weights.gathered if strategy.weights is not None else ()
             self.files.save(checkpoint, path, options, own)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any, options: Any | None) -> None:
@@ -323,23 +322,27 @@ class Checkpoints:
 
     def forget_loaded(self) -> None:
         """Forget the loaded checkpoint when the run is over; later checkpoints still contain the run's peers."""
-        strategy = self._strategy
-        if strategy._session is not None and strategy.is_global_zero:
-            self._peers_of_last = strategy._own_peer.lead.known_peers()
+        self._remember_peers()
         self._folder, self.restored_step, self.known_peers = None, None, None
+
+    def _remember_peers(self) -> None:
+        """Remember the peers that the run knows, if one is under way."""
+        run = self._strategy.run
+        if run is not None and self._strategy.is_global_zero:
+            self._peers_of_last = run.peer.lead.known_peers()
 
     def load(self, path: Any, default: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Read a checkpoint: a rollback's, a sharded folder, or an ordinary file of Lightning."""
         strategy = self._strategy
         self.finish_files()
-        restored = strategy._rollback.load(path)
+        restored = self._rollback.load(path)
         if restored is not None:
-            self.restored_step = strategy._rollback.first_step
+            self.restored_step = self._rollback.first_step
             return restored
         self._folder = checks.find_folder(path)
         restored = default(path if self._folder is None else Path(path) / sharded_format.REST)
         if self._folder is not None:
-            restored["state_dict"] = strategy._initial_weights.read_folder(strategy._own_module, self._folder)
+            restored["state_dict"] = strategy.initial_weights.read_folder(strategy.own_module, self._folder)
             if self._folder.has_optimizer:  # groups only; the servers load the state
                 restored["optimizer_states"] = [optimizer_state.by_numbers(self._folder.read_groups())]
         self.restored_step, self.known_peers = restored.get("global_step"), restored.get(_PEERS)
@@ -347,28 +350,29 @@ class Checkpoints:
 
     def load_module(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
         """Load a checkpoint's weights, before a run begins or in the middle of one."""
-        strategy, module = self._strategy, self._strategy._own_module
-        if strategy._rollback.is_resuming and not strategy.is_global_zero:
+        strategy, module = self._strategy, self._strategy.own_module
+        if self._rollback.is_resuming and not strategy.is_global_zero:
             return  # the lead sends them
         restore_boundary(module, checkpoint["state_dict"])
-        if strategy._session is None:  # the run will begin with these weights
+        run = strategy.run
+        if run is None:  # the run will begin with these weights
             weights, unsaved = checkpoint["state_dict"], checkpoint.get(UNSAVED, {})
-            with strategy._initial_weights.restoring(module, {**weights, **unsaved}, strategy.root_device) as state:
+            with strategy.initial_weights.restoring(module, {**weights, **unsaved}, strategy.root_device) as state:
                 default({**checkpoint, "state_dict": {name: state[name] for name in weights}})
                 restore_buffers(module, {name: state[name] for name in unsaved})
             return
         checks.check_in_memory(module, "weights are loaded in the middle of a run")
-        if strategy._session.is_shared:
+        if run.session.is_shared:
             raise ConfigError(
                 "weights are loaded in the middle of a run where one trainer is all there is, for others would go on "
-                f"from newer ones; this run has {strategy._session.num_trainers}, and may have more. Load them before "
+                f"from newer ones; this run has {run.session.num_trainers}, and may have more. Load them before "
                 "`fit`; look for a learning rate with `role='auto'`, and set what it finds."
             )
-        assert strategy._weights is not None
-        strategy._rollback.discard_snapshots()
-        strategy._weights.restart_from(checkpoint["global_step"], partial(default, checkpoint))
-        if strategy._loop is not None:
-            strategy._loop.restart()
+        assert strategy.weights is not None
+        self._rollback.discard_snapshots()
+        strategy.weights.restart_from(checkpoint["global_step"], partial(default, checkpoint))
+        if run.loop is not None:
+            run.loop.restart()
 
     def load_optimizer(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
         """Load a checkpoint's optimizer state, and send it to the servers."""
@@ -376,15 +380,16 @@ class Checkpoints:
         if strategy.is_plain and self._folder is not None:
             whole = {**self._folder.read_groups(), "state": self._folder.read_state(None)}
             checkpoint = {**checkpoint, "optimizer_states": [optimizer_state.by_numbers(whole)]}
-        elif self._folder is None and is_on_meta(strategy._own_module):  # the optimizer here keeps no state
+        elif self._folder is None and is_on_meta(strategy.own_module):  # the optimizer here keeps no state
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         default(checkpoint)
-        if strategy.is_plain or not strategy.is_global_zero or strategy._loop is None:  # no run is under way
+        run = strategy.run
+        if run is None or run.loop is None or not run.session.is_lead:
             return
-        assert strategy._weights is not None
-        strategy._loop.tell_selection()  # callbacks may have restored parameter groups
+        assert strategy.weights is not None
+        run.loop.tell_selection()  # callbacks may have restored parameter groups
         if self._folder is not None:
-            strategy._weights.hand_out_shards(strategy.optimizers[0], self._folder)
+            strategy.weights.hand_out_shards(strategy.optimizers[0], self._folder)
         else:
-            strategy._weights.hand_out_optimizer(strategy.optimizers[0], saved)
+            strategy.weights.hand_out_optimizer(strategy.optimizers[0], saved)

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, SequentialSampler
 from typing_extensions import override
 
-from lightning_swarm.client.session import Session
-from lightning_swarm.core.override import Override
+from lightning_swarm.model.deferred_init import InitialWeights
+from lightning_swarm.model.partition import says_blocks
 from lightning_swarm.peer import process
+from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.peer import Peer
-from lightning_swarm.protocol.messages.run import RunView
+from lightning_swarm.protocol.messages.run import RunView, StageManifest
+from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.collectives import asks_as_user, heard, refuse_collective, said
-from lightning_swarm.strategy.data.loader import divides_itself, is_reading, part_of, reading_data
-from lightning_swarm.strategy.framework import callbacks_named, framework_of
-from lightning_swarm.strategy.launcher import SwarmLauncher
+from lightning_swarm.strategy.data.loader import divides_itself, is_reading, part_of
+from lightning_swarm.strategy.data.shared import SharedData
+from lightning_swarm.strategy.framework import ImportTree, callbacks_named, framework_of
+from lightning_swarm.strategy.run import SwarmRun
+from lightning_swarm.strategy.weight_sync import ModuleWeights
 
 # Callbacks that end the run or keep its files, by values that only the lead knows.
 _LEAD_CALLBACKS = ("Checkpoint", "EarlyStopping", "Timer")
@@ -40,37 +44,76 @@ else:
     _Strategy = object  # `written_once` puts `SwarmStrategy` before the Strategy of either import tree
 
 
+class MachineLauncher(_Launcher):
+    """The part of the launcher with this process's number among this machine's peers."""
+
+    def __init__(self, num_peers: int) -> None:
+        super().__init__()
+        self._num_peers = num_peers  # on this machine, this process included
+        self.local_rank = process.local_rank()  # this process's number among this machine's peers
+        self.launch_id = process.launch_id()  # id of the newest peers started together; a run's id may be reused
+
+    @property
+    def starts_others(self) -> bool:
+        """Return whether this process starts further peers of its machine."""
+        return self._num_peers > 1 and self.local_rank == 0
+
+
 class RankHooks(_Strategy):
-    """The part of `SwarmStrategy` with ranks and collective operations."""
+    """The part of `SwarmStrategy` that its other modules use: the module, the run, and the ranks of trainers."""
 
     # Lightning's own collectives return at once, as in one process, because the lead alone decides and saves. Before
     # the first batch, user code gets the lead's values: other trainers wait for the lead, which never waits.
     # Collectives that need other trainers' values are refused.
 
+    framework: ClassVar[ImportTree]
+    config: SwarmConfig
+
     def __init__(self, *args: Any) -> None:
+        self._compiled: dict[str, Any] = {}  # attributes of a compiled module that replace its methods
         super().__init__(*args)
         # Lightning's accelerator connector sets these two.
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
         self.peer: Peer | None = None
+        self.initial_weights = InitialWeights()  # makes weights that the module does not hold
+        self.ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
+        self.inherited_stages: Sequence[StageManifest] = ()  # the cut of a run that this process took over
+        self.total_steps: int | None = None  # steps of the run, while a peer without data makes its optimizer
+        self.has_read_data = False  # a peer that serves has read the data to build the model
+        self.data: SharedData | None = None  # of the current run, or of the run that is about to begin
+        self.run: SwarmRun | None = None  # the run under way
+        self.weights: ModuleWeights | None = None  # the lead's, of the current run or the last run
+        self.joined: RunView | None = None  # the run that this process joined as a further trainer
+        self.is_shared = False  # the run has, or may get, other trainers
         self.num_trainers = 1  # trainers that are started together on this machine
         self.divides_data = True  # the strategy divides the data among them; else user code does
         self._num_collectives = 0  # user code's collectives in this call of the Trainer
         self._has_begun = False  # the first batch has begun
-        self._session: Session | None = None
-        self._is_shared = False  # the run has, or may get, other trainers
-        self._joined: RunView | None = None  # the run that this process joined as a further trainer
         self._in_batches = False  # Lightning runs batches, and makes no loaders
+        self._rank_override = RankOverride()
 
     @property
-    def _own_module(self) -> LightningModule:
+    def own_module(self) -> LightningModule:
         """Return the module, once Lightning has connected it."""
         module = self.lightning_module
         assert module is not None
         return module
 
     @property
-    def _own_peer(self) -> Peer:
+    def compiler(self) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+        """Return the function that compiles stages, if the module was compiled."""
+        context = self._compiled.get("_compiler_ctx")
+        return None if context is None else context["dynamo_ctx"]
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether no other peer takes part, so that Lightning's own loop trains the whole module."""
+        module = self.lightning_module
+        return self.config.is_for_one(self.num_devices) and module is not None and not says_blocks(module)
+
+    @property
+    def own_peer(self) -> Peer:
         """Return this process's peer, once it was started."""
         assert self.peer is not None
         return self.peer
@@ -80,20 +123,66 @@ class RankHooks(_Strategy):
         return self.parallel_devices or [torch.device("cpu")]
 
     @property
+    def num_devices(self) -> int:
+        """Return the number of this machine's peers: one for each device."""
+        return len(self._devices)
+
+    @property
     @override
     def root_device(self) -> torch.device:
         # A child serves at the script's first swarm, which may have fewer devices than the swarm that started it.
         return self._devices[self.local_rank % len(self._devices)]
 
     @property
-    def _swarm_launcher(self) -> SwarmLauncher | None:
-        """Return the launcher that starts this machine's peers; None if they are all in this process."""
-        return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
-
-    @property
     def local_rank(self) -> int:
         """Return the number of this process among this machine's peers."""
-        return self._swarm_launcher.local_rank if self._swarm_launcher is not None else 0
+        return self._launcher.local_rank if isinstance(self._launcher, MachineLauncher) else 0
+
+    @property
+    def launch_id(self) -> str:
+        """Return the id of this machine's newest peers; empty if they are all in this process."""
+        return self._launcher.launch_id if isinstance(self._launcher, MachineLauncher) else ""
+
+    def paused_access(self) -> AbstractContextManager[None]:
+        """Return a context in which uses of the module's weights do not count as user code's."""
+        return nullcontext() if self.run is None else self.run.access.paused()
+
+    # ------------------------------------------------------------------ the trainers of a run
+
+    def count_trainers(self, trainer: Trainer) -> None:
+        """Count the trainers that a call of the Trainer starts on this machine, and forget its earlier calls."""
+        together = self.config.role == "both" and trainer.state.fn == TrainerFn.FITTING
+        self.num_trainers = self.num_devices if together else 1
+        self.divides_data = bool(trainer._accelerator_connector.use_distributed_sampler)
+        self._num_collectives = 0
+        if self.num_trainers > 1:
+            checks.check_trainers(trainer, self.config)
+        self.is_shared = self.num_trainers > 1 or checks.may_be_shared(trainer, self.config)
+
+    def enter(self, trainer: Trainer) -> bool:
+        """Join a run under way as a further trainer, and return True; False if this process begins a run."""
+        config = self.config
+        may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
+        if not may_train or not config.initial_peers or self.local_rank:
+            return False
+        view = self.own_peer.follower.find_run()
+        if view is None:
+            return False
+        checks.check_trainers(trainer, config)
+        rank_zero_info(f"Training in run {config.run_id!r}, which is at step {view.version}, beside its lead.")
+        self.is_shared, self.num_trainers = True, 1
+        self.place_in(view)
+        return True
+
+    def place_in(self, joined: RunView | None) -> None:
+        """Set the rank for a run that this process joined as a further trainer, or for a run that it now leads."""
+        self.joined = joined
+        self._rank_override.set(self.global_rank)
+
+    def leave_place(self) -> None:
+        """Restore the process's own rank after a run, and forget the run's model."""
+        self.joined, self.inherited_stages, self._compiled = None, (), {}
+        self._rank_override.restore()
 
     def waits_for_fit(self, trainer: Trainer) -> bool:
         """Return whether this process was started to train beside the lead, but only evaluates so far."""
@@ -117,8 +206,8 @@ class RankHooks(_Strategy):
 
         If the swarm divides the data among trainers, code that makes or reads data has rank 0 of 1, as in one process.
         """
-        if self._joined is not None:
-            return self.local_rank + len(self._joined.seats.trainers)
+        if self.joined is not None:
+            return self.local_rank + len(self.joined.seats.trainers)
         return 0 if self.divides_data and is_reading() else self.local_rank
 
     @property
@@ -129,19 +218,20 @@ class RankHooks(_Strategy):
     @property
     @override
     def is_global_zero(self) -> bool:
-        return self.local_rank == 0 and self._joined is None
+        return self.local_rank == 0 and self.joined is None
 
     @property
     def is_distributed(self) -> bool:
         """Return whether `sync_dist=True` has an effect: only in training, because the lead alone validates."""
         module = self.lightning_module
         # Lightning also asks when it makes loaders; True would make it divide the data in its own way.
-        return self._in_batches and self._is_shared and module is not None and bool(module.trainer.training)
+        return self._in_batches and self.is_shared and module is not None and bool(module.trainer.training)
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         # Within a batch, the other trainers are in batches of their own.
-        if self._session is not None and self._session.is_shared and self._session.pipeline.batch is not None:
+        session = None if self.run is None else self.run.session
+        if session is not None and session.is_shared and session.pipeline.batch is not None:
             refuse_collective("reduce")
         return tensor
 
@@ -164,36 +254,31 @@ class RankHooks(_Strategy):
             return
         if name == "train_dataloader()":
             self._in_batches = False
-        launcher = self._swarm_launcher
-        starts_others = launcher is not None and launcher.starts_others
+        starts_others = isinstance(self._launcher, MachineLauncher) and self._launcher.starts_others
         if name == "pre_setup" and (self.num_trainers > 1 or starts_others):
             # The files that `prepare_data` makes on this machine must exist before any process reads them.
             if starts_others or self.is_global_zero:
-                self._own_peer.lead.say(self._launch_id, "prepare_data")
+                self.own_peer.lead.say(self.launch_id, "prepare_data")
             else:
-                self._own_peer.follower.await_said(self._launch_id, "prepare_data")
-
-    @property
-    def _launch_id(self) -> str:
-        return "" if self._swarm_launcher is None else self._swarm_launcher.launch_id
+                self.own_peer.follower.await_said(self.launch_id, "prepare_data")
 
     def _of_lead(self, value: Any, name: str) -> Any:
         """Return the lead's value from the call of the same number: trainers of one program make the same calls."""
-        trainer = self._own_module.trainer
+        trainer = self.own_module.trainer
         # Only this process runs here: the lead validates alone, and a waiting child evaluates by itself.
         is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)
-        if is_leads or (self.num_trainers == 1 and self._joined is None):
+        if is_leads or (self.num_trainers == 1 and self.joined is None):
             return value
-        if self._has_begun or self._joined is not None:
+        if self._has_begun or self.joined is not None:
             if name == "broadcast":
                 refuse_collective(name)
             return value
         self._num_collectives += 1
         what = f"{name} {self._num_collectives}"
         if self.is_global_zero:
-            self._own_peer.lead.say(self._launch_id, what, said(value, name))
+            self.own_peer.lead.say(self.launch_id, what, said(value, name))
             return value
-        return heard(self._own_peer.follower.await_said(self._launch_id, what), name)
+        return heard(self.own_peer.follower.await_said(self.launch_id, what), name)
 
 
 class RankOverride:
@@ -289,29 +374,6 @@ def settle_dtype(precision: Precision) -> Callable[[], None]:
         wanted = torch.get_default_dtype()
     torch.set_default_dtype(wanted)
     return lambda: torch.set_default_dtype(before)
-
-
-def watch_data_hooks(trainer: Trainer) -> Callable[[], None]:
-    """Run hooks that make data inside `reading_data`. The returned function undoes this."""
-    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]  # set in its connector
-    hooks = [(data, "setup"), (data, "train_dataloader"), (module, "train_dataloader")]
-    is_overridden = framework_of(trainer).is_overridden
-    found = [
-        Override(owner, name, partial(_read_by, getattr(owner, name)))
-        for owner, name in hooks
-        if owner is not None and is_overridden(name, owner)
-    ]
-
-    def put_back() -> None:
-        for one in found:
-            one.remove()
-
-    return put_back
-
-
-def _read_by(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with reading_data():
-        return hook(*args, **kwargs)
 
 
 def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool = False) -> Any:

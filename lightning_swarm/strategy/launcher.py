@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -34,6 +33,7 @@ from lightning_swarm.peer import process
 from lightning_swarm.peer.entry import Entry, entry_of
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module, check_plain
+from lightning_swarm.strategy.extra_trainers import MachineLauncher
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
 from lightning_swarm.strategy.model_setup import computes_alone
 
@@ -109,13 +109,15 @@ class TrainerCall:
         try:
             return self.function(*self.args, **self.kwargs), None
         except (PeerError, StepError) as error:
-            path = self.strategy._rollback.prepare(self.trainer, error)
+            path = self.strategy.rollback.prepare(self.trainer, error)
             if path is None:
                 raise
+        if self.strategy.swarm_launcher is not None:
+            self.strategy.swarm_launcher.forget_ended()
         return None, path  # outside the handler, so that the loop's old state is freed
 
 
-class SwarmLauncher(_Launcher):
+class SwarmLauncher(MachineLauncher):
     """Starts and ends this machine's other peers. One class serves both import trees, as Lightning never checks it."""
 
     launched: ClassVar[bool] = False
@@ -124,13 +126,10 @@ class SwarmLauncher(_Launcher):
     _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
 
     def __init__(self, strategy: SwarmStrategy, num_peers: int) -> None:
-        super().__init__()
+        super().__init__(num_peers)
         self._strategy = strategy
-        self._num_peers = num_peers  # on this machine, this process included
         self._children: list[subprocess.Popen[bytes]] = []
         self._num_threads: int | None = None  # torch's, before this run shared the cores
-        self.local_rank = process.local_rank()  # this process's number among this machine's peers
-        self.launch_id = process.launch_id()  # id of the newest peers started together; a run's id may be reused
         self._is_leaving = False  # this server was asked to leave
         self._entry: Entry | None = None  # the newest peer's admission to its run
 
@@ -301,11 +300,6 @@ class SwarmLauncher(_Launcher):
         """Lightning passes signals on here. The children are asked to leave in `Strategy.teardown` instead."""
 
     @property
-    def starts_others(self) -> bool:
-        """Return whether this process starts further peers of its machine."""
-        return self._num_peers > 1 and self.local_rank == 0
-
-    @property
     def processes(self) -> list[int]:
         """Return the process ids of the other peers that this process started."""
         return [child.pid for child in self._children]
@@ -380,7 +374,7 @@ class SwarmLauncher(_Launcher):
 
     def _invite(self) -> None:
         """Print how other machines join the run."""
-        peer = self._strategy._own_peer
+        peer = self._strategy.own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
         config = self._strategy.config
         rank_zero_info(process.how_to_join(config, addresses, self._entry, num_peers=self._num_peers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,18 +32,17 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import StageManifest, ranges_of
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
+from lightning_swarm.strategy.data.on_peers import call_without_data
+from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import ImportTree, framework_of
-
-if TYPE_CHECKING:
-    from lightning_swarm.strategy.strategy import SwarmStrategy
 
 _log = logging.getLogger(__name__)
 
 
-def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
+def check(strategy: RankHooks, trainer: Trainer, *, restored: bool) -> None:
     """Refuse a model that cannot be cut, as far as this is known before the model is configured."""
     module, is_overridden = trainer.lightning_module, framework_of(trainer).is_overridden
-    config, num_stages = strategy.config, strategy._num_stages
+    config, num_stages = strategy.config, strategy.config.num_stages or strategy.num_devices
     if is_overridden("setup", module) or is_overridden("configure_model", module):
         return
     if computes_alone(strategy, trainer) or stays_whole(strategy, module):
@@ -59,7 +58,7 @@ def check(strategy: SwarmStrategy, trainer: Trainer, *, restored: bool) -> None:
         plan_boundaries(module, blocks, ranges, config.boundary)
 
 
-def computes_alone(strategy: SwarmStrategy, trainer: Trainer) -> bool:
+def computes_alone(strategy: RankHooks, trainer: Trainer) -> bool:
     """Return whether no server is needed: no other peer takes part, or this process evaluates the model alone."""
     if strategy.is_plain:
         return True
@@ -71,23 +70,23 @@ def computes_alone(strategy: SwarmStrategy, trainer: Trainer) -> bool:
     return trainer.num_devices == 1 and not has_parameters
 
 
-def stays_whole(strategy: SwarmStrategy, module: LightningModule) -> bool:
+def stays_whole(strategy: RankHooks, module: LightningModule) -> bool:
     """Return whether the model is not cut in the run that this process joins, took over, or begins."""
     stages = _stages_of_run(strategy)
     if stages:
         return not ranges_of(stages)
     config = strategy.config
-    if not config.leaves_whole(len(strategy._devices)) or says_blocks(module):
+    if not config.leaves_whole(strategy.num_devices) or says_blocks(module):
         return False
     return config.role == "both" or strategy.is_plain or not can_be_cut(module)
 
 
-def _stages_of_run(strategy: SwarmStrategy) -> Sequence[StageManifest]:
+def _stages_of_run(strategy: RankHooks) -> Sequence[StageManifest]:
     """Return the stages of the run that this process joins or took over; none if it begins a run."""
-    return strategy._joined.manifest.stages if strategy._joined is not None else strategy._inherited_stages
+    return strategy.joined.manifest.stages if strategy.joined is not None else strategy.inherited_stages
 
 
-def _blocks(strategy: SwarmStrategy, module: LightningModule) -> Blocks:
+def _blocks(strategy: RankHooks, module: LightningModule) -> Blocks:
     """Return the blocks of a module. A peer that only serves learns later whether the run's model is cut."""
     config = strategy.config
     may_be_whole = config.only_serves and config.pipeline is None and not says_blocks(module)
@@ -96,33 +95,33 @@ def _blocks(strategy: SwarmStrategy, module: LightningModule) -> Blocks:
     return find_blocks(module, config.pipeline)
 
 
-def cut(strategy: SwarmStrategy, module: LightningModule) -> None:
+def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None:
     """Choose the stages, insert boundary layers between them, and initialize the weights outside of them."""
     config, trainer = strategy.config, module.trainer
     if computes_alone(strategy, trainer):
-        strategy._initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
+        strategy.initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
         return
     blocks = _blocks(strategy, module)
-    if blocks.are_none and strategy._compiler is not None:
+    if blocks.are_none and strategy.compiler is not None:
         rank_zero_warn(
             "`torch.compile` of a whole LightningModule compiles the stages of a swarm, and this model is not cut: it "
             "runs as if it were not compiled. Compile its layers, as in `self.net = torch.compile(self.net)`."
         )
-    strategy._ranges = _ranges(strategy, module, blocks)
+    strategy.ranges = _ranges(strategy, module, blocks)
     if config.boundary is not None:  # a model that has boundary layers already is cut at them
         if not boundary_layers(module):
-            checks.check_new_layers(trainer, restored=strategy._checkpoints.restored_step is not None)
-        insert_boundaries(module, blocks, strategy._ranges, config.boundary)
-    strategy._initial_weights.fill_outside(module, blocks, strategy.root_device)
+            checks.check_new_layers(trainer, restored=restored)
+        insert_boundaries(module, blocks, strategy.ranges, config.boundary)
+    strategy.initial_weights.fill_outside(module, blocks, strategy.root_device)
 
 
-def _ranges(strategy: SwarmStrategy, module: LightningModule, blocks: Blocks) -> Sequence[range]:
+def _ranges(strategy: RankHooks, module: LightningModule, blocks: Blocks) -> Sequence[range]:
     """Return the blocks of each stage, from the run that this process joins or took over, or by its own choice."""
     if blocks.are_none:
         return ()
     return ranges_of(_stages_of_run(strategy)) or choose_ranges(
         blocks,
-        strategy._num_stages,
+        strategy.config.num_stages or strategy.num_devices,
         strategy.config.split,
         lambda: _block_costs(module.trainer, blocks),
         seams=layers_by_block(module, blocks),
@@ -144,7 +143,7 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
 
 
 def peer_model(
-    strategy: SwarmStrategy, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
+    strategy: RankHooks, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
 ) -> PeerModel:
     """Return a model that this peer cuts into stages. Without `optimizer` it uses the Trainer's."""
     config = strategy.config
@@ -152,12 +151,12 @@ def peer_model(
         module,
         _blocks(strategy, module),
         optimizer or (lambda _: strategy.optimizers[0]),
-        ComputeSettings(strategy.root_device, strategy._compiler, config.offload_optimizer),
-        initial_weights=strategy._initial_weights.weights,
+        ComputeSettings(strategy.root_device, strategy.compiler, config.offload_optimizer),
+        initial_weights=strategy.initial_weights.weights,
     )
 
 
-def served_model(strategy: SwarmStrategy, module: LightningModule) -> PeerModel:
+def served_model(strategy: RankHooks, module: LightningModule) -> PeerModel:
     """Return the model of a peer that only serves, converted and moved to its device as Lightning's loop would do."""
     module.trainer.precision_plugin.convert_module(module)
     with staying_on_meta():
@@ -170,7 +169,7 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     module.trainer = trainer
     if datamodule is not None:  # the module may read a size from it, say
         trainer._data_connector.attach_datamodule(module, datamodule)
-    strategy: SwarmStrategy = trainer.strategy  # type: ignore[assignment]
+    strategy: RankHooks = trainer.strategy  # type: ignore[assignment]
     strategy.setup_environment()
     call = framework_of(trainer).call
 
@@ -178,7 +177,7 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
         call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
         call._call_configure_model(trainer)
 
-    strategy._peer_data.call(trainer, "build the model in `setup` and `configure_model`", build)
+    call_without_data(strategy, trainer, "build the model in `setup` and `configure_model`", build)
 
 
 def remember(module: nn.Module) -> Callable[[PeerModel], None]:
@@ -219,10 +218,11 @@ def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
 
 def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps: int | None) -> Optimizer:
     """Make the user's optimizer for a peer without data, with the run's number of steps, if it is known."""
-    strategy: SwarmStrategy = module.trainer.strategy  # type: ignore[assignment]
+    strategy: RankHooks = module.trainer.strategy  # type: ignore[assignment]
     strategy.total_steps = total_steps  # `estimated_stepping_batches` must return the lead's value
     try:
-        configured: Any = strategy._peer_data.call(module.trainer, "make the optimizer", module.configure_optimizers)
+        make, what = module.configure_optimizers, "make the optimizer"
+        configured: Any = call_without_data(strategy, module.trainer, what, make)
     finally:
         strategy.total_steps = None
     return checks.check_optimizers(framework.configure_optimizers(configured)[0])

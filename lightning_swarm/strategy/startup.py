@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,8 @@ from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.loop_counters import scaling_of
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
+from lightning_swarm.strategy.rollback.rollback import Rollback
+from lightning_swarm.strategy.run import SwarmRun
 from lightning_swarm.strategy.run_log import RunLog
 from lightning_swarm.strategy.step_estimate import expected_steps
 from lightning_swarm.strategy.swarm_monitor import add_default_monitor
@@ -43,26 +46,20 @@ if TYPE_CHECKING:
 
 def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) -> None:
     """Refuse unsupported settings and models, as far as they are known before the model is configured."""
-    module, config, num_devices = strategy._own_module, strategy.config, len(strategy._devices)
+    module, config = trainer.lightning_module, strategy.config
     checks.check_trainer(trainer, module, config)
-    together = config.role == "both" and trainer.state.fn == TrainerFn.FITTING
-    strategy.num_trainers = num_devices if together else 1
-    strategy._num_collectives = 0
-    strategy.divides_data = bool(trainer._accelerator_connector.use_distributed_sampler)
-    if strategy.num_trainers > 1:
-        checks.check_trainers(trainer, config)
-    strategy._is_shared = strategy.num_trainers > 1 or checks.may_be_shared(trainer, config)
+    strategy.count_trainers(trainer)
     checks.check_data(trainer, module, handed)
     ckpt_path = handed.get("ckpt_path")
     checks.check_ckpt_path(ckpt_path)
     model_setup.check(strategy, trainer, restored=ckpt_path is not None)
-    checks.check_servers(config, num_devices)
+    checks.check_servers(config, strategy.num_devices)
 
 
 def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
     """Check the Trainer's callbacks, including the module's (`configure_callbacks`), and add the default monitor."""
-    strategy._has_begun = False  # also after a rollback
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
+    strategy.data = SharedData(trainer)
     if not strategy.is_global_zero:
         extra_trainers.leave_decisions(trainer)
     checks.check_callback_imports(trainer)
@@ -70,27 +67,10 @@ def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
         checks.check_callbacks(trainer)
         if beside_others:
             checks.check_trainers(trainer, strategy.config)
+            strategy.data.watch_hooks()
         if strategy.is_global_zero:
-            add_default_monitor(strategy, trainer)
-        if beside_others:
-            strategy._undo.callback(extra_trainers.watch_data_hooks(trainer))
-    strategy._is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
-
-
-def join_run_under_way(strategy: SwarmStrategy, trainer: Trainer) -> bool:
-    """Join a run under way as a further trainer; return False if there is none to join."""
-    config = strategy.config
-    may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
-    if not may_train or not config.initial_peers or strategy.local_rank:
-        return False
-    view = strategy._own_peer.follower.find_run()
-    if view is None:
-        return False
-    checks.check_trainers(trainer, config)
-    rank_zero_info(f"Training in run {config.run_id!r}, which is at step {view.version}, beside its lead.")
-    strategy._joined, strategy._is_shared, strategy.num_trainers = view, True, 1
-    strategy._rank_override.set(strategy.global_rank)
-    return True
+            add_default_monitor(trainer)
+    strategy.is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
 
 
 # ------------------------------------------------------------------ data
@@ -99,18 +79,19 @@ def join_run_under_way(strategy: SwarmStrategy, trainer: Trainer) -> bool:
 def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) -> object:
     """Return the loader that replaces the user's training loader: it reads this trainer's part of the data."""
     config = strategy.config
-    joins = strategy._joined is not None
+    joins = strategy.joined is not None
     part = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
     together = (
         config.role == "both"
         and config.settings.target_batch_size is not None
         and not config.settings.delay_optimizer_step
     )
-    if (together or strategy._is_shared) and can_share(dataloader, trainer):
-        made: object = _data_of(strategy, trainer).share(dataloader, part)
+    if (together or strategy.is_shared) and can_share(dataloader, trainer):
+        assert strategy.data is not None
+        made: object = strategy.data.share(dataloader, part)
     else:
         made = part()
-    strategy._rollback.loader_made(made)
+    strategy.rollback.loader_made(made)
     return made
 
 
@@ -122,20 +103,11 @@ def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_window
     target, combined = strategy.config.settings.target_batch_size, trainer.fit_loop._combined_loader
     if target is None or trainer.max_epochs == -1 or combined is None:
         return steps
-    data = strategy._data
-    shared = None if data is None else data.origin
-    if data is not None and shared is not None:
-        found = expected_steps(trainer, shared, data.num_batches(), target)
+    if (data := strategy.data) is not None and data.origin is not None:
+        found = expected_steps(trainer, data.origin, data.num_batches(), target)
     else:
         found = expected_steps(trainer, combined.flattened[0], trainer.num_training_batches, target)
     return steps if found is None else found
-
-
-def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:
-    """Return the data of this run, or of the run that is about to begin."""
-    if strategy._data is None:
-        strategy._data = SharedData(trainer)
-    return strategy._data
 
 
 # ------------------------------------------------------------------ the module
@@ -143,56 +115,73 @@ def _data_of(strategy: SwarmStrategy, trainer: Trainer) -> SharedData:
 
 def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
     """Reseed further trainers, and index the module's weights on the meta device."""
-    if strategy._joined is not None:
-        extra_trainers.reseed(strategy._own_peer.boot_id)
+    if strategy.joined is not None:
+        extra_trainers.reseed(strategy.own_peer.boot_id)
     elif not strategy.is_global_zero:
         extra_trainers.reseed(strategy.local_rank)
-    checks.check_on_meta(trainer, strategy._own_module, strategy.config)
-    strategy._initial_weights.index_tensors(strategy._own_module)
+    checks.check_on_meta(trainer, trainer.lightning_module, strategy.config)
+    strategy.initial_weights.index_tensors(trainer.lightning_module)
 
 
 # ------------------------------------------------------------------ the run
 
 
-def begin(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Start or join the run, and connect module and loop to it."""
-    module = strategy._own_module
-    if model_setup.computes_alone(strategy, trainer):
-        return
+def begin(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
+    """Start or join the run."""
+    module, config, peer = trainer.lightning_module, strategy.config, strategy.own_peer
     if not strategy.is_global_zero:
         extra_trainers.follow_schedule(trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module)
-    stages = model.build_stages(strategy._ranges)  # refuses a model that cannot be cut, before any peer is called
+    stages = model.build_stages(strategy.ranges)  # refuses a model that cannot be cut, before any peer is called
     written: frozenset[str] = frozenset()
     if fitting:
         in_stages = sum(bool(stage.spec.parameters) for stage in stages) > 1
         written = checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
-    strategy._session = strategy._start_run(trainer, model, selection)
-    strategy._access = ModuleAccess(strategy._own_peer, strategy._session, stages, strategy.config.limits)
-    strategy._undo.callback(strategy._access.close)
-    strategy._initial_weights.mark_used(module, trains=fitting)
-    if not model.blocks.are_none:
-        strategy._undo.enter_context(on_this_thread())
-        strategy._undo.callback(intercept(model.blocks, strategy._session.pipeline).remove)
+    assert strategy.data is not None
+    with contextlib.ExitStack() as undo:
+        if strategy.is_shared:
+            undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
+        session = strategy.start_run(trainer, model, selection)
+        access = ModuleAccess(peer, session, stages, config.limits)
+        undo.callback(access.close)
+        return SwarmRun(
+            trainer=trainer,
+            peer=peer,
+            config=config,
+            session=session,
+            model=model,
+            access=access,
+            data=strategy.data,
+            is_late=strategy.joined is not None,
+            written=written,
+            undo=undo.pop_all(),
+        )
+
+
+def connect(strategy: SwarmStrategy, run: SwarmRun) -> None:
+    """Connect module and loop to the run."""
+    fitting = run.trainer.state.fn == TrainerFn.FITTING
+    strategy.initial_weights.mark_used(run.trainer.lightning_module, trains=fitting)
+    if not run.model.blocks.are_none:
+        run.undo.enter_context(on_this_thread())
+        run.undo.callback(intercept(run.model.blocks, run.session.pipeline).remove)
     if fitting:
-        checks.check_scaling(strategy._session.run, scales=scaling_of(trainer) is not None)
-        _connect_loop(strategy, trainer, strategy._session)
-    if strategy.is_global_zero:
-        _connect_weights(strategy, trainer, strategy._session, written)
+        checks.check_scaling(run.session.run, scales=scaling_of(run.trainer) is not None)
+        _connect_loop(strategy, run)
+    if run.session.is_lead:
+        _connect_weights(strategy, run)
 
 
 def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
     """Start a run as its lead, or join it as a further trainer."""
-    module, config = strategy._own_module, strategy.config
-    rollback, follower, device = strategy._rollback, strategy._own_peer.follower, strategy.root_device
-    if strategy._is_shared:
-        strategy._undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
-    if strategy._joined is not None and not (rollback.is_resuming or rollback.begins_anew):
+    config, rollback, device = strategy.config, strategy.rollback, strategy.root_device
+    follower = strategy.own_peer.follower
+    if strategy.joined is not None and not (rollback.is_resuming or rollback.begins_anew):
         serves = config.role == "both"
-        inherits = serves and model_setup.has_whole_model(module, config)
-        session, epoch = follower.train_in(strategy._joined, model, device, serves=serves, inherits=inherits)
+        inherits = serves and model_setup.has_whole_model(trainer.lightning_module, config)
+        session, epoch = follower.train_in(strategy.joined, model, device, serves=serves, inherits=inherits)
         extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
         return session
     if strategy.is_global_zero:
@@ -205,13 +194,13 @@ def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selec
 
 def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
     """Start a run as its lead."""
-    peer, launcher = strategy._own_peer, strategy._swarm_launcher
+    peer, launcher = strategy.own_peer, strategy.swarm_launcher
     if launcher is not None:
         peer.lead.num_known_dead = lambda: launcher.num_ended
     peer.lead.check_first()
-    if strategy._checkpoints.known_peers is not None:
-        peer.lead.restore_peers(strategy._checkpoints.known_peers)
-        strategy._checkpoints.known_peers = None  # later generations of the run know more peers
+    if strategy.checkpoints.known_peers is not None:
+        peer.lead.restore_peers(strategy.checkpoints.known_peers)
+        strategy.checkpoints.known_peers = None  # later generations of the run know more peers
     if strategy.config.role != "trainer":
         peer.serve(model.twin(), trains=True)
     spec = _run_spec(strategy, trainer, selection)
@@ -220,13 +209,13 @@ def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, s
 
 def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | None) -> RunSpec:
     """Return the specification of the run, from the settings of the strategy and its Trainer."""
-    config, restored_step = strategy.config, strategy._checkpoints.restored_step
+    config, restored_step = strategy.config, strategy.checkpoints.restored_step
     clip_at = trainer.gradient_clip_val or None  # Lightning's 0 means no clipping
     by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
     # Trial steps do not count, and Lightning limits them itself.
     is_limited = trainer.max_steps != -1 and not callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
     return RunSpec(
-        ranges=strategy._ranges,
+        ranges=strategy.ranges,
         num_servers=strategy.num_awaited_servers,
         num_trainers=strategy.num_trainers if config.role != "trainer" else 0,
         open_to_trainers=selection is not None and checks.may_be_shared(trainer, config),
@@ -236,11 +225,11 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
         # Lightning restores its own counter only after this.
         first_step=trainer.global_step if restored_step is None else restored_step,
         selection=selection,
-        scaling=scaling_of(trainer) if strategy._is_shared else None,
+        scaling=scaling_of(trainer) if strategy.is_shared else None,
         max_steps=trainer.max_steps if is_limited else None,
         total_steps=_total_steps(trainer) if selection is not None else None,
         optimizer=kind_of(trainer.optimizers[0]) if selection is not None else None,
-        unportable=checks.unportable(trainer.optimizers[0], strategy._own_module) if selection is not None else "",
+        unportable=checks.unportable(trainer.optimizers[0], trainer.lightning_module) if selection is not None else "",
     )
 
 
@@ -254,47 +243,43 @@ def _total_steps(trainer: Trainer) -> int | None:
     return int(steps) if steps != float("inf") else None
 
 
-def _connect_loop(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> None:
+def _connect_loop(strategy: SwarmStrategy, run: SwarmRun) -> None:
     """Connect the training loop to the run's steps and data."""
-    data = _data_of(strategy, trainer)
-    data.open(session)
-    strategy._undo.callback(data.close)
-    assert strategy._access is not None
-    run_log = _open_log(strategy, trainer, session) if session.is_lead else None
-    strategy._loop = SwarmOptimization(trainer, session, data, strategy.config, strategy._access, run_log)
-    strategy._loop.take_over()
-    strategy._undo.callback(strategy._loop.release)
-    strategy._trains = True
-    strategy._rollback.begin_run(trainer, strategy._own_peer, session, strategy._loop)
+    run.data.open(run.session)
+    run_log = _open_log(strategy.rollback, run) if run.session.is_lead else None
+    run.loop = SwarmOptimization(run.trainer, run.session, run.data, run.config, run.access, run_log)
+    run.loop.take_over()
+    run.undo.callback(run.loop.release)
+    run.trains = True
+    strategy.rollback.begin_run(run)
 
 
-def _open_log(strategy: SwarmStrategy, trainer: Trainer, session: Session) -> RunLog:
+def _open_log(rollback: Rollback, run: SwarmRun) -> RunLog:
     """Begin to log the run's changes of membership; after a rollback, also the peers that it lost."""
-    former = strategy._run_log
-    membership = Membership(session.run, strategy._own_peer.lead.addresses) if former is None else former.membership
-    strategy._run_log = RunLog(trainer, session, membership)
-    strategy._undo.callback(strategy._run_log.open().close)
-    strategy._run_log.catch_up()
-    return strategy._run_log
+    if rollback.membership is None:
+        rollback.membership = Membership(run.session.run, run.peer.lead.addresses)
+    run_log = RunLog(run.trainer, run.session, rollback.membership)
+    run.undo.callback(run_log.open().close)
+    run_log.catch_up()
+    return run_log
 
 
-def _connect_weights(strategy: SwarmStrategy, trainer: Trainer, session: Session, written: frozenset[str]) -> None:
+def _connect_weights(strategy: SwarmStrategy, run: SwarmRun) -> None:
     """Connect, at the lead, the module's weights, the optimizer's state and checkpoint files to the run."""
-    module, config = strategy._own_module, strategy.config
+    trainer, module, access, config = run.trainer, run.trainer.lightning_module, run.access, run.config
     fitting = trainer.state.fn == TrainerFn.FITTING
-    stale = is_on_meta(module) or (strategy._weights is not None and strategy._weights.stale)
-    assert strategy._access is not None
-    strategy._weights = ModuleWeights(strategy._own_peer, session, module, strategy._access, limits=config.limits)
-    strategy._weights.stale = stale
+    stale = is_on_meta(module) or (strategy.weights is not None and strategy.weights.stale)
+    weights = strategy.weights = ModuleWeights(run.peer, run.session, module, access, limits=config.limits)
+    weights.stale = stale
     if fitting:
-        strategy._weights.hand_out_first_state(strategy.optimizers[0])
-        strategy._weights.watch_optimizer(trainer, written)
-    if strategy._gathers:
-        strategy._undo.callback(WeightSync(trainer, strategy._weights, strategy._access).close)
-    if fitting and config.gather_on_end and not strategy._gathers:
+        weights.hand_out_first_state(strategy.optimizers[0])
+        weights.watch_optimizer(trainer, run.written)
+    if run.gathers:
+        run.undo.callback(WeightSync(trainer, weights, access).close)
+    if fitting and config.gather_on_end and not run.gathers:
         rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
-    if fitting and strategy._checkpoints.writes_files:
-        strategy._checkpoints.files = CheckpointFiles(trainer, strategy.checkpoint_io)
+    if fitting and strategy.checkpoints.writes_files:
+        strategy.checkpoints.files = CheckpointFiles(trainer, strategy.checkpoint_io)
 
 
 # ------------------------------------------------------------------ serving
@@ -304,7 +289,7 @@ def serve(
     strategy: SwarmStrategy, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
 ) -> str | None:
     """Serve, and take the run over if its lead dies; see `SwarmStrategy.serve`."""
-    module, peer = strategy._own_module, strategy._own_peer
+    module, peer = strategy.own_module, strategy.own_peer
     strategy.connect(module)
     model_setup.set_up(trainer, module, datamodule)
     restore = model_setup.remember(module)
@@ -315,7 +300,7 @@ def serve(
     if not peer.inherits:
         peer.close()
         return None
-    target = strategy._rollback.take_over(trainer, peer)
+    target = strategy.rollback.take_over(trainer, peer)
     shared = peer.lead.run is not None and peer.lead.run.is_shared
     peer.events.note("went_back", step=target.version, reason="this peer leads in the place of another one")
     peer.release(target.version)

@@ -22,9 +22,8 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
-from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta, staying_on_meta
+from lightning_swarm.model.deferred_init import staying_on_meta
 from lightning_swarm.model.module_states import remember
-from lightning_swarm.model.partition import says_blocks
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import (
     DEFAULT_LISTEN,
@@ -36,7 +35,7 @@ from lightning_swarm.peer.config import (
     Trust,
     audited_share,
 )
-from lightning_swarm.protocol.messages.run import Selection, StageManifest
+from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.protocol.settings import (
     CodecName,
     Compression,
@@ -48,15 +47,9 @@ from lightning_swarm.protocol.settings import (
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
 from lightning_swarm.strategy.checkpointing import Checkpoints
-from lightning_swarm.strategy.data.on_peers import PeerData
-from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
-from lightning_swarm.strategy.module_access import ModuleAccess
-from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback.rollback import Rollback
-from lightning_swarm.strategy.run_log import RunLog
-from lightning_swarm.strategy.weight_sync import ModuleWeights
 
 if TYPE_CHECKING:
     from pytorch_lightning import accelerators, plugins
@@ -187,7 +180,6 @@ class SwarmStrategy(extra_trainers.RankHooks):
         checkpoint_io: EitherCheckpointIO | None = None,
         precision_plugin: EitherPrecision | None = None,
     ) -> None:
-        self._compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # compiles stages
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.take_messages()
         self.config = SwarmConfig(
@@ -222,26 +214,12 @@ class SwarmStrategy(extra_trainers.RankHooks):
             ),
             limits=limits,
         )
-        self._compiled: dict[str, Any] = {}  # attributes of a compiled module that replace its methods
-        self._loop: SwarmOptimization | None = None
-        self._run_log: RunLog | None = None  # the lead's, kept through all generations of the run
-        self._access: ModuleAccess | None = None  # user code's access to the module's weights during a run
-        self._weights: ModuleWeights | None = None  # the current run's, or the last run's
-        self._data: SharedData | None = None  # the current run's
-        self._peer_data = PeerData(self)
-        self.total_steps: int | None = None  # steps of the run, while a peer without data makes its optimizer
-        self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
-        self._inherited_stages: Sequence[StageManifest] = ()  # the cut of a run that this process took over
-        self._trains = False  # True between a fit's setup and the end of its loop
-        self._undo = contextlib.ExitStack()  # undoes a run's changes to module, loop and callbacks
-        self._initial_weights = InitialWeights()  # makes weights that the module does not hold
-        self._rank_override = extra_trainers.RankOverride()
-        self._rollback, self._checkpoints = Rollback(self), Checkpoints(self)
+        self.rollback = Rollback(self)
+        self.checkpoints = Checkpoints(self, self.rollback)
 
     @override
-    def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
-        of_run = ("peer", "_session", "_joined", "_loop", "_run_log", "_access", "_data", "_compiler")
-        return {**super().__getstate__(), **dict.fromkeys(of_run), "_undo": contextlib.ExitStack(), "_trains": False}
+    def __getstate__(self) -> dict[str, Any]:  # a copy has no part in the run
+        return {**super().__getstate__(), "peer": None, "joined": None, "_compiled": {}}
 
     # ------------------------------------------------------------------ module and device
 
@@ -258,7 +236,6 @@ class SwarmStrategy(extra_trainers.RankHooks):
             return
         context = getattr(module, "_compiler_ctx", None)
         if context is not None:
-            self._compiler = context["dynamo_ctx"]
             self._compiled = {name: value for name, value in vars(module).items() if name in _COMPILED}
             if not self.is_plain:
                 checks.check_compiling()
@@ -267,31 +244,16 @@ class SwarmStrategy(extra_trainers.RankHooks):
             remember(module)
 
     @property
-    def _gathers(self) -> bool:
-        """Return whether the module should hold the trained weights after training."""
-        return self.config.gather_on_end and not is_on_meta(self._own_module)
-
-    @property
-    def _num_stages(self) -> int:
-        return self.config.num_stages or len(self._devices)
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether no other peer takes part, so that Lightning's own loop trains the whole module."""
-        module = self._module
-        return self.config.is_for_one(len(self._devices)) and module is not None and not says_blocks(module)
-
-    @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        return self._loop is not None or not self.is_plain  # the swarm decides when a step is full
+        return self.run is not None or not self.is_plain  # the swarm decides when a step is full
 
     @override
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if not self.config.only_serves:  # a peer that only serves gets all values from the lead
-                stack.enter_context(self._initial_weights.recording(self.root_device))
+                stack.enter_context(self.initial_weights.recording(self.root_device))
             stack.enter_context(super().tensor_init_context(empty_init=False))
             if empty_init:
                 stack.enter_context(torch.device("meta"))
@@ -302,21 +264,26 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def model_to_device(self) -> None:
         with staying_on_meta():
-            self._own_module.to(self.root_device)
+            self.own_module.to(self.root_device)
 
     @property
     def num_awaited_servers(self) -> int:
         """Return the number of servers that a run waits for; further servers that are ready by then serve, too."""
-        return max(1, len(self._devices) - (self.config.role == "trainer"))
+        return max(1, self.num_devices - (self.config.role == "trainer"))
 
     # ------------------------------------------------------------------ starting
 
     @override
     def _configure_launcher(self) -> None:
         checks.check_strategy(self, self.framework)
-        checks.check_interactive(len(self._devices), self.framework)
-        self._checkpoints.writes_files = self._checkpoint_io is None
-        self._launcher = SwarmLauncher(self, len(self._devices))
+        checks.check_interactive(self.num_devices, self.framework)
+        self.checkpoints.writes_files = self._checkpoint_io is None
+        self._launcher = SwarmLauncher(self, self.num_devices)
+
+    @property
+    def swarm_launcher(self) -> SwarmLauncher | None:
+        """Return the launcher that starts this machine's peers; None if they are all in this process."""
+        return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
 
     # Methods that the launcher calls. `handed` are the arguments of the Trainer's method, by name.
 
@@ -324,13 +291,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
         """Refuse unsupported settings and models, as far as they are known before the model is configured."""
         startup.check(self, trainer, handed)
 
-    def enter(self, trainer: Trainer) -> bool:
-        """Join a run under way as a further trainer, and return True; False if this process begins a run."""
-        return startup.join_run_under_way(self, trainer)
-
     def follow(self, trainer: Trainer) -> None:
         """Make this process a trainer beside the lead, which is another process."""
-        self._rollback.restore_lead_role = extra_trainers.follow(trainer)
+        self.rollback.restore_lead_role = extra_trainers.follow(trainer)
 
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
@@ -343,23 +306,24 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
-        if self._swarm_launcher is not None:
-            self._swarm_launcher.check_children()
+        if self.swarm_launcher is not None:
+            self.swarm_launcher.check_children()
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         # Lightning's first call to a strategy after the module has added its callbacks.
         if self.is_plain:
-            checks.check_callback_imports(self._own_module.trainer)
-            vars(self._own_module).update(self._compiled)  # Lightning's check for compiled modules is over
+            checks.check_callback_imports(self.own_module.trainer)
+            vars(self.own_module).update(self._compiled)  # Lightning's check for compiled modules is over
             self._compiled = {}
         elif not self.config.only_serves:
-            startup.complete_callbacks(self, self._own_module.trainer)
+            self._has_begun = False  # also after a rollback
+            startup.complete_callbacks(self, self.own_module.trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._own_module.trainer
+        trainer = self.own_module.trainer
         return startup.share_loader(self, trainer, dataloader) if trainer.training else dataloader
 
     def correct_estimated_steps(self, trainer: Trainer, by_windows: Callable[[], float]) -> float:
@@ -373,16 +337,20 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        model_setup.cut(self, self._own_module)  # the module's last change before its optimizer is made
+        # The module's last change before its optimizer is made.
+        model_setup.cut(self, self.own_module, restored=self.checkpoints.restored_step is not None)
         return super()._setup_model(model)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         startup.prepare_module(self, trainer)
         super().setup(trainer)
-        startup.begin(self, trainer)
+        if not model_setup.computes_alone(self, trainer):
+            self.run = startup.begin(self, trainer)
+            startup.connect(self, self.run)
 
-    def _start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
+    def start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
+        """Start a run as its lead, or join it as a further trainer."""
         return startup.start_run(self, trainer, model, selection)
 
     # ------------------------------------------------------------------ the loop
@@ -390,69 +358,67 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._in_batches = self._has_begun = True
-        if self._weights is not None:
-            self._weights.stale = True
+        if self.weights is not None:
+            self.weights.stale = True
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        if self._loop is not None:
-            self._loop.begin_backward()
+        if self.run is not None and self.run.loop is not None:
+            self.run.loop.begin_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._loop is not None:
-            self._loop.end_backward()
+        if self.run is not None and self.run.loop is not None:
+            self.run.loop.end_backward()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._session is not None:
-            self._session.pipeline.marks.begin_window()  # Lightning clears gradients before it validates
-            self._session.renew()
+        if self.run is not None:
+            self.run.session.pipeline.marks.begin_window()  # Lightning clears gradients before it validates
+            self.run.session.renew()
         return super().validation_step(*args, **kwargs)
 
     # ------------------------------------------------------------------ saving and loading
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._checkpoints.module_state()
+        return self.checkpoints.module_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        return self._checkpoints.optimizer_state(optimizer, super().optimizer_state)
+        return self.checkpoints.optimizer_state(optimizer, super().optimizer_state)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self._checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+        self.checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._checkpoints.remove(filepath, super().remove_checkpoint)
+        self.checkpoints.remove(filepath, super().remove_checkpoint)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         load = super().load_checkpoint  # accepts `weights_only` since Lightning 2.6
-        return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
+        return self.checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load = super().load_model_state_dict
-        self._checkpoints.load_module(checkpoint, lambda found: load(found, strict))
+        self.checkpoints.load_module(checkpoint, lambda found: load(found, strict))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoints.load_optimizer(checkpoint, super().load_optimizer_state_dict)
-
-    def paused_access(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which uses of the module's weights do not count as user code's."""
-        return contextlib.nullcontext() if self._access is None else self._access.paused()
+        self.checkpoints.load_optimizer(checkpoint, super().load_optimizer_state_dict)
 
     # ------------------------------------------------------------------ ending
 
     @override
     def on_train_end(self) -> None:
-        teardown.end_loop(self)
+        if self.run is not None:
+            self.run.end_loop()
+            self.checkpoints.finish_files()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -483,7 +449,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @property
     def local_processes(self) -> list[int]:
         """Ids of the processes that were started for this machine's other peers, except processes found dead."""
-        return self._swarm_launcher.processes if self._swarm_launcher is not None else []
+        return self.swarm_launcher.processes if self.swarm_launcher is not None else []
 
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.
@@ -491,9 +457,9 @@ class SwarmStrategy(extra_trainers.RankHooks):
         Raises:
             ConfigError: No run is under way.
         """
-        if self._session is None:
+        if self.run is None:
             raise ConfigError("`status()` needs a run under way: call it from fit_start to fit_end.")
-        return status_of(self._session)
+        return status_of(self.run.session)
 
 
 def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:

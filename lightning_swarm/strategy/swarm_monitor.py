@@ -14,11 +14,9 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.rebase import written_once, written_part
-from lightning_swarm.strategy.framework import FRAMEWORKS
+from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
 
 if TYPE_CHECKING:
-    from lightning_swarm.strategy.strategy import SwarmStrategy
-
     _Callback = Callback
 else:
     _Callback = object
@@ -167,12 +165,12 @@ def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
     }
 
 
-def add_default_monitor(strategy: SwarmStrategy, trainer: Trainer) -> None:
+def add_default_monitor(trainer: Trainer) -> None:
     """Add a `SwarmMonitor`, as Lightning adds its own default callbacks, if there is a logger and no other monitor."""
     own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
     if not trainer.loggers or any(isinstance(callback, written_part(SwarmMonitor)) for callback in own.callbacks):
         return
-    monitor = import_module(strategy.framework.strategies).SwarmMonitor()
+    monitor = import_module(framework_of(trainer).strategies).SwarmMonitor()
     # Scripts may rely on the rows and columns of a CSV file; other loggers show each value separately.
     monitor.skips = tuple(framework.csv_logger for framework in FRAMEWORKS)
     own.callbacks[:] = own._callback_connector._reorder_callbacks([*own.callbacks, monitor])

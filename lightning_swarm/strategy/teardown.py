@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning_swarm.core.errors import PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.boundary_layers import add_hooks
 from lightning_swarm.model.deferred_init import staying_on_meta
-from lightning_swarm.strategy import stopping
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -21,65 +20,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-# ------------------------------------------------------------------ the loop
-
-
-def end_loop(strategy: SwarmStrategy) -> None:
-    """Finish a training loop that has ended: collect late records and files, or serve beside the lead."""
-    strategy._trains = False
-    if not strategy.is_global_zero:
-        if strategy._session is not None and strategy._data is not None:
-            stopping.tell(
-                strategy._own_module.trainer,
-                strategy._session,
-                run_is_over=strategy._data.run_is_over,
-                joined=strategy._joined is not None,
-            )
-        _serve_on(strategy)
-        return
-    if strategy._loop is not None:
-        strategy._loop.finish()
-    strategy._checkpoints.finish_files()
-    if strategy._loop is not None and strategy._loop.pending_samples:
-        _log.warning(
-            "Training ended in mid-step: %d samples of the open step were in no update. Set `max_steps` or "
-            "`max_epochs` so that the last batch closes it.",
-            strategy._loop.pending_samples,
-        )
-
-
-def _serve_on(strategy: SwarmStrategy) -> None:
-    """Serve, beside the lead, until the lead's loop has ended, too."""
-    if strategy._joined is not None:
-        _retire(strategy, "its loop has come to its end")
-    if strategy._joined is None or strategy.config.role == "both":
-        strategy._own_peer.follower.wait_until_dismissed()
-
-
-def _retire(strategy: SwarmStrategy, reason: str) -> None:
-    """Leave the run as a trainer; it continues without this trainer's batches."""
-    if strategy._session is not None:
-        with contextlib.suppress(RunOver):
-            strategy._session.retire(reason)
-
-
 def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     """Leave an interrupted run in order. The lead gathers the trained weights into its module if that is possible."""
-    strategy._trains = False
+    run = strategy.run
+    if run is not None:
+        run.trains = False
     try:
-        strategy._checkpoints.close_files()
+        strategy.checkpoints.close_files()
     except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
         exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
-    if isinstance(exception, StepError | PeerError) and strategy._loop is not None:
-        exception.add_note(_how_to_go_on(strategy._loop.trainer))
+    if isinstance(exception, StepError | PeerError) and run is not None and run.loop is not None:
+        exception.add_note(_how_to_go_on(run.trainer))
     if strategy.is_global_zero:
         _keep_weights(strategy)
     elif strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):
         # The run continues without this trainer.
-        with contextlib.suppress(SwarmError):  # it may be over
-            _retire(strategy, f"{type(exception).__name__}: {exception}")
-        if strategy._swarm_launcher is not None:
-            strategy._swarm_launcher.let_children_leave()
+        if run is not None:
+            with contextlib.suppress(SwarmError):  # it may be over
+                run.retire(f"{type(exception).__name__}: {exception}")
+        if strategy.swarm_launcher is not None:
+            strategy.swarm_launcher.let_children_leave()
         strategy.peer.follower.leave_in_order()
 
 
@@ -99,33 +59,30 @@ def _how_to_go_on(trainer: Trainer) -> str:
 
 def _keep_weights(strategy: SwarmStrategy) -> None:
     """Gather the weights trained so far into the lead's module, if it should hold them and the swarm can send them."""
-    weights = strategy._weights
-    if not strategy._gathers or weights is None or strategy._session is None or not weights.stale:
+    run, weights = strategy.run, strategy.weights
+    if run is None or weights is None or not run.gathers or not weights.stale:
         return
     try:
-        weights.gather_into_module(strategy.optimizers[0], timeout=strategy.config.limits.leave_timeout)
+        weights.gather_into_module(strategy.optimizers[0], timeout=run.config.limits.leave_timeout)
     except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
         _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
 
-# ------------------------------------------------------------------ the run
-
-
 def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
     """End the run around Lightning's own teardown; in a rollback, keep this machine's peers for the next run."""
-    rolls_back = strategy._rollback.is_rolling_back
-    if strategy._access is not None:  # Lightning moves the module
-        strategy._access.close()
+    run, rolls_back = strategy.run, strategy.rollback.is_rolling_back
+    if run is not None:  # Lightning moves the module
+        run.access.close()
     try:
         try:
-            if strategy._trains and not (rolls_back or strategy.is_global_zero):
-                _serve_on(strategy)  # the loop had nothing left to do after its checkpoint
-            if strategy._session is not None:
-                strategy._session.pipeline.marks.clear()
+            if run is not None:
+                if run.trains and not (rolls_back or strategy.is_global_zero):
+                    run.serve_on()  # the loop had nothing left to do after its checkpoint
+                run.session.pipeline.marks.clear()
             with staying_on_meta():
                 default()
         finally:
-            strategy._checkpoints.close_files()
+            strategy.checkpoints.close_files()
     finally:
         if rolls_back:
             _release(strategy)
@@ -135,35 +92,36 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
 
 def _release(strategy: SwarmStrategy) -> None:
     """End the run, but none of the peers."""
-    first_step = strategy._rollback.first_step
+    first_step = strategy.rollback.first_step
     assert first_step is not None or not strategy.is_global_zero
     _end_run(strategy)
-    strategy._rollback.end_run()
-    strategy._weights = None
-    strategy._own_peer.release(first_step or 0)
+    strategy.rollback.end_run()
+    strategy.weights = None
+    strategy.own_peer.release(first_step or 0)
 
 
 def _end_run(strategy: SwarmStrategy) -> None:
     """Restore module, loop and callbacks as they were before the run."""
     if strategy.lightning_module is not None:
         add_hooks(strategy.lightning_module)
-    strategy._undo.close()
-    strategy._checkpoints.forget_loaded()
-    strategy._session, strategy._data = None, None
-    strategy._loop, strategy._access = None, None
-    if strategy._weights is not None:
-        strategy._weights.end_run()
+    with contextlib.ExitStack() as ending:
+        if strategy.data is not None:
+            ending.callback(strategy.data.close)
+        if strategy.run is not None:
+            ending.callback(strategy.run.close)
+    strategy.checkpoints.forget_loaded()
+    strategy.run = strategy.data = None
+    if strategy.weights is not None:
+        strategy.weights.end_run()
 
 
 def leave(strategy: SwarmStrategy) -> None:
     """End the run and this machine's peers. May be called twice."""
     _end_run(strategy)
-    strategy._rollback.end_fit()
-    strategy._compiler, strategy._inherited_stages, strategy._run_log = None, (), None
+    strategy.rollback.end_fit()
     peer, strategy.peer = strategy.peer, None
-    began = peer is not None and (peer.lead.run is not None or strategy._joined is not None)
-    strategy._joined = None
-    strategy._rank_override.restore()
+    began = peer is not None and (peer.lead.run is not None or strategy.joined is not None)
+    strategy.leave_place()
     try:
         if peer is not None:
             try:
@@ -171,5 +129,5 @@ def leave(strategy: SwarmStrategy) -> None:
             finally:
                 peer.close()
     finally:
-        if strategy._swarm_launcher is not None:
-            strategy._swarm_launcher.end_children(strategy.config.limits.leave_timeout, dismissed=began)
+        if strategy.swarm_launcher is not None:
+            strategy.swarm_launcher.end_children(strategy.config.limits.leave_timeout, dismissed=began)

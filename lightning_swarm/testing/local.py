@@ -121,8 +121,8 @@ class InMemoryStrategy(_SwarmStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self._access is not None:
-            self._access.poison()
+        if self.run is not None:
+            self.run.access.poison()
 
     def prepare(self) -> None:
         """Make the network, this peer, and a copy of the model for every other peer."""
@@ -143,13 +143,13 @@ class InMemoryStrategy(_SwarmStrategy):
         self._shared_loop.run_until_complete(self._side_tasks.start())
 
     @override
-    def _start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
+    def start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # else the run rolled back, and the peer serves already
                 peer.serve(self._copied_model(module, trainer))
                 if self.config.settings.rebalancing != "none":  # a peer that is sent to another stage has to move
                     peer.runtime.run(self.spawn(self._serve_run(peer)))
-        session = super()._start_run(trainer, model, selection)
+        session = super().start_run(trainer, model, selection)
         self.servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
 

@@ -276,9 +276,9 @@ class FaultySwarmStrategy(SwarmStrategy):
         return super().serve(trainer, datamodule, handed)
 
     @override
-    def _start_run(self, trainer: pl.Trainer, model: PeerModel, selection: Selection | None) -> Session:
+    def start_run(self, trainer: pl.Trainer, model: PeerModel, selection: Selection | None) -> Session:
         self._strike()
-        return super()._start_run(trainer, model, selection)
+        return super().start_run(trainer, model, selection)
 
     def _strike(self) -> None:
         assert self.peer is not None

@@ -52,7 +52,7 @@ def test_one_more_while_the_run_is_under_way() -> None:
     class Reads(L.Callback):
         @override
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if trainer.strategy._loop.stepped:  # type: ignore[attr-defined]
+            if trainer.strategy.run.loop.stepped:  # type: ignore[attr-defined]
                 logged.append(float(trainer.callback_metrics["samples"]))
 
     seen, _ = come(lambda seen: Logs(), callbacks=lambda rank: [Reads()] if rank == 0 else [])

@@ -97,14 +97,14 @@ class NotedStrategy(SwarmStrategy):
     @property
     def generation(self) -> int:
         """Of the run."""
-        assert self._session is not None
-        return self._session.run.manifest.generation
+        assert self.run is not None
+        return self.run.session.run.manifest.generation
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        assert self._session is not None
-        generation, steps = self.generation, self._session._steps
+        assert self.run is not None
+        generation, steps = self.generation, self.run.session._steps
         learn = steps._learn
 
         async def noted(record: Record, reply: RecordReply) -> None:
@@ -113,13 +113,13 @@ class NotedStrategy(SwarmStrategy):
 
         steps._learn = noted  # type: ignore[method-assign]
         assert self.peer is not None
-        self._notes.write("begun", generation, self._session.run.manifest.first_step, self.peer.address)
+        self._notes.write("begun", generation, self.run.session.run.manifest.first_step, self.peer.address)
 
     def has_standby(self) -> bool:
         """Whether another one could take the run over now, if this process died."""
         assert self.peer is not None
-        assert self._session is not None
-        run, own = self._session.run, self.peer.transport.peer_id
+        assert self.run is not None
+        run, own = self.run.session.run, self.peer.transport.peer_id
         held = self.peer.runtime.run(ask_held(self.peer.transport, run.servers, timeout=10.0))
         held.pop(own, None)
         return choose_standby_lead(held, seniority(run), len(run.rosters)) is not None and has_majority(run, list(held))
@@ -170,8 +170,8 @@ class Watch(Losses):
         """In a batch: stay there, once another one could lead and the run is in the middle of an epoch."""
         strategy = trainer.strategy
         assert isinstance(strategy, NotedStrategy)
-        assert strategy._session is not None
-        run = strategy._session.run
+        assert strategy.run is not None
+        run = strategy.run.session.run
         position = run.position
         if not self._others or position is None or position[0] == 0 or not 0 < position[1] < BATCHES:
             return
@@ -220,8 +220,8 @@ class Gate:
         is_sent = sending is None or sending.done()
         if not self._strategy.has_standby():
             return not is_sent
-        assert self._strategy._session is not None
-        run = self._strategy._session.run
+        assert self._strategy.run is not None
+        run = self._strategy.run.session.run
         self._noted = generation, step
         self._notes.write("held", generation, step, sorted(run.trainers), run.servers)
         return True

@@ -64,5 +64,4 @@ def test_a_copy_has_no_part_in_the_run(tmp_path: Path, num_stages: int) -> None:
     torch.testing.assert_close(weights[1], weights[0], rtol=0.0, atol=0.0)
     for one in copies.copies:
         assert isinstance(one.strategy, SwarmStrategy)
-        assert one.strategy._session is None
-        assert one.strategy._access is None
+        assert one.strategy.run is None

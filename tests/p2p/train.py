@@ -106,8 +106,8 @@ class Notes(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, SwarmStrategy)
-        assert strategy._session is not None
-        record = strategy._session.newest_record
+        assert strategy.run is not None
+        record = strategy.run.session.newest_record
         if record is not None and (not self.steps or places_of(record) != self.steps[-1]):
             self.steps.append(places_of(record))
 
@@ -152,8 +152,8 @@ class Watch(L.Callback):
             del self.losses[first:]
         self.losses.append(float(outputs["loss"]))
         assert isinstance(trainer.strategy, SwarmStrategy)
-        assert trainer.strategy._session is not None
-        record = trainer.strategy._session.newest_record
+        assert trainer.strategy.run is not None
+        record = trainer.strategy.run.session.newest_record
         if record is not None and record.newcomers:
             self.newcomers.append([record.step, [one.member.peer_id for one in record.newcomers]])
         self.num_left += len(record.left) if record is not None else 0

@@ -264,8 +264,8 @@ class _Watch:
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(trainer.strategy, written_part(InMemoryStrategy)):
             return
-        session = trainer.strategy._session
-        assert session is not None
+        assert trainer.strategy.run is not None
+        session = trainer.strategy.run.session
         learn = session._steps._learn
 
         async def noted(record: Record, reply: RecordReply) -> None:
@@ -296,13 +296,13 @@ class _Watch:
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(trainer.strategy, written_part(InMemoryStrategy)):
             return
-        session = trainer.strategy._session
-        assert session is not None
+        assert trainer.strategy.run is not None
+        session = trainer.strategy.run.session
         self.status = trainer.strategy.status()
         self.num_microbatches = session.pipeline.num_microbatches
         self.rerouted = session.pipeline.context.fault_counts.copy()
         assert_replicas_equal(trainer.strategy)
-        loop = trainer.strategy._loop
+        loop = trainer.strategy.run.loop
         assert loop is not None
         if not loop.pending_samples:
             assert_nothing_kept(trainer.strategy)
@@ -361,8 +361,8 @@ def quiet_warnings() -> Iterator[None]:
 
 def _remaining(strategy: InMemoryStrategy) -> list[Peer]:
     """All but the servers that the newest record left out."""
-    assert strategy._session is not None
-    members = {member for roster in strategy._session._steps.run.rosters for member in roster}
+    assert strategy.run is not None
+    members = {member for roster in strategy.run.session._steps.run.rosters for member in roster}
     return [peer for peer in strategy.peers if peer.server is None or peer.server.membership.me in members]
 
 
@@ -386,7 +386,7 @@ def assert_nothing_kept(strategy: InMemoryStrategy) -> None:
 
 def _is_whole(strategy: InMemoryStrategy) -> bool:
     assert strategy.servers
-    return not strategy._ranges
+    return not strategy.ranges
 
 
 def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_joiners: int, num_shed: int) -> None:

@@ -236,10 +236,10 @@ class ThreadStrategy(SwarmStrategy):
         )
 
     @override
-    def _start_run(self, *args: Any, **kwargs: Any) -> Any:
+    def start_run(self, *args: Any, **kwargs: Any) -> Any:
         if not self._swarm.steps:  # all shall be in it from its first step on
             self._swarm.runtime.run(self._all_there())
-        return super()._start_run(*args, **kwargs)
+        return super().start_run(*args, **kwargs)
 
     async def _all_there(self) -> None:
         assert self.peer is not None

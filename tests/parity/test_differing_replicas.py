@@ -170,10 +170,10 @@ class SpoilingJoiners(Joining):
         strategy = trainer.strategy
         assert isinstance(strategy, InMemoryStrategy)
         assert strategy.peer is not None
-        assert strategy._session is not None
+        assert strategy.run is not None
         strategy.peer.runtime.run(asyncio.sleep(2.0))  # for servers that were left out to notice it, and join again
         for joiner in self.joiners:
-            if joiner.membership.me in strategy._session.run.rosters[0]:
+            if joiner.membership.me in strategy.run.session.run.rosters[0]:
                 spoil_server(joiner, flip_bit)
                 self.spoilt.append((trainer.global_step, joiner.membership.me.peer_id))
 
@@ -216,11 +216,11 @@ class KillingTheCoordinator(SpoilingJoiners):
         super().on_train_batch_start(trainer, *arguments)
         strategy = trainer.strategy
         assert isinstance(strategy, InMemoryStrategy)
-        assert strategy._session is not None
+        assert strategy.run is not None
         assert strategy.network is not None
         if len(self.spoilt) == self.count and not self.killed:
-            self.killed.append(strategy._session.run.coordinator)
-            strategy.network.kill(strategy._session.run.coordinator)
+            self.killed.append(strategy.run.session.run.coordinator)
+            strategy.network.kill(strategy.run.session.run.coordinator)
 
 
 def test_who_takes_over_knows_the_newcomers() -> None:

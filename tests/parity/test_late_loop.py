@@ -97,7 +97,7 @@ class Saving(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.late_at_ends.append(trainer.strategy._loop.num_late_batches)
+        self.late_at_ends.append(trainer.strategy.run.loop.num_late_batches)
 
 
 def test_steps_that_cross_epochs(tmp_path: Path) -> None:

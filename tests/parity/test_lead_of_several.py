@@ -117,7 +117,8 @@ class Several(DigitsMLP):
     def on_train_batch_end(self, *args: Any) -> None:
         strategy, found = self.trainer.strategy, self.trainer.callback_metrics
         assert isinstance(strategy, ThreadStrategy)
-        if self.trainer.is_global_zero and strategy._loop is not None and strategy._loop.stepped:
+        loop = None if strategy.run is None else strategy.run.loop
+        if self.trainer.is_global_zero and loop is not None and loop.stepped:
             self.steps[self.trainer.global_step] = float(found["logged_step"]), float(found["counted_step"])
 
     @override

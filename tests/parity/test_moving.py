@@ -40,9 +40,9 @@ class Timeline(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, InMemoryStrategy)
-        assert strategy._session is not None
+        assert strategy.run is not None
         self.at_s.append(strategy.virtual_loop.time())
-        run = strategy._session._steps.run
+        run = strategy.run.session._steps.run
         self.rosters.append([{int(one.peer_id.partition("-")[2]) for one in roster} for roster in run.rosters])
 
     def rate(self, begin: int) -> float:

@@ -310,7 +310,7 @@ class _Came(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        lead = trainer.strategy._own_peer.lead  # type: ignore[attr-defined]
+        lead = trainer.strategy.own_peer.lead  # type: ignore[attr-defined]
         self.before = lead._arrivals.used
         lead.run.invitations = [UsedInvitation(number=bytes(16), uses=2, peers=[PeerId("gone")])]
 

@@ -145,7 +145,7 @@ def test_a_run_begins_with_all_of_its_trainers_though_servers_wait_already(monke
             return
         assert launched.wait(30.0)
         lead: Any = strategy._seen.trainers[0].strategy
-        strategy._seen.wait_for(lambda: looked > 1 or lead._session is not None)
+        strategy._seen.wait_for(lambda: looked > 1 or lead.run is not None)
 
     def look(strategy: ThreadStrategy) -> None:
         nonlocal looked
@@ -519,8 +519,8 @@ def test_a_module_that_averages_its_weights_trains_alone() -> None:
         @override
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             assert isinstance(trainer.strategy, ThreadStrategy)
-            assert trainer.strategy._session is not None
-            seen.append((trainer.strategy._session.is_shared, trainer.strategy._is_shared))
+            assert trainer.strategy.run is not None
+            seen.append((trainer.strategy.run.session.is_shared, trainer.strategy.is_shared))
 
     seen: list[tuple[bool, bool]] = []
     train(1, lambda _: Brings(), callbacks=lambda rank: [Watches()], max_steps=-1, max_epochs=3)

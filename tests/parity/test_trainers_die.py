@@ -50,8 +50,8 @@ def freeze(seen: Seen) -> None:
 def session_of(seen: Seen, rank: int) -> Session:
     strategy = seen.trainers[rank].strategy
     assert isinstance(strategy, trainers.ThreadStrategy)
-    assert strategy._session is not None
-    return strategy._session
+    assert strategy.run is not None
+    return strategy.run.session
 
 
 def lead_past(router: StageRouter, to: PeerId | None = None) -> None:

@@ -163,8 +163,8 @@ class Newest(L.Callback):
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(trainer.strategy, SwarmStrategy)
-        session = trainer.strategy._session
-        assert session is not None
+        assert trainer.strategy.run is not None
+        session = trainer.strategy.run.session
         layers = session.local_layers
         assert layers is not None
         _, held = layers.runtime.run(layers.stage.copied_weights(layers.module.spec.index, None))

@@ -321,8 +321,9 @@ class StopsInMidStep(L.Callback):
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         assert isinstance(trainer.strategy, ThreadStrategy)
-        assert trainer.strategy._loop is not None
-        if trainer.is_global_zero and self.holds.is_set() and trainer.strategy._loop.pending_samples:
+        assert trainer.strategy.run is not None
+        assert trainer.strategy.run.loop is not None
+        if trainer.is_global_zero and self.holds.is_set() and trainer.strategy.run.loop.pending_samples:
             trainer.should_stop = True
 
     @override

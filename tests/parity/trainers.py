@@ -140,9 +140,9 @@ def place_of(module: L.LightningModule) -> Place:
     """Where the batch in hand counts."""
     strategy = module.trainer.strategy
     assert isinstance(strategy, SwarmStrategy)
-    assert strategy._session is not None
-    assert strategy._session.pipeline.batch is not None
-    grant = strategy._session.pipeline.batch.grant
+    assert strategy.run is not None
+    assert strategy.run.session.pipeline.batch is not None
+    grant = strategy.run.session.pipeline.batch.grant
     return grant.step, grant.first
 
 
@@ -210,7 +210,7 @@ class ThreadStrategy(SwarmStrategy):
         self._rank = rank
         self._network = network
         self._seen = seen
-        prepare = self._rollback.prepare
+        prepare = self.rollback.prepare
 
         def noting(trainer: L.Trainer, error: SwarmError) -> str | None:
             path = prepare(trainer, error)
@@ -218,7 +218,7 @@ class ThreadStrategy(SwarmStrategy):
                 self._note_rollback()
             return path
 
-        self._rollback.prepare = noting  # type: ignore[method-assign]
+        self.rollback.prepare = noting  # type: ignore[method-assign]
 
     @property
     @override
@@ -228,9 +228,9 @@ class ThreadStrategy(SwarmStrategy):
     @property
     def generation(self) -> int:
         """Of the run that the batch in hand is of."""
-        assert self._session is not None
-        assert self._session.pipeline.batch is not None
-        return self._session.pipeline.batch.grant.generation
+        assert self.run is not None
+        assert self.run.session.pipeline.batch is not None
+        return self.run.session.pipeline.batch.grant.generation
 
     @override
     def serve(self, trainer: L.Trainer, datamodule: Any, handed: Any = None) -> str | None:
@@ -240,7 +240,7 @@ class ThreadStrategy(SwarmStrategy):
         return path
 
     def _note_rollback(self) -> None:
-        step = self._rollback.first_step
+        step = self.rollback.first_step
         assert step is not None
         assert self.peer is not None
         former = self.peer.lead._former
@@ -284,9 +284,9 @@ class ThreadStrategy(SwarmStrategy):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        assert self._session is not None
-        steps = self._session._steps
-        self.manifests.append(self._session.run.manifest)
+        assert self.run is not None
+        steps = self.run.session._steps
+        self.manifests.append(self.run.session.run.manifest)
         learn = steps._learn
 
         async def noted(record: Record, reply: RecordReply) -> None:

@@ -4,59 +4,53 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from lightning.pytorch import Trainer
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import framework_of
-
-if TYPE_CHECKING:
-    from lightning_swarm.strategy.strategy import SwarmStrategy
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 # Most models can be built without data, and a peer's machine may have no data.
-class PeerData:
-    """Calls user code first without data; if it fails, prepares the data as on the trainer, and calls it once more."""
+def call_without_data(strategy: RankHooks, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
+    """Call user code first without data; if it fails, prepare the data as on the trainer, and call it once more.
 
-    def __init__(self, strategy: SwarmStrategy) -> None:
-        self._strategy = strategy
-        self._is_read = False
-
-    def call(self, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
-        """Call user code and return its result. Raises ConfigError if it fails; `what` is its task, for the message."""
-        try:
-            return work()
-        except SwarmError:
+    Returns its result. Raises ConfigError if it fails; `what` is its task, for the message.
+    """
+    try:
+        return work()
+    except SwarmError:
+        raise
+    except Exception as error:
+        if not strategy.config.only_serves:
             raise
-        except Exception as error:
-            if not self._strategy.config.only_serves:
-                raise
-            if self._is_read or not _has_data(trainer):
-                raise _failed(what, error) from error
-            _log.info("This peer reads the data, for it cannot %s without: %r", what, error)
-        try:
-            self._read(trainer)
-            return work()
-        except SwarmError:
-            raise
-        except Exception as error:
+        if strategy.has_read_data or not _has_data(trainer):
             raise _failed(what, error) from error
+        _log.info("This peer reads the data, for it cannot %s without: %r", what, error)
+    try:
+        _read(strategy, trainer)
+        return work()
+    except SwarmError:
+        raise
+    except Exception as error:
+        raise _failed(what, error) from error
 
-    def _read(self, trainer: Trainer) -> None:
-        """Prepare the data, once on each machine, and set the data module up."""
-        self._is_read = True
-        strategy, call = self._strategy, framework_of(trainer).call
-        if strategy.local_rank:
-            strategy._own_peer.follower.await_said(strategy._launch_id, "prepare_data")
-        else:
-            trainer._data_connector.prepare_data()
-            strategy._own_peer.lead.say(strategy._launch_id, "prepare_data")
-        if trainer.datamodule is not None:  # type: ignore[attr-defined]  # Lightning sets it in its connector
-            call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
+
+def _read(strategy: RankHooks, trainer: Trainer) -> None:
+    """Prepare the data, once on each machine, and set the data module up."""
+    strategy.has_read_data = True
+    if strategy.local_rank:
+        strategy.own_peer.follower.await_said(strategy.launch_id, "prepare_data")
+    else:
+        trainer._data_connector.prepare_data()
+        strategy.own_peer.lead.say(strategy.launch_id, "prepare_data")
+    if trainer.datamodule is not None:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        framework_of(trainer).call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
 
 
 def _has_data(trainer: Trainer) -> bool:

@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, islice
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from lightning_swarm.strategy.data.loader import (
     divides_itself,
     drawing_from,
     own_generators,
+    reading_data,
     take_random_numbers,
 )
 from lightning_swarm.strategy.framework import framework_of
@@ -96,6 +97,11 @@ def _subset_digest(dataset: object) -> bytes:
     return found
 
 
+def _read_by(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with reading_data():
+        return hook(*args, **kwargs)
+
+
 STATE: Final = "swarm_data"
 """Key of the position in the data, in a fit loop's state."""
 
@@ -107,6 +113,7 @@ class SharedData:
         self._trainer = trainer
         self._session: Session | None = None
         self._overrides: Sequence[Override] = ()
+        self._hooks: Sequence[Override] = ()
         self._origin: DataLoader[Any]  # the user's, once it is shared
         self._loader: SharedLoader | None = None
         self._plans: dict[int, EpochPlan] = {}
@@ -119,7 +126,21 @@ class SharedData:
         self.run_is_over = False  # True if the lead has ended the run; unused at the lead
         self._num_left = 0  # batches of the lane after the current one
 
+    def __reduce__(self) -> tuple[type[SharedData], tuple[Trainer]]:  # a copy has no part in the run
+        return SharedData, (self._trainer,)
+
     # ------------------------------------------------------------------ a run begins and ends
+
+    def watch_hooks(self) -> None:
+        """Run the user's hooks that make data inside `reading_data`, until `close`."""
+        module, data = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
+        hooks = [(data, "setup"), (data, "train_dataloader"), (module, "train_dataloader")]
+        is_overridden = framework_of(self._trainer).is_overridden
+        self._hooks = [
+            Override(owner, name, partial(_read_by, getattr(owner, name)))
+            for owner, name in hooks
+            if owner is not None and is_overridden(name, owner)
+        ]
 
     def share(self, loader: DataLoader[Any], alone: Callable[[], DataLoader[Any]]) -> SharedLoader:
         """Return the loader that replaces the user's. If there are several loaders, it reads the result of `alone`."""
@@ -148,9 +169,10 @@ class SharedData:
         )
 
     def close(self) -> None:
-        """Restore Lightning's loop."""
-        for override in self._overrides:
+        """Restore Lightning's loop and the user's hooks. May be called twice."""
+        for override in (*self._overrides, *self._hooks):
             override.remove()
+        self._overrides, self._hooks = (), ()
 
     @property
     def shares(self) -> bool:

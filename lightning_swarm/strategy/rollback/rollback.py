@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from lightning.pytorch import Trainer
@@ -18,22 +18,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_swarm.client.model_state import no_room
-from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import FalseWorkCounted, Replaced, StageLost, StepError, SwarmError, WentBack
 from lightning_swarm.core.override import Override
+from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.data.shared import at_position
+from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import callbacks_of
-from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.rollback import loop_transfer
 from lightning_swarm.strategy.rollback.data_position import DataPosition, RandomState, generators_of, random_state
 from lightning_swarm.strategy.rollback.loop_state import Counts, LoopStates, ResumePoint, restore_metrics
 from lightning_swarm.strategy.rollback.loop_transfer import LoopRecorder
-
-if TYPE_CHECKING:
-    from lightning_swarm.strategy.strategy import SwarmStrategy
+from lightning_swarm.strategy.run import SwarmRun
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class RollbackTarget:
 class Rollback:
     """Decides where a trainer's fit resumes after an error, ends the run, and resumes the next run's loop there."""
 
-    def __init__(self, strategy: SwarmStrategy) -> None:
+    def __init__(self, strategy: RankHooks) -> None:
         self._strategy = strategy
         self.is_rolling_back = False  # the fit that is torn down will resume
         # At a trainer beside the lead: restores the decisions that were left to the lead.
@@ -86,14 +84,16 @@ class Rollback:
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._finders: list[Any] = []  # callbacks that try values before training
         self._found: list[Override] = []  # disable finders that have found a value
+        self.membership: Membership | None = None  # the members of the run, through all its generations
 
-    def __reduce__(self) -> tuple[type[Rollback], tuple[SwarmStrategy]]:  # a copy must not refer to the run
+    def __reduce__(self) -> tuple[type[Rollback], tuple[RankHooks]]:  # a copy must not refer to the run
         return Rollback, (self._strategy,)
 
-    def begin_run(self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization) -> None:
+    def begin_run(self, run: SwarmRun) -> None:
         """Begin to record the loop in a run that begins, or that resumes at the target."""
-        interval_s = self._strategy.config.limits.snapshot_interval
-        recorder = self._recorder = LoopRecorder(trainer, peer, session, loop, interval_s)
+        assert run.loop is not None
+        trainer, peer, session, loop = run.trainer, run.peer, run.session, run.loop
+        recorder = self._recorder = LoopRecorder(trainer, peer, session, loop, run.config.limits.snapshot_interval)
         states = self.states = recorder.states
         if session.is_lead:
             peer.lead.versions_kept = lambda: states.versions
@@ -200,7 +200,7 @@ class Rollback:
         self.is_resuming = True
         assert peer.lead.run is not None
         strategy = self._strategy
-        strategy._inherited_stages = peer.lead.run.manifest.stages
+        strategy.inherited_stages = peer.lead.run.manifest.stages
         strategy.config = replace(strategy.config, initial_peers=())  # this peer now starts the runs
         return target
 
@@ -271,7 +271,7 @@ class Rollback:
         self.is_resuming, self.begins_anew = False, False
         while self._found:
             self._found.pop().remove()
-        self._finders = []
+        self._finders, self.membership = [], None
 
     def _forget_target(self) -> None:
         target, self._target = self._target, None
@@ -301,8 +301,6 @@ class Rollback:
             trainer._teardown()
         finally:
             self.is_rolling_back = False
-        if strategy._swarm_launcher is not None:
-            strategy._swarm_launcher.forget_ended()
         trainer.training, trainer.should_stop = True, False
         return path
 
@@ -311,12 +309,12 @@ class Rollback:
         strategy = self._strategy
         if strategy.is_global_zero:
             target = self._find_lead_target(trainer, peer, error)
-        elif isinstance(error, WentBack) and not peer.follower.is_rolling_back and strategy._joined is not None:
+        elif isinstance(error, WentBack) and not peer.follower.is_rolling_back and strategy.joined is not None:
             # The run rolled back without this trainer, because its server was not in the run. Join the run again.
             view = peer.follower.find_run_again()
             if view is None:
                 return None
-            strategy._joined = view
+            strategy.place_in(view)
             self._discard_states()
             return view.manifest.first_step, ""
         else:
@@ -339,8 +337,7 @@ class Rollback:
             strategy.config.run_id,
             target.version,
         )
-        strategy._joined = None
-        strategy._rank_override.set(strategy.global_rank)
+        strategy.place_in(None)
         self.restore_lead_role()
         return target
 
