@@ -46,7 +46,7 @@ def recording(base: type[Any], names: set[str]) -> type[Any]:
             given = next((one for one in args if isinstance(one, L.Trainer)), None)
             trainer = self._trainer = given or getattr(self, "_trainer", None)
             numbers = tuple(one for one in (*args, *kwargs.values()) if type(one) is int)
-            states = getattr(getattr(getattr(trainer, "strategy", None), "_rollback", None), "states", None)
+            states = getattr(getattr(getattr(trainer, "strategy", None), "rollback", None), "states", None)
             if states is not None and states.taking:
                 self.by_snapshots.append(name)
             else:
