@@ -21,7 +21,7 @@ _INSTALLED = Path(sys.executable).with_name("lightning-swarm")
 COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else MODULE
 """What users type, where the project is installed."""
 
-_MARK = "LIGHTNING_SWARM_TEST_RUN"
+MARK = "LIGHTNING_SWARM_TEST_RUN"
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ class Run:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.mark = uuid.uuid4().hex
-        environment = {**os.environ, _MARK: self.mark, "OMP_NUM_THREADS": "1", **(environment or {})}
+        environment = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", **(environment or {})}
         with _heeding_interrupts():
             self.process = subprocess.Popen(
                 [*program, *map(str, arguments)],
@@ -65,6 +65,9 @@ class Run:
                 text=True,
                 start_new_session=True,  # so that a Ctrl-C reaches this run's foreground group and not the tests
             )
+        self._begin_to_read()
+
+    def _begin_to_read(self) -> None:
         self.output: list[str] = []
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -108,7 +111,7 @@ class Run:
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:  # it ended meanwhile
                 continue
-            if f"{_MARK}={self.mark}".encode() in environment and status != "Z":
+            if f"{MARK}={self.mark}".encode() in environment and status != "Z":
                 found[int(folder.name)] = command
         return found
 
@@ -121,12 +124,16 @@ class Run:
                 continue
         self.process.wait(10.0)
         self._reader.join(10.0)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
+        with self.process.stdout as output:
+            for line in output:
+                self._note(line)
+        self._note(None)
+
+    def _note(self, line: str | None) -> None:
+        """Keep a line, or the end of the output."""
+        if line is not None:
             self.output.append(line)
-            self._lines.put(line)
-        self._lines.put(None)
+        self._lines.put(line)

@@ -19,8 +19,9 @@ from lightning_swarm import cli
 from lightning_swarm.network.identity import Identity, load_identity
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.test_processes import assert_plain
+from tests.p2p.warm import WarmRun
 
-# Cold starts of peers in this file: 9, and of 13 that are refused, one after the other.
+# Cold starts of peers in this file: 3, the second peers of the starter; all others are forked.
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
@@ -35,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     def begin(user: str, *arguments: object, **options: Any) -> Run:
         """A program of a user, whose keys are where no other user has theirs."""
         own = {"XDG_CONFIG_HOME": str(tmp_path / user / "config"), "PYTHONPATH": str(SCRIPT.parents[2])}
-        runs.append(Run(*arguments, environment=own, **options))
+        runs.append(WarmRun(*arguments, environment=own, **options))
         return runs[-1]
 
     yield begin
@@ -59,8 +60,8 @@ class _Users:
     def begin(self, *options: object) -> None:
         """Start the run."""
         starting = ["--devices", 2, *self._options(0), "--joiner-at", JOINED_AT, "--clip", 0.5, "--save", *options]
-        program = [*self._on(0), sys.executable, str(SCRIPT)]
-        self.run = self._start("starter", "digits", self.out, *starting, program=program)
+        program = [sys.executable, str(SCRIPT)]
+        self.run = self._start("starter", "digits", self.out, *starting, program=program, netns=self._netns(0))
         self.address = self.run.wait_for("can join this run: ").partition("lightning-swarm join ")[2].split()[0]
         assert "lightning-swarm invite --role server --uses 2 --out swarm.invite" in self.run.wait_for(
             "Only peers with an inv"
@@ -70,8 +71,8 @@ class _Users:
         reached = ["--trust", "invited"] if self._hosts is None else ["--listen", f"{self._hosts.address(number)}:0"]
         return ["--num-stages", 2, "--microbatch-size", 3, *reached]
 
-    def _on(self, number: int) -> list[str]:
-        return [] if self._hosts is None else [*self._hosts.on(number)]
+    def _netns(self, number: int) -> str:
+        return "" if self._hosts is None else self._hosts.namespace(number)
 
     def _folder_of(self, name: str) -> Path:
         (self._folder / name).mkdir(exist_ok=True)
@@ -85,7 +86,7 @@ class _Users:
 
     def call(self, *arguments: object) -> Run:
         """On the starter's machine, as the starter."""
-        return self._start("starter", *arguments, program=[*self._on(0), *COMMAND])
+        return self._start("starter", *arguments, netns=self._netns(0))
 
     def invite(self, role: str, name: str = "", *options: object, days_ago: int = 0) -> Path:
         path, now_s = self._folder / f"{name or role}.invite", time.time()
@@ -98,7 +99,7 @@ class _Users:
         invited = [] if invitation is None else ["--invite", invitation]
         joining = ["join", self.address, *invited, "--identity", self._folder / f"{name}.key"]
         script = [SCRIPT, "digits", self._folder_of(name), "--devices", 1, *self._options(1), *options]
-        return self._start(name, *joining, *script, program=[*self._on(1), *map(str, program)])
+        return self._start(name, *joining, *script, program=[*map(str, program)], netns=self._netns(1))
 
     def present(self, name: str, invitation: Path | None, *, days_ago: int = 0) -> Run:
         """A joiner that checks nothing of its own before it comes to the gates of the run's peers."""

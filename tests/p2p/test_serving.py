@@ -23,13 +23,15 @@ import torch
 
 from lightning_swarm import AttachStrategy, remote_model
 from lightning_swarm.client.tuning import Chain
-from tests.p2p.processes import COMMAND, Run, free_port
+from tests.p2p.processes import Run, free_port
+from tests.p2p.warm import WarmRun
 from tests.parity import test_attach as tuning
 from tests.served import calling, make_model
 
-# Cold starts of peers in this file: 16, all of them thorough.
+# Cold starts of peers in this file: none; all are forked from a process that has imported everything.
 pytestmark = pytest.mark.thorough
 
+MODULES = ("transformers.models.llama.modeling_llama", "peft")  # they take seconds to import
 PROMPT = "a b c"
 WORDS = ["[PAD]", "[BOS]", *"abcdefghijklmnopqrstuvwxyz", "."]
 CHAT = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
@@ -67,7 +69,7 @@ class Servers:
 
     def start(self, name: str, *options: object) -> Run:
         join = ("--join", self.address) if self.address else ("--stages", 4)
-        run = self.runs[name] = Run("serve", *join, *options, program=COMMAND)
+        run = self.runs[name] = WarmRun("serve", *join, *options, modules=MODULES)
         line = run.wait_for("Others can join")
         self.address = self.address or line.split()[-1]
         self.names[line.split()[-1].rpartition("/")[2]] = name
@@ -188,10 +190,10 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
 
     model = make_model("llama")
     servers.start("a", "--weights", servers.folder)
-    written = Run("generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, program=COMMAND)
+    written = WarmRun("generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, modules=MODULES)
     servers.runs["written"] = written
     port = free_port()
-    endpoint = servers.runs["http"] = Run("http", f"small={servers.address}", "--port", port, program=COMMAND)
+    endpoint = servers.runs["http"] = WarmRun("http", f"small={servers.address}", "--port", port, modules=MODULES)
     endpoint.wait_for("Answering at")
     base = f"http://127.0.0.1:{port}"
     deadline_s = time.monotonic() + 60.0
@@ -257,7 +259,7 @@ def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(serv
     for name, text in (("up", "a b c d e f g h "), ("down", "h g f e d c b a ")):
         (tmp_path / name).write_text(text * 40)
         command = [servers.address, tmp_path / name, tmp_path / f"adapter-{name}"]
-        runs.append(Run(*command, program=(sys.executable, str(script))))
+        runs.append(WarmRun(*command, program=(sys.executable, str(script)), modules=MODULES))
         servers.runs[name] = runs[-1]
     for run in runs:
         run.wait_for("Epoch 1")
@@ -267,7 +269,7 @@ def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(serv
         assert f"It writes: {written}" in "".join(run.output)
     assert servers.runs["b"].wait() == -signal.SIGKILL
     options = ("--prompt", "h g", "--max-new-tokens", "7", "--adapter", tmp_path / "adapter-down")
-    generating = servers.runs["generate"] = Run("generate", servers.address, *options, program=COMMAND)
+    generating = servers.runs["generate"] = WarmRun("generate", servers.address, *options, modules=MODULES)
     assert generating.wait() == 0, "".join(generating.output)
     assert "h g f e d c b a h" in "".join(generating.output)
 

@@ -27,7 +27,7 @@ from lightning_swarm.network import PeerId
 from tests.p2p.processes import Run, free_port
 from tests.p2p.test_serving import PROMPT, Servers, save
 
-# Cold starts of peers in this file: 6, all of them thorough.
+# Cold starts of peers in this file: none; clients are processes of their own.
 pytestmark = pytest.mark.thorough
 
 CLIENTS = Path(__file__).parent / "clients"

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
+
+from tests.p2p.processes import COMMAND, MARK, Run
 
 LIMITS: dict[str, Any] = {"silence_timeout": 5.0, "call_timeout": 60.0, "leave_timeout": 5.0}
 PATIENCE_S = 120.0
@@ -22,14 +30,15 @@ _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+:\d+/\w+")
 
 
 class Zygote:
-    """Begins peers."""
+    """Begins peers. Modules beside the package itself are imported before if they are named."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *modules: str) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
         self._num_begun = 0
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.p2p.zygote"],
+            [sys.executable, "-m", "tests.p2p.zygote", *modules],
             cwd=_ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -62,10 +71,19 @@ class Zygote:
     def _begin(self, role: str, options: dict[str, Any], netns: str = "") -> Server:
         self._num_begun += 1
         log = self._folder / f"{role}-{self._num_begun}.log"
-        order = {"log": str(log), "role": role, "options": options, "netns": netns}
-        assert self._process.stdin is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        return Server(int(self._read()), log)
+        log.touch()
+        return Server(int(self._ask(log=str(log), role=role, options=options, netns=netns)), log)
+
+    def status(self, pid: int) -> int | None:
+        """Return the exit status of a peer, or None while it lives. A status is returned once."""
+        found = self._ask(ended=pid)
+        return int(found) if found else None
+
+    def _ask(self, **order: Any) -> str:
+        with self._lock:
+            assert self._process.stdin is not None
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            return self._read()
 
     def close(self) -> None:
         """End it, and with it all peers that still live."""
@@ -123,3 +141,90 @@ def wait_until(reached: Callable[[], bool], otherwise: str) -> None:
     while not reached():
         assert time.monotonic() < deadline, otherwise
         threading.Event().wait(0.02)
+
+
+@functools.cache
+def _shared(*modules: str) -> Zygote:
+    """The zygote of all `WarmRun`s of this process."""
+    folder = tempfile.TemporaryDirectory()
+    zygote = Zygote(Path(folder.name), *modules)
+    atexit.register(folder.cleanup)
+    atexit.register(zygote.close)
+    return zygote
+
+
+class _Forked:
+    """A forked process, with the methods of `subprocess.Popen` that a `Run` needs."""
+
+    stdout = None
+
+    def __init__(self, zygote: Zygote, pid: int) -> None:
+        self.pid = pid
+        self._zygote = zygote
+        self._lock = threading.Lock()
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self._status is None:
+                self._status = self._zygote.status(self.pid)
+            return self._status
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            threading.Event().wait(0.05)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class WarmRun(Run):
+    """A `Run` whose first process is a fork of a zygote, so that its imports take no time.
+
+    Its program is ``python`` or ``lightning-swarm``. Variables of the environment that imports read have no effect.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        program: Sequence[str] = COMMAND,
+        environment: Mapping[str, str] | None = None,
+        netns: str = "",
+        modules: Sequence[str] = (),
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", **(environment or {})}
+        words = ["lightning-swarm"] if tuple(program) == COMMAND else ["python", *program[1:]]
+        zygote = _shared(*modules)
+        server = zygote.type_in([*words, *map(str, arguments)], Path.cwd(), netns=netns, **environment)
+        self.process: Any = _Forked(zygote, server.pid)
+        self._log = server.log
+        self._begin_to_read()
+
+    @override
+    def alive(self) -> dict[int, str]:
+        first = (
+            {} if self.process.poll() is not None else {self.process.pid: "forked"}
+        )  # the kernel shows no mark of it
+        return {**super().alive(), **first}
+
+    @override
+    def _read(self) -> None:
+        line, ended = "", False
+        with self._log.open() as log:
+            while not ended:
+                ended = self.process.poll() is not None  # asked first, so that the last lines are read
+                while piece := log.readline():
+                    line += piece
+                    if line.endswith("\n"):
+                        self._note(line)
+                        line = ""
+                threading.Event().wait(0.05)
+        self._note(line or None)
+        if line:
+            self._note(None)

@@ -1,13 +1,15 @@
 """A process that has imported everything and forks peers: as real as any, without the seconds that imports take.
 
-It reads one JSON object a line from its standard input and answers with the process id of the peer that it began. It
-has no thread and no event loop of its own, so a fork of it is as clean as a new process.
+It reads one JSON object a line from its standard input and answers with the process id of the peer that it began, or
+with the exit status of a peer. It has no thread and no event loop of its own, so a fork of it is as clean as a new
+process. Its arguments are the names of further modules to import.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import json
 import os
 import signal
@@ -61,21 +63,30 @@ def build(name: str) -> L.LightningModule:
 
 def main() -> None:
     codec("8bit")  # imports bitsandbytes, which takes seconds
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the peers: they shall leave no zombies
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
+        if "ended" in order:
+            print(_status(order["ended"]), flush=True)
+            continue
         pid = os.fork()
         if pid == 0:
             _live(order)
         print(pid, flush=True)
 
 
+def _status(pid: int) -> str:
+    """Return a peer's exit status, as `subprocess` has it, or nothing while the peer lives."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return str(os.waitstatus_to_exitcode(status)) if found else ""
+
+
 def _live(order: dict[str, Any]) -> None:
     """Be a peer until the run is over."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if order["netns"]:
         with Path("/run/netns", order["netns"]).open() as netns:
