@@ -14,8 +14,8 @@ from tests.p2p.processes import Run
 def start() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def begin(*arguments: object, **options: Any) -> Run:
-        runs.append(Run(*arguments, **options))
+    def begin(*arguments: object, kind: type[Run] = Run, **options: Any) -> Run:
+        runs.append(kind(*arguments, **options))
         return runs[-1]
 
     yield begin

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.takeover import choose_standby_lead, has_majority, seniority
+from lightning_swarm.core import process
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.protocol.messages.batches import RecordReply
 from lightning_swarm.protocol.messages.step import Record
@@ -253,6 +254,7 @@ def train(
     cut: bool = True,
     gated: bool = False,
     listen: str = "",
+    log: str = "",
 ) -> None:
     """As a user's script does that trains in a run.
 
@@ -265,7 +267,11 @@ def train(
         cut: False: each trainer computes the whole model itself.
         gated: The model is `Long`, the run ends by itself, and a `Gate` holds each step.
         listen: At an address of its host; none: peers of this machine only.
+        log: Lowest level of messages that it prints, as of `SWARM_LOG`.
     """
+    if log:
+        os.environ[process.LOG] = log
+        process.follow_environment()
     notes, make = Notes(Path(folder) / f"trainer-{number}"), Long if gated else Validated
     strategy = NotedStrategy(
         notes,

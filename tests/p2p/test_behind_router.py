@@ -14,7 +14,7 @@ from benchmarks.hosts import BEHIND, Hosts
 from tests.p2p.several import NUM_EPOCHS, Long, Several
 from tests.p2p.test_killed import assert_undisturbed
 from tests.p2p.test_whole_churn import NUM_STEPS, Churn
-from tests.p2p.warm import Zygote, wait_until
+from tests.p2p.warm import shared_zygote, wait_until
 
 # Cold starts in this file: 1, the process that all trainers are forked from.
 
@@ -34,10 +34,9 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.timeout(400)
 def test_each_sample_counts_once(hosts: Hosts, tmp_path: Path) -> None:
     """And another trainer that comes later, and is told of an address that it cannot reach, trains beside it."""
-    (tmp_path / "logs").mkdir()
     with (
         hosts.behind(3) as inner,
-        closing(Zygote(tmp_path / "logs")) as zygote,
+        shared_zygote() as zygote,
         closing(Churn(zygote, tmp_path, random.Random(0))) as churn,
     ):
         churn.begin(netns=hosts.namespace(0), listen=hosts.address(0))
@@ -46,7 +45,7 @@ def test_each_sample_counts_once(hosts: Hosts, tmp_path: Path) -> None:
         churn.begin(netns=hosts.namespace(1), listen=hosts.address(1), initial_peers=first)
         churn.begin(netns=inner, listen=BEHIND, initial_peers=first)
         churn.wait(5)
-        churn.begin(netns=hosts.namespace(2), listen=hosts.address(2), initial_peers=first)
+        churn.begin(netns=hosts.namespace(2), listen=hosts.address(2), initial_peers=first, log="info")
         churn.wait(25)
         churn.finish()
         hidden = churn.address(2).partition("/")[2]

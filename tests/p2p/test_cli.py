@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from lightning_swarm import cli
 from lightning_swarm.planner.records import ENOUGH
 from tests.p2p.processes import COMMAND, Run
+from tests.p2p.warm import WarmRun
 
 # Cold starts of peers in this file: 3. The onlooker is none.
 
@@ -99,7 +100,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
     runs: list[Run] = []
 
     def begin(*arguments: object) -> Run:
-        runs.append(Run(*arguments, program=COMMAND))
+        runs.append(WarmRun(*arguments, program=COMMAND))
         return runs[-1]
 
     yield begin

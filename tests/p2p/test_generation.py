@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from typing_extensions import override
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.client.inference import InferenceSession
 from lightning_swarm.core.limits import Limits
-from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
+from tests.p2p.warm import LIMITS, SERVING, Server, Zygote, shared_zygote, wait_until
 from tests.parity.harness import QUIET, run_plain
 from tests.parity.test_generation import FAMILIES, Writing, made, write
 from tests.parity.test_hugging_face import loader
@@ -43,8 +42,8 @@ class Strategy(SwarmStrategy):
 
 
 @pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with closing(Zygote(tmp_path_factory.mktemp("servers"))) as made_one:
+def zygote() -> Iterator[Zygote]:
+    with shared_zygote(*SERVING) as made_one:
         yield made_one
 
 

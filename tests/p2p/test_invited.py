@@ -86,7 +86,7 @@ class _Users:
 
     def call(self, *arguments: object) -> Run:
         """On the starter's machine, as the starter."""
-        return self._start("starter", *arguments, netns=self._netns(0))
+        return self._start("starter", *arguments, program=COMMAND, netns=self._netns(0))
 
     def invite(self, role: str, name: str = "", *options: object, days_ago: int = 0) -> Path:
         path, now_s = self._folder / f"{name or role}.invite", time.time()

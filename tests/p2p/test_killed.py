@@ -35,7 +35,7 @@ from tests.contract.metadata import ACTION, REASONS, Metadata, let_go
 from tests.features.test_trainers import Lines
 from tests.p2p import train
 from tests.p2p.several import BATCHES, NUM_EPOCHS, Losses, Several, Validated, said
-from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
+from tests.p2p.warm import LIMITS, Server, Zygote, shared_zygote, wait_until
 from tests.p2p.zygote import Planned, planned
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, run_plain
 from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
@@ -97,8 +97,8 @@ class Steps(L.Callback):
 
 
 @pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with closing(Zygote(tmp_path_factory.mktemp("servers"))) as made:
+def zygote() -> Iterator[Zygote]:
+    with shared_zygote() as made:
         yield made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
 from tests.p2p.kinds import strategy_of
-from tests.p2p.warm import LIMITS, Zygote, wait_until
+from tests.p2p.warm import LIMITS, Zygote, shared_zygote, wait_until
 from tests.parity.harness import LOSS_TOLERANCE, assert_exact, run_on
 from tests.parity.test_kinds import KINDS, plain, train
 
@@ -22,8 +21,8 @@ pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:Found .* 
 
 
 @pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with closing(Zygote(tmp_path_factory.mktemp("servers"))) as made:
+def zygote() -> Iterator[Zygote]:
+    with shared_zygote() as made:
         yield made
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,22 @@ from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol.compression.quantization import Blockwise8Bit
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.train import ROWS, WIDTH, make
+from tests.p2p.warm import WarmRun
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
 from tests.parity.models import Net, digits
 from tests.parity.trainers import Curve, assert_exact
 from tests.wire import wired
 
-# Cold starts of peers in this file: 2 + 3 + 3 + 2 for the curves, 4 times 2 for the ghosts and the daemon.
+# Cold starts of peers in this file: 1 + 1 + 2 + 1 + 1 for the curves and the daemon, 3 times 2 for the ghosts.
 
 Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start_warm(start: Start) -> Start:
+    """Starts runs whose first process is forked from one that has imported everything."""
+    return partial(start, kind=WarmRun)
+
 
 KILLED_AT = 30
 """In this step the only server of the second stage dies. Its launcher's process goes back to a snapshot, alone."""
@@ -46,13 +55,19 @@ KILLED_AT = 30
     ],
 )
 def test_curve_equals_the_plain_trainers(
-    start: Start, tmp_path: Path, model: str, devices: int, num_stages: int, clip: float | None, joiner_at: int | None
+    start_warm: Start,
+    tmp_path: Path,
+    model: str,
+    devices: int,
+    num_stages: int,
+    clip: float | None,
+    joiner_at: int | None,
 ) -> None:
     # DataLoader workers: forked from a process with a swarm in it, alive when it leaves, and masters of SIGCHLD.
     options: list[object] = ["--clip", clip, "--num-workers", 2, "--kill-at", KILLED_AT] if clip else []
     if joiner_at:
         options += ["--joiner-at", joiner_at]
-    run = start(
+    run = start_warm(
         model, tmp_path, "--devices", devices, "--num-stages", num_stages, "--microbatch-size", 3, "--max-steps", 50,
         *options,
     )  # fmt: skip
@@ -63,13 +78,13 @@ def test_curve_equals_the_plain_trainers(
         run.wait_for("waiting for a joiner")
         (tmp_path / "joiner").mkdir()
         environment = {"PYTHONPATH": str(SCRIPT.parents[2])}
-        joiner = start(
+        joiner = start_warm(
             # Into how many stages the model is cut, the run decides.
             "serve", address, SCRIPT, model, tmp_path / "joiner", "--devices", 1, "--role", "both", "--num-stages", 3,
             program=COMMAND, environment=environment,
         )  # fmt: skip
         run.wait_for("waiting for an onlooker")
-        onlooker = start("status", address, "--json", program=COMMAND, environment=environment)
+        onlooker = start_warm("status", address, "--json", program=COMMAND, environment=environment)
         seen = json.loads(onlooker.wait_for('{"run_id"'))
         assert onlooker.wait() == 0, "".join(onlooker.output)
         (tmp_path / "seen").touch()
@@ -131,9 +146,9 @@ def with_wires(module: Net) -> Net:
 
 
 @pytest.mark.thorough
-def test_boundary_carries_one_activation_and_one_gradient(start: Start, tmp_path: Path) -> None:
+def test_boundary_carries_one_activation_and_one_gradient(start_warm: Start, tmp_path: Path) -> None:
     """Encoded, and none of it passes through the trainer, which holds no stage here."""
-    run = start(
+    run = start_warm(
         "wide", tmp_path, "--devices", 3, "--num-stages", 2, "--role", "trainer", "--microbatch-size", ROWS,
         "--max-steps", 50, "--split", CUT, "--compression", "8bit",
     )  # fmt: skip
@@ -161,9 +176,9 @@ def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:
 
 
 @pytest.mark.thorough
-def test_two_trainers_make_the_curve_of_the_batches_that_count(start: Start, tmp_path: Path) -> None:
+def test_two_trainers_make_the_curve_of_the_batches_that_count(start_warm: Start, tmp_path: Path) -> None:
     """Until an exception of the lead ends the run for both; no process outlives it."""
-    run = start("digits", tmp_path, "--role", "both", "--target-batch-size", 20, "--fail-at", 60)
+    run = start_warm("digits", tmp_path, "--role", "both", "--target-batch-size", 20, "--fail-at", 60)
     run.wait_for("batch 60")
     assert run.survivors() == []
     assert run.wait() != 0
@@ -186,8 +201,8 @@ def test_two_trainers_make_the_curve_of_the_batches_that_count(start: Start, tmp
 
 
 @pytest.mark.thorough
-def test_a_server_whose_daemon_is_killed_says_so_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
-    run = start("digits", tmp_path, "--num-stages", 2, "--microbatch-size", 3, "--max-steps", 50, "--clip", 0.5)
+def test_a_server_whose_daemon_is_killed_says_so_and_the_run_goes_on(start_warm: Start, tmp_path: Path) -> None:
+    run = start_warm("digits", tmp_path, "--num-stages", 2, "--microbatch-size", 3, "--max-steps", 50, "--clip", 0.5)
     run.wait_for("batch 3")
     (server,) = (pid for pid, command in run.alive().items() if "_bootstrap.py" in command)
     (daemon,) = (pid for pid, command in run.alive().items() if "p2pd" in command and parent_of(pid) == server)

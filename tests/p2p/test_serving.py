@@ -23,15 +23,14 @@ import torch
 
 from lightning_swarm import AttachStrategy, remote_model
 from lightning_swarm.client.tuning import Chain
-from tests.p2p.processes import Run, free_port
-from tests.p2p.warm import WarmRun
+from tests.p2p.processes import COMMAND, Run, free_port
+from tests.p2p.warm import SERVING, WarmRun
 from tests.parity import test_attach as tuning
 from tests.served import calling, make_model
 
 # Cold starts of peers in this file: none; all are forked from a process that has imported everything.
 pytestmark = pytest.mark.thorough
 
-MODULES = ("transformers.models.llama.modeling_llama", "peft")  # they take seconds to import
 PROMPT = "a b c"
 WORDS = ["[PAD]", "[BOS]", *"abcdefghijklmnopqrstuvwxyz", "."]
 CHAT = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
@@ -69,10 +68,15 @@ class Servers:
 
     def start(self, name: str, *options: object) -> Run:
         join = ("--join", self.address) if self.address else ("--stages", 4)
-        run = self.runs[name] = WarmRun("serve", *join, *options, modules=MODULES)
+        run = self.command(name, "serve", *join, *options)
         line = run.wait_for("Others can join")
         self.address = self.address or line.split()[-1]
         self.names[line.split()[-1].rpartition("/")[2]] = name
+        return run
+
+    def command(self, name: str, *arguments: object) -> Run:
+        """Run a command."""
+        run = self.runs[name] = WarmRun(*arguments, program=COMMAND, modules=SERVING)
         return run
 
     def end(self) -> None:
@@ -190,10 +194,14 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
 
     model = make_model("llama")
     servers.start("a", "--weights", servers.folder)
-    written = WarmRun("generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, modules=MODULES)
+    written = WarmRun(
+        "generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, program=COMMAND, modules=SERVING
+    )
     servers.runs["written"] = written
     port = free_port()
-    endpoint = servers.runs["http"] = WarmRun("http", f"small={servers.address}", "--port", port, modules=MODULES)
+    endpoint = servers.runs["http"] = WarmRun(
+        "http", f"small={servers.address}", "--port", port, program=COMMAND, modules=SERVING
+    )
     endpoint.wait_for("Answering at")
     base = f"http://127.0.0.1:{port}"
     deadline_s = time.monotonic() + 60.0
@@ -259,7 +267,7 @@ def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(serv
     for name, text in (("up", "a b c d e f g h "), ("down", "h g f e d c b a ")):
         (tmp_path / name).write_text(text * 40)
         command = [servers.address, tmp_path / name, tmp_path / f"adapter-{name}"]
-        runs.append(WarmRun(*command, program=(sys.executable, str(script)), modules=MODULES))
+        runs.append(WarmRun(*command, program=(sys.executable, str(script)), modules=SERVING))
         servers.runs[name] = runs[-1]
     for run in runs:
         run.wait_for("Epoch 1")
@@ -269,7 +277,9 @@ def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(serv
         assert f"It writes: {written}" in "".join(run.output)
     assert servers.runs["b"].wait() == -signal.SIGKILL
     options = ("--prompt", "h g", "--max-new-tokens", "7", "--adapter", tmp_path / "adapter-down")
-    generating = servers.runs["generate"] = WarmRun("generate", servers.address, *options, modules=MODULES)
+    generating = servers.runs["generate"] = WarmRun(
+        "generate", servers.address, *options, program=COMMAND, modules=SERVING
+    )
     assert generating.wait() == 0, "".join(generating.output)
     assert "h g f e d c b a h" in "".join(generating.output)
 

@@ -20,7 +20,7 @@ from benchmarks.hosts import DEVICE, Hosts
 from tests.docs import my_project
 from tests.docs.commands import lines
 from tests.docs.pages import ROOT, blocks, shown
-from tests.p2p.warm import Server, Zygote, wait_until
+from tests.p2p.warm import Server, Zygote, shared_zygote, wait_until
 
 # Cold starts in this file: the process that all commands are forked from, once in each test; in thorough runs 3 more.
 
@@ -73,13 +73,8 @@ class Machine:
 def machines(tmp_path: Path) -> Iterator[list[Machine]]:
     if _MISSING:
         pytest.skip(f"two machines are network namespaces, which need {_MISSING}")
-    zygote = Zygote(tmp_path)
-    with _Machines([0.0, 0.0]) as hosts:
-        found = [Machine(zygote, hosts.namespace(number), tmp_path / f"machine{number + 1}") for number in range(2)]
-        try:
-            yield found
-        finally:
-            zygote.close()
+    with _Machines([0.0, 0.0]) as hosts, shared_zygote() as zygote:
+        yield [Machine(zygote, hosts.namespace(number), tmp_path / f"machine{number + 1}") for number in range(2)]
 
 
 def commands(page: str, *, after: str = "") -> list[list[str]]:

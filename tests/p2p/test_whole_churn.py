@@ -20,7 +20,7 @@ import pytest
 
 from tests.p2p.several import NUM_EPOCHS, Long, Several, let_go, said
 from tests.p2p.test_killed import assert_undisturbed
-from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
+from tests.p2p.warm import LIMITS, Server, Zygote, shared_zygote, wait_until
 from tests.parity.test_shared_data import counted
 
 # Cold starts in this file: 1, the process that all trainers are forked from.
@@ -35,8 +35,8 @@ SEEDS = range(max(1, int(os.environ.get("SWARM_TIMES", "0"))))
 
 
 @pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with closing(Zygote(tmp_path_factory.mktemp("logs"))) as made:
+def zygote() -> Iterator[Zygote]:
+    with shared_zygote() as made:
         yield made
 
 

@@ -7,23 +7,27 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from tests.p2p.processes import COMMAND, MARK, Run
+from tests.p2p.processes import COMMAND, MARK, SCRIPT, Run
 
 LIMITS: dict[str, Any] = {"silence_timeout": 5.0, "call_timeout": 60.0, "leave_timeout": 5.0}
 PATIENCE_S = 120.0
+SERVING = ("transformers.models.llama.modeling_llama", "peft")
+"""Modules of processes that serve a model, which take seconds to import."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+:\d+/\w+")
@@ -36,6 +40,7 @@ class Zygote:
         self._folder = folder
         self._lock = threading.Lock()
         self._num_begun = 0
+        self._begun: list[Server] = []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.p2p.zygote", *modules],
@@ -72,7 +77,9 @@ class Zygote:
         self._num_begun += 1
         log = self._folder / f"{role}-{self._num_begun}.log"
         log.touch()
-        return Server(int(self._ask(log=str(log), role=role, options=options, netns=netns)), log)
+        server = Server(int(self._ask(log=str(log), role=role, options=options, netns=netns)), log)
+        self._begun.append(server)
+        return server
 
     def status(self, pid: int) -> int | None:
         """Return the exit status of a peer, or None while it lives. A status is returned once."""
@@ -84,6 +91,13 @@ class Zygote:
             assert self._process.stdin is not None
             print(json.dumps(order), file=self._process.stdin, flush=True)
             return self._read()
+
+    def end_peers(self) -> None:
+        """Kill all peers that still live."""
+        for server in self._begun:
+            if server.alive:
+                os.kill(server.pid, signal.SIGKILL)
+        self._begun.clear()
 
     def close(self) -> None:
         """End it, and with it all peers that still live."""
@@ -143,9 +157,16 @@ def wait_until(reached: Callable[[], bool], otherwise: str) -> None:
         threading.Event().wait(0.02)
 
 
+@contextmanager
+def shared_zygote(*modules: str) -> Iterator[Zygote]:
+    """A zygote that all tests of this process share. Peers that still live in the end are killed."""
+    zygote = _shared(*modules)
+    yield zygote
+    zygote.end_peers()
+
+
 @functools.cache
 def _shared(*modules: str) -> Zygote:
-    """The zygote of all `WarmRun`s of this process."""
     folder = tempfile.TemporaryDirectory()
     zygote = Zygote(Path(folder.name), *modules)
     atexit.register(folder.cleanup)
@@ -192,7 +213,7 @@ class WarmRun(Run):
     def __init__(
         self,
         *arguments: object,
-        program: Sequence[str] = COMMAND,
+        program: Sequence[str] = (sys.executable, str(SCRIPT)),
         environment: Mapping[str, str] | None = None,
         netns: str = "",
         modules: Sequence[str] = (),

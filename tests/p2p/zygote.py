@@ -182,6 +182,8 @@ def type_in(*, command: list[str], folder: str, environment: dict[str, str]) -> 
     if command[0] == "python":
         _bootstrap.run(command[1:])
     else:
+        main = sys.modules["__main__"]
+        main.__spec__, main.__file__ = None, str(Path(sys.executable).with_name(command[0]))  # as in a user's process
         sys.argv[:] = command
         sys.exit(cli.main())
 
