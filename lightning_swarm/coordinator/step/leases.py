@@ -27,7 +27,7 @@ from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
 
 _log = logging.getLogger(__name__)
 
-_LEAST_PATIENCE_S: Final = 0.5
+_LEAST_PATIENCE_S: Final = 0.5  # shortest time for which a waiting trainer leaves batches to other trainers
 _MANY_LEFT: Final = 10  # batches in a row that a trainer left to other trainers, before a warning
 _FIRST_PATIENCE_S: Final = 5.0  # before a trainer's first batch is complete: compilers and caches are cold
 
@@ -48,12 +48,12 @@ class LeaseTable:
         gone: Collection[PeerId],
     ) -> None:
         self._run = run
-        self._leases = leases  # lease numbers
+        self._leases = leases  # numbers for new leases
         self._on_grant = on_grant  # called with a step and the trainer that has got a place in it
         self._gone = gone  # trainers that do not answer
-        self._waiting: dict[PeerId, GrantRequest] = {}  # trainers that found the step full, in order of arrival
-        self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # places granted as the step opened
-        self._idle: dict[PeerId, WaitingTrainer] = {}  # trainers that wait with a numbered batch
+        self._requests: dict[PeerId, GrantRequest] = {}  # requests that found the step full, in order of arrival
+        self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # requests that got a place as the step opened
+        self._waiting: dict[PeerId, WaitingTrainer] = {}  # trainers that wait with a numbered batch
         self._times: defaultdict[PeerId, BatchTimes] = defaultdict(BatchTimes)
         self._warned_large = False
         self._warned_slow: set[PeerId] = set()
@@ -65,7 +65,7 @@ class LeaseTable:
         """
         if self._is_beyond(step):
             return GrantReply(over=True)
-        if request.step < step.step:  # before it gets a reserved place, it must know the record of the step before
+        if request.step < step.step:  # a trainer must know the former step's record before it gets a reserved place
             return GrantReply(wait=WaitForRecord(step=step.step - 1))
         scale = self._run.loss_scale
         # While a record is applied, this peer already has the next step's loss scale, and the trainer has to wait.
@@ -80,16 +80,17 @@ class LeaseTable:
                 f"all batches of step {step.step} are named by epoch and index, or none is; got {request.batch}"
             )
         if request.batch is not None:
-            return self._ask_for(step, trainer, request, request.batch)
+            return self._answer(step, trainer, request, request.batch)
         asked, grant = self._reserved.get(trainer, (None, None))
+        # The request that waited in the former step, repeated.
         if grant is not None and asked == replaced(request, step=step.step - 1):
             del self._reserved[trainer]
             return GrantReply(grant=grant)
         grant = self._grant(step, trainer, request)
         if grant is None:
-            self._waiting[trainer] = request
+            self._requests[trainer] = request
             return GrantReply(wait=WaitForRecord(step=step.step))
-        self._waiting.pop(trainer, None)
+        self._requests.pop(trainer, None)
         self._warn_of_large(request)
         return GrantReply(grant=grant)
 
@@ -107,17 +108,17 @@ class LeaseTable:
 
     def opened(self, step: OpenStep) -> OpenStep:
         """Grant places in a new step to waiting trainers, and return the step."""
-        self._idle = {}
+        self._waiting = {}
         lead = self._run.manifest.lead
         # The lead comes first, so that it waits for one record only. But if one batch fills a step, trainers take
         # turns; otherwise, the lead would always get the only place.
-        waiting = sorted(self._waiting.items(), key=lambda item: item[0] != lead or self._fills(item[1]))
-        self._waiting, self._reserved = {}, {}
-        for trainer, request in () if self._is_beyond(step) else waiting:
+        requests = sorted(self._requests.items(), key=lambda item: item[0] != lead or self._fills(item[1]))
+        self._requests, self._reserved = {}, {}
+        for trainer, request in () if self._is_beyond(step) else requests:
             with contextlib.suppress(ProtocolError):  # raised once more when the trainer asks again
                 grant = self._grant(step, trainer, request)
                 if grant is None:
-                    self._waiting[trainer] = replaced(request, step=step.step)
+                    self._requests[trainer] = replaced(request, step=step.step)
                 else:
                     self._reserved[trainer] = (request, grant)
         return step
@@ -133,8 +134,8 @@ class LeaseTable:
         self._times[trainer].ended(now_s())
 
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether a waiting trainer would get another answer by now."""
-        waiting = self._idle.get(trainer)
+        """Return whether a trainer that was told to wait would now be told something else."""
+        waiting = self._waiting.get(trainer)
         if trainer in step.without:
             return False
         if waiting is None:
@@ -145,12 +146,12 @@ class LeaseTable:
 
     def patience_s(self, trainer: PeerId) -> float | None:
         """Return the seconds for which a trainer still leaves batches to other trainers; None if it does not wait."""
-        waiting = self._idle.get(trainer)
+        waiting = self._waiting.get(trainer)
         return None if waiting is None else max(0.0, waiting.until_s - now_s())
 
     def leaves_own(self, trainer: PeerId) -> bool:
         """Return whether a trainer waits because other trainers would complete its batch sooner."""
-        waiting = self._idle.get(trainer)
+        waiting = self._waiting.get(trainer)
         return waiting is not None and waiting.leaves_own
 
     def owed_by(self, step: OpenStep) -> set[PeerId]:
@@ -159,19 +160,20 @@ class LeaseTable:
 
     def owes(self, step: OpenStep, trainer: PeerId) -> bool:
         """Return whether other trainers wait for a batch in this trainer's lane."""
-        return any(peer != trainer for peer in self._idle) and trainer in self.owed_by(step)
+        return any(peer != trainer for peer in self._waiting) and trainer in self.owed_by(step)
 
-    def _ask_for(self, step: OpenStep, trainer: PeerId, request: GrantRequest, batch: BatchNumber) -> GrantReply:
+    def _answer(self, step: OpenStep, trainer: PeerId, request: GrantRequest, batch: BatchNumber) -> GrantReply:
+        """Grant this batch, or another one that the trainer brings besides; or let the trainer wait or go on."""
         before = step.granted(trainer, request.number)
         if before is not None:
             return GrantReply(grant=self._as_grant(step, before))
         if self._passed(step, batch):
-            self._idle.pop(trainer, None)
+            self._waiting.pop(trainer, None)
             return GrantReply(passed=True)
         chosen = self._chosen(step, self._wait_with(step, trainer, batch))
         if chosen is None:
             return GrantReply(wait=WaitForRecord(step=step.step))
-        self._idle.pop(trainer, None)
+        self._waiting.pop(trainer, None)
         lease = next(self._leases)
         step.hand_out(lease, trainer, chosen, request.gradient_scale, request.number)
         self._times[trainer].granted(now_s())
@@ -179,7 +181,7 @@ class LeaseTable:
         return GrantReply(grant=self._as_grant(step, lease))
 
     def _passed(self, step: OpenStep, batch: BatchNumber) -> bool:
-        """Return whether a batch needs no trainer any more; at an epoch's end, whether none of its batches does."""
+        """Return whether a batch needs no trainer any more. An index past the last batch stands for the whole epoch."""
         window = step.window
         assert window is not None
         plan = window.order.plan(batch[0])
@@ -195,7 +197,7 @@ class LeaseTable:
 
     def _wait_with(self, step: OpenStep, trainer: PeerId, batch: BatchNumber) -> WaitingTrainer:
         """Record that a trainer waits with a batch, and how long it leaves batches to other trainers."""
-        waiting = self._idle.get(trainer)
+        waiting = self._waiting.get(trainer)
         own = batch in step.free
         if waiting is not None and waiting.batch == batch and (waiting.leaves_own or not own):
             return waiting
@@ -209,21 +211,21 @@ class LeaseTable:
         else:
             patience_s = max(_LEAST_PATIENCE_S, _FIRST_PATIENCE_S if times.took_s is None else times.took_s)
             waiting = WaitingTrainer(batch, now_s(), patience_s, times.took_s)
-        self._idle[trainer] = waiting
+        self._waiting[trainer] = waiting
         times.has_waited = True
         return waiting
 
-    def lacks_model(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether a trainer's batches need its own server, which takes no part in the step or in the run."""
+    def _lacks_model(self, step: OpenStep, trainer: PeerId) -> bool:
+        """Return whether a trainer cannot compute: its own server has the model, and is left out of the step or run."""
         return trainer in step.without or self._run.lacks_model(trainer)
 
     def _others(self, step: OpenStep, trainer: PeerId) -> Iterator[tuple[float, float]]:
-        """Yield for each other working trainer when it begins its next batch, and the seconds that this takes."""
+        """Yield, for each other working trainer, the time when it begins its next batch and the seconds per batch."""
         for peer in self._run.trainers:
-            if peer == trainer or peer in self._gone or self.lacks_model(step, peer) or self.leaves_own(peer):
+            if peer == trainer or peer in self._gone or self._lacks_model(step, peer) or self.leaves_own(peer):
                 continue
             times = self._times[peer]
-            free_s = now_s() if peer in self._idle else times.free_s(now_s())
+            free_s = now_s() if peer in self._waiting else times.free_s(now_s())
             if free_s is not None and times.newest_s:
                 yield free_s, max(times.newest_s)
 
@@ -232,7 +234,7 @@ class LeaseTable:
         free = step.free
         if waiting.leaves_own and now_s() < waiting.until_s:
             return None
-        if waiting.batch in free:  # perhaps because another batch was dropped
+        if waiting.batch in free:  # it may have entered the step only since another batch was dropped
             return waiting.batch
         unattended = {number for number in free if self._is_unattended(step, number)}
         return choose_besides(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
@@ -249,10 +251,11 @@ class LeaseTable:
                 yield Lane(numbers[-1], free_s + len(numbers) * times.took_s)
 
     def _is_unattended(self, step: OpenStep, number: BatchNumber) -> bool:
+        """Return whether the trainer in whose lane a batch is will not bring it."""
         owner = self._owner(step, number)
-        idle = self._idle.get(owner)
-        is_left = idle is not None and (number < idle.batch or idle.leaves_own)
-        return is_left or owner in self._gone or self.lacks_model(step, owner)
+        waiting = self._waiting.get(owner)
+        is_left = waiting is not None and (number < waiting.batch or waiting.leaves_own)
+        return is_left or owner in self._gone or self._lacks_model(step, owner)
 
     def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
         """Return the trainer whose lane has a batch, as far as the epoch's order is known here."""
@@ -264,6 +267,7 @@ class LeaseTable:
     # ------------------------------------------------------------------ batches without numbers
 
     def _grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
+        """Grant a place, the same one to a repeated request; None if the step is full."""
         lease = step.granted(trainer, request.number)
         if lease is None:
             lease = next(self._leases)
@@ -286,10 +290,12 @@ class LeaseTable:
         )
 
     def _fills(self, request: GrantRequest) -> bool:
+        """Return whether a batch alone fills a step."""
         target = self._run.manifest.settings.target_batch_size
         return target is not None and request.num_samples >= target
 
     def _is_beyond(self, step: OpenStep) -> bool:
+        """Return whether the run ends before this step."""
         max_steps = self._run.manifest.max_steps
         return max_steps is not None and step.step >= max_steps
 
