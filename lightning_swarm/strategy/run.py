@@ -43,7 +43,7 @@ class SwarmRun:
         return type(None), ()
 
     @property
-    def gathers(self) -> bool:
+    def gathers_weights(self) -> bool:
         """Return whether the module should hold the trained weights after training."""
         return self.config.gather_on_end and not is_on_meta(self.trainer.lightning_module)
 

@@ -274,9 +274,9 @@ def _connect_weights(strategy: SwarmStrategy, run: SwarmRun) -> None:
     if fitting:
         weights.hand_out_first_state(strategy.optimizers[0])
         weights.watch_optimizer(trainer, run.written)
-    if run.gathers:
+    if run.gathers_weights:
         run.undo.callback(WeightSync(trainer, weights, access).close)
-    if fitting and config.gather_on_end and not run.gathers:
+    if fitting and config.gather_on_end and not run.gathers_weights:
         rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
     if fitting and strategy.checkpoints.writes_files:
         strategy.checkpoints.files = CheckpointFiles(trainer, strategy.checkpoint_io)

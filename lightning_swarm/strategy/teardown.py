@@ -27,7 +27,7 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
         run.trains = False
     try:
         strategy.checkpoints.close_files()
-    except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
+    except Exception as error:  # noqa: BLE001 - raised here, it would keep Lightning from its teardown
         exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
     if isinstance(exception, StepError | PeerError) and run is not None and run.loop is not None:
         exception.add_note(_how_to_go_on(run.trainer))
@@ -36,7 +36,7 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     elif strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):
         # The run continues without this trainer.
         if run is not None:
-            with contextlib.suppress(SwarmError):  # it may be over
+            with contextlib.suppress(SwarmError):  # the run may be over
                 run.retire(f"{type(exception).__name__}: {exception}")
         if strategy.swarm_launcher is not None:
             strategy.swarm_launcher.let_children_leave()
@@ -60,25 +60,26 @@ def _how_to_go_on(trainer: Trainer) -> str:
 def _keep_weights(strategy: SwarmStrategy) -> None:
     """Gather the weights trained so far into the lead's module, if it should hold them and the swarm can send them."""
     run, weights = strategy.run, strategy.weights
-    if run is None or weights is None or not run.gathers or not weights.stale:
+    if run is None or weights is None or not run.gathers_weights or not weights.stale:
         return
     try:
         weights.gather_into_module(strategy.optimizers[0], timeout=run.config.limits.leave_timeout)
-    except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
+    except Exception as error:  # noqa: BLE001 - raised here, it would keep Lightning from its teardown
         _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
 
 def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
     """End the run around Lightning's own teardown; in a rollback, keep this machine's peers for the next run."""
     run, rolls_back = strategy.run, strategy.rollback.is_rolling_back
-    if run is not None:  # Lightning moves the module
-        run.access.close()
+    if run is not None:
+        run.access.close()  # stops watching the module's tensors, because Lightning is about to move them
     try:
         try:
             if run is not None:
                 if run.trains and not (rolls_back or strategy.is_global_zero):
-                    run.serve_on()  # the loop had nothing left to do after its checkpoint
-                run.session.pipeline.marks.clear()
+                    # The checkpoint was at the loop's end, so the loop never ran, and `end_loop` was not called.
+                    run.serve_on()
+                run.session.pipeline.marks.clear()  # user code may use gradients again
             with staying_on_meta():
                 default()
         finally:
@@ -103,7 +104,7 @@ def _release(strategy: SwarmStrategy) -> None:
 def _end_run(strategy: SwarmStrategy) -> None:
     """Restore module, loop and callbacks as they were before the run."""
     if strategy.lightning_module is not None:
-        add_hooks(strategy.lightning_module)
+        add_hooks(strategy.lightning_module)  # hooks of boundary layers, which the run removed to cut the model
     with contextlib.ExitStack() as ending:
         if strategy.data is not None:
             ending.callback(strategy.data.close)
