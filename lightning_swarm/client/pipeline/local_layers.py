@@ -1,4 +1,4 @@
-"""Layers around the pipeline, such as embeddings and a head, which each trainer computes itself."""
+"""A trainer's layers around the pipeline, such as embeddings and a head, and their copies in the run."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class LocalStage(Protocol):
 # own parameters, between batches, so they never change under user code.
 @dataclass
 class LocalLayers:
-    """The parameters with which this trainer computes itself, and their copies in the run."""
+    """Parameters and buffers of the layers that the trainer itself computes, and their copies in the run."""
 
     module: StageModule  # holds the user's own tensors
     stage: LocalStage
     runtime: Runtime
     is_held: Callable[[], bool]  # returns whether this trainer is in the roster of the copies, as far as it knows
-    until_held: Callable[[], None] | None = None  # waits until it is again; None: it never will be
+    until_held: Callable[[], None] | None = None  # waits until it is in the roster again; None: it never will be
     selection: Selection | None = None  # parameters in the optimizer; None: nothing trains
     _version: int | None = None  # version of the module's own parameters
     _checked_gradients: bool = False
@@ -62,7 +62,7 @@ class LocalLayers:
 
     def __post_init__(self) -> None:
         self._statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
-        self._spent = GradientMarks(list(self.parameters.values()))
+        self._spent = GradientMarks(list(self.parameters.values()))  # at gradients that are in the stage's sum
         names = {id(buffer): name for name, buffer in self._buffers().items()}
         self._names_of_norms = [
             [names[id(buffer)] for buffer in norm.buffers(recurse=False)] for norm in self._statistics.norms
@@ -76,8 +76,11 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, collect the current batch's statistics. The norms' own statistics count it until a record does."""
-        self._spent.clear()  # a user's own `.backward()` would add to the marks
+        """Collect the statistics that batch norms see within this context, which are those of the current batch.
+
+        The module's running statistics include them at once; those of the run only with the step's record.
+        """
+        self._spent.clear()  # otherwise a user's own `.backward()` would add to the marks at `grad`
         self.check_buffers()
         with self._statistics.watched() as self._seen:
             yield
@@ -109,7 +112,10 @@ class LocalLayers:
         self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight, seen.values))
 
     def check_clear(self) -> None:
-        """Refuse gradients of a backward before Lightning's own where plain Lightning would add both."""
+        """Raise if a `.backward()` of user code has left gradients before Lightning's own backward.
+
+        Plain Lightning would add both; here only Lightning's counts.
+        """
         found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
         if found:
             raise ConfigError(
@@ -119,7 +125,7 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def gradients_spent(self) -> Iterator[None]:
-        """Inside, refuse uses of the previous batch's gradients, which were moved to the stage's sum."""
+        """Within this context, refuse uses of the previous batch's gradients, which are in the stage's sum."""
         if self._has_added:
             self._spent.set()
         try:
@@ -134,7 +140,7 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def gradients_elsewhere(self) -> Iterator[None]:
-        """Inside, refuse uses of gradients. All but perhaps the last batch's are in the servers' sums."""
+        """Within this context, refuse uses of `grad`, which has at most the last batch's part of a step's gradient."""
         parameters = list(self.parameters.values())
         own = [parameter.grad for parameter in parameters]
         self.clear()
@@ -186,6 +192,7 @@ class LocalLayers:
             )
 
     def _buffers(self) -> dict[str, Tensor]:
+        """Return the user's own buffers, by name."""
         own = self.parameters
         return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in own}
 
@@ -221,6 +228,7 @@ class LocalLayers:
         self._take_buffers(weights)
 
     def _take_buffers(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the stage's buffers into the module."""
         own = self._buffers()
         with torch.no_grad():
             for name, buffer in own.items():
@@ -229,7 +237,7 @@ class LocalLayers:
         self._counts_more = False
 
     def drop_uncounted(self, version: int) -> None:
-        """Restore the statistics that records count, without batches of a step that never closed."""
+        """Reset the running statistics to those of the last record, without the batches of an unfinished step."""
         if not self._counts_more:
             return
         self.runtime.run(self.stage.wait_for_version(version))
