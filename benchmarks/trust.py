@@ -80,7 +80,7 @@ def start_s(mode: Trust) -> float:
         initial, invite = starter.address, None
         if entry is not None:
             invite = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".invite"))
-            invite.write(entry.for_children(1, train=False, now_s=time.time()) or "")
+            invite.write(entry.invitation_for_children(1, train=False, now_s=time.time()) or "")
             invite.flush()
         own = config(initial_peers=initial, role="server", invite=None if invite is None else invite.name)
         joiner = hivemind_peer(own, entry_of(own, owners_folder, now_s=time.time()))

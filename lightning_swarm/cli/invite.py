@@ -20,7 +20,7 @@ from lightning_swarm.network.identity import public_key
 from lightning_swarm.peer.process import owners_folder
 from lightning_swarm.trust.certificates import MAX_USES, Invitation
 from lightning_swarm.trust.invitation_text import AnyInvitation, to_text
-from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
+from lightning_swarm.trust.owner import OWN_STAY_S, Owner, owner_file
 
 DESCRIPTION: Final = """\
 Write an invitation to a run that this machine started. Call it where the run was started, because the owner's key is \
@@ -115,9 +115,9 @@ def _check(arguments: argparse.Namespace) -> None:
 def _seconds(name: str, text: str) -> float:
     found = re.fullmatch(r"([1-9]\d{0,8})([mhdw])", text, re.ASCII)
     seconds = int(found[1]) * _UNITS[found[2]] if found is not None else 0
-    if not 0 < seconds <= OWN_S:
+    if not 0 < seconds <= OWN_STAY_S:
         raise ConfigError(
-            f"`{name}` must be a time of up to {OWN_S / 86400:.0f} days, like 30m, 12h, 7d or 4w, got {text!r}. "
+            f"`{name}` must be a time of up to {OWN_STAY_S / 86400:.0f} days, like 30m, 12h, 7d or 4w, got {text!r}. "
             "Correct it."
         )
     return float(seconds)

@@ -20,13 +20,13 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.trust.certificates import Certificate, Invitation, SecretInvitation, encode
 from lightning_swarm.trust.credentials import RunCredentials, mismatch, untimely
 from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, AnyInvitation, from_text, refuse, to_text
-from lightning_swarm.trust.owner import OWN_S, Owner, owner_file
+from lightning_swarm.trust.owner import OWN_STAY_S, Owner, owner_file
 
 _log = logging.getLogger(__name__)
 
-_NOTICE_S: Final = 86400.0
-_ANOTHER: Final = "Ask the run's owner for another one"
-_WRITTEN: Final = "Name the file that `lightning-swarm invite` wrote"
+_NOTICE_S: Final = 86400.0  # time between the warning and the end of this peer's certificate
+_ASK_FOR_ANOTHER: Final = "Ask the run's owner for another one"
+_NAME_THE_FILE: Final = "Name the file that `lightning-swarm invite` wrote"
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Entry:
     run_id: str
     owner: PeerId  # the root of the run's certificates
     role: Role
-    by: Owner | AnyInvitation
+    proof: Owner | AnyInvitation  # the owner's key, an invitation, or a certificate, which `AnyInvitation` includes
     certificate_file: Path | None = None  # where the certificate is kept for the next start
-    is_kept: bool = False  # `by` is the certificate of an earlier start
+    is_kept: bool = False  # `proof` is the certificate of an earlier start
 
     @property
     def may_lead(self) -> bool:
@@ -48,50 +48,52 @@ class Entry:
     @property
     def is_owner(self) -> bool:
         """Return whether this machine has the owner's key, which signs invitations."""
-        return isinstance(self.by, Owner)
+        return isinstance(self.proof, Owner)
 
     def credentials(self, peer: PeerId, *, now_s: float) -> RunCredentials:
         """Certify this peer, whose id is known once its network has started."""
-        if isinstance(self.by, Owner):
-            certificate = self.by.certify_own(peer, now_s=now_s)
-        elif isinstance(self.by, SecretInvitation):
-            certificate = self.by.certify(peer, now_s=now_s)
+        if isinstance(self.proof, Owner):
+            certificate = self.proof.certify_own(peer, now_s=now_s)
+        elif isinstance(self.proof, SecretInvitation):
+            certificate = self.proof.certify(peer, now_s=now_s)
         else:
-            certificate = self.by
+            certificate = self.proof
         if self.certificate_file is not None and not self.is_kept:
             _keep(self.certificate_file, certificate)
         return RunCredentials(self.run_id, self.owner, encode(certificate))
 
-    def check_children(self, number: int) -> None:
+    def check_children(self, num_children: int) -> None:
         """Refuse to start other peers on this machine if this one has no invitation for all of them."""
-        if self.is_kept and all(map(is_there, self._certificates_of_children(number))):
+        if self.is_kept and all(map(is_there, self._certificates_of_children(num_children))):
             return
-        if isinstance(self.by, Certificate):
+        if isinstance(self.proof, Certificate):
             raise ConfigError(
-                f"`devices` above 1 starts {number} more peers, which have to be invited, too, and this one comes by "
-                "an invitation for one peer, or by the certificate that it has kept. Give an invitation for several "
-                "(`lightning-swarm invite --uses N`) by `invite`, or use `devices=1`."
+                f"`devices` above 1 starts {num_children} more peers, which have to be invited, too, and this one "
+                "comes by an invitation for one peer, or by the certificate that it has kept. Give an invitation for "
+                "several (`lightning-swarm invite --uses N`) by `invite`, or use `devices=1`."
             )
-        if isinstance(self.by, SecretInvitation) and self.by.invitation.uses <= number:
-            uses = self.by.invitation.uses
+        if isinstance(self.proof, SecretInvitation) and self.proof.invitation.uses <= num_children:
+            uses = self.proof.invitation.uses
             raise ConfigError(
-                f"each of the {number + 1} peers that `devices` starts is a use of the invitation, which has {uses}. "
-                f"Ask the run's owner for one made with `--uses {number + 1}`, or use `devices={uses}`."
+                f"each of the {num_children + 1} peers that `devices` starts is a use of the invitation, which has "
+                f"{uses}. Ask the run's owner for one made with `--uses {num_children + 1}`, or use `devices={uses}`."
             )
 
-    def _certificates_of_children(self, number: int) -> list[Path]:
+    def _certificates_of_children(self, num_children: int) -> list[Path]:
         assert self.certificate_file is not None
         key = str(self.certificate_file.with_suffix(""))
-        return [_certificate_file(further_identity(key, rank)) for rank in range(1, number + 1)]
+        return [_certificate_file(further_identity(key, rank)) for rank in range(1, num_children + 1)]
 
-    def for_children(self, number: int, *, train: bool, now_s: float) -> str | None:
+    def invitation_for_children(self, num_children: int, *, train: bool, now_s: float) -> str | None:
         """Return an invitation for the other peers of this machine; None: they have certificates of earlier starts."""
         if self.is_kept:
             return None
-        if isinstance(self.by, Owner):
+        if isinstance(self.proof, Owner):
             role = Role.TRAINER if train else Role.SERVER
-            return to_text(self.by.invite(role, uses=number, expires_at_s=now_s + OWN_S, stay_s=OWN_S))
-        return to_text(self.by)
+            return to_text(
+                self.proof.invite(role, uses=num_children, expires_at_s=now_s + OWN_STAY_S, stay_s=OWN_STAY_S)
+            )
+        return to_text(self.proof)
 
 
 async def warn_before_end(expires_at_s: float) -> None:
@@ -139,9 +141,10 @@ def _certificate_file(identity_path: str) -> Path:
 
 
 def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, now_s: float) -> Entry:
+    """Return the entry by the file `source`, or by a kept certificate if the file cannot be used any more."""
     text, why = _text_of(Path(source))
     found: AnyInvitation | None = None
-    remedy = _WRITTEN
+    remedy = _NAME_THE_FILE
     if why is None:
         found = from_text(text, source)
         _check_run(found, config, source)
@@ -175,11 +178,13 @@ def _kept_for(
 
 
 def _entry_by_kept(config: SwarmConfig, kept_at: Path, *, now_s: float) -> Entry:
+    """Return the entry by the certificate of an earlier start, or raise ConfigError."""
     source = str(kept_at)
     kept = from_text(_read(kept_at, source), source)
     _check_run(kept, config, source)
     _check_time(kept, source, now_s=now_s)
     _check_use(kept, config, source)
+    # If a user has put an invitation there, it has yet to be used, and the certificate replaces it.
     return replace(_entry(kept, kept_at), is_kept=isinstance(kept, Certificate))
 
 
@@ -197,17 +202,17 @@ def invitation_in(source: str, *, run_id: str) -> Invitation:
 
 
 def visitor_entry(source: str, *, now_s: float) -> Entry:
-    """Return the entry of a peer that takes no part in a run, and only looks at it."""
+    """Return the entry of a peer that joins no run: one that looks at it, or that uses its model."""
     found = from_text(_read(Path(source), source), source)
     if isinstance(found, Certificate):
-        refuse(source, "it was made for one peer, and an onlooker has a new id each time", _ANOTHER)
+        refuse(source, "it was made for one peer, and a visitor has a new id each time", _ASK_FOR_ANOTHER)
     _check_time(found, source, now_s=now_s)
     return _entry(found, None)
 
 
-def _entry(by: AnyInvitation, certificate_file: Path | None) -> Entry:
-    invitation = by.invitation
-    return Entry(invitation.run_id, PeerId(invitation.owner), invitation.role, by, certificate_file)
+def _entry(proof: AnyInvitation, certificate_file: Path | None) -> Entry:
+    invitation = proof.invitation
+    return Entry(invitation.run_id, PeerId(invitation.owner), invitation.role, proof, certificate_file)
 
 
 def _check_run(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
@@ -225,7 +230,7 @@ def _check_use(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
         refuse(
             source,
             f"it is for the role {found.invitation.role}, and this peer is to be a {needed}",
-            f"{_ANOTHER}, made with `--role {needed}`{own}",
+            f"{_ASK_FOR_ANOTHER}, made with `--role {needed}`{own}",
         )
 
 
@@ -235,15 +240,18 @@ def _check_time(found: AnyInvitation, source: str, *, now_s: float) -> None:
 
 
 def _another_or_clock(now_s: float) -> str:
+    """Return the remedy for an invitation that is used at the wrong time."""
     now = f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%d %H:%M}"
-    return f"{_ANOTHER}; or set this machine's clock, if it is not {now} UTC"
+    return f"{_ASK_FOR_ANOTHER}; or set this machine's clock, if it is not {now} UTC"
 
 
 def _untimely(found: AnyInvitation, *, now_s: float) -> str | None:
+    """Return why an invitation or a certificate is not valid now; None if it is."""
     return untimely(found.invitation if isinstance(found, SecretInvitation) else found, now_s=now_s)
 
 
 def _check_own(peer: str, config: SwarmConfig, source: str) -> None:
+    """Refuse a certificate that was made for another peer than this one."""
     if config.identity_path is None:
         refuse(source, f"it was made for the peer {peer}", "Set `identity_path` to the file of that peer's key")
     own = load_identity(Path(config.identity_path)).peer_id
@@ -258,7 +266,7 @@ def _check_own(peer: str, config: SwarmConfig, source: str) -> None:
 def _read(path: Path, source: str) -> str:
     text, why = _text_of(path)
     if why is not None:
-        refuse(source, why, _WRITTEN)
+        refuse(source, why, _NAME_THE_FILE)
     return text
 
 
@@ -272,6 +280,7 @@ def _text_of(path: Path) -> tuple[str, str | None]:
 
 
 def _keep(path: Path, certificate: Certificate) -> None:
+    """Write a certificate for the next start; warn if that fails, because this start does not need the file."""
     try:
         write_over(path, f"{to_text(certificate)}\n".encode())
     except OSError as error:
@@ -283,6 +292,7 @@ def _keep(path: Path, certificate: Certificate) -> None:
 
 
 def _missing(config: SwarmConfig) -> str:
+    """Return the error text for a peer that has no way into the run."""
     where = "`trust` is 'invited'" if config.trust == "invited" else f"other machines reach this peer: {config.listen}"
     return (
         f"run {config.run_id!r} is for invited peers ({where}), and this peer has no invitation. Ask the user who "

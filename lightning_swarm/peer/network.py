@@ -1,4 +1,4 @@
-"""Starts a peer's network: its event loop, transport and directory."""
+"""Starts a peer's network: event loop, transport and directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.entry import Entry
-from lightning_swarm.peer.process import talks_to_neighbours, tunes_malloc
+from lightning_swarm.peer.process import environment_tunes_malloc, talks_to_neighbours
 
 
 def start_network(
@@ -27,7 +27,7 @@ def start_network(
     With `keeps_memory` the process holds on to freed memory, which saves time where each step needs as much again.
     """
     return _start(
-        ThreadRuntime(settings=ProcessSettings(keeps_memory=keeps_memory and not tunes_malloc())),
+        ThreadRuntime(settings=ProcessSettings(keeps_memory=keeps_memory and not environment_tunes_malloc())),
         config.initial_peers,
         entry,
         listen=config.listen,
@@ -40,7 +40,7 @@ def start_network(
 
 
 def visit_network(host: Address, entry: Entry | None) -> tuple[Runtime, BaseTransport, Directory]:
-    """Start a network in which this peer only calls servers, such as `host`."""
+    """Start a network for a peer that joins no run and only calls servers, such as `host`."""
     return _start(ThreadRuntime(), [host], entry)
 
 
@@ -58,7 +58,8 @@ def _start(
         )
     except BaseException as error:
         runtime.close()
-        if isinstance(error, InitialPeersSilent) and error.__cause__ is not None:  # libp2p answers at an address
+        # With a cause it is hivemind's error, not the doctor's: libp2p answers at an address, but not as that peer.
+        if isinstance(error, InitialPeersSilent) and error.__cause__ is not None:
             raise InitialPeersSilent(doctor.explain(initial_peers)) from error
         raise
     return UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason), transport, directory

@@ -173,7 +173,7 @@ def talks_to_neighbours() -> bool:
     return value == "1"
 
 
-def tunes_malloc() -> bool:
+def environment_tunes_malloc() -> bool:
     """Return whether the environment sets how glibc handles freed memory."""
     return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
 

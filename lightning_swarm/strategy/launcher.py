@@ -397,7 +397,9 @@ class SwarmLauncher(MachineLauncher):
     def _invitation_of_children(self) -> str | None:
         if self._entry is None or self._num_peers == 1:
             return None
-        return self._entry.for_children(self._num_peers - 1, train=self._strategy.num_trainers > 1, now_s=time.time())
+        return self._entry.invitation_for_children(
+            self._num_peers - 1, train=self._strategy.num_trainers > 1, now_s=time.time()
+        )
 
     def _spawn_children(
         self, command: Sequence[str], addresses: Sequence[str], variables: Mapping[str, str], passed: Sequence[int]

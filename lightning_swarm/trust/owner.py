@@ -17,7 +17,7 @@ from lightning_swarm.trust.certificates import STAY_S, Certificate, SecretInvita
 _USE: Final = KeyUse(
     "the file of the owner's key", "the owner's", "invite to the run", "and earlier invitations to the run are void"
 )
-OWN_S: Final = 10 * 365 * 86400.0  # stay of the owner's own peers: longer than any run
+OWN_STAY_S: Final = 10 * 365 * 86400.0  # stay of the owner's own peers: longer than any run
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Owner:
 
     def certify_own(self, peer: PeerId, *, now_s: float) -> Certificate:
         """Certify one of the owner's own peers as a keeper."""
-        return self.certify(peer, Role.KEEPER, now_s=now_s, expires_at_s=now_s + OWN_S, stay_s=OWN_S)
+        return self.certify(peer, Role.KEEPER, now_s=now_s, expires_at_s=now_s + OWN_STAY_S, stay_s=OWN_STAY_S)
 
 
 def owner_file(folder: Path, run_id: str) -> Path:

@@ -65,7 +65,7 @@ def permit(entry: Entry, by: Entry) -> Permit:
 
 def handed(entry: Entry, number: int, *, train: bool = False) -> str:
     """The invitation for the other peers of a machine."""
-    line = entry.for_children(number, train=train, now_s=NOW_S)
+    line = entry.invitation_for_children(number, train=train, now_s=NOW_S)
     assert line is not None
     return line
 
@@ -222,7 +222,7 @@ def test_further_peers_of_a_machine_come_again_by_their_own_certificates(
     later_s = NOW_S + 2 * WEEK_S
     first, *further = peers(later_s)
     first.check_children(2)
-    assert first.for_children(2, train=False, now_s=later_s) is None
+    assert first.invitation_for_children(2, train=False, now_s=later_s) is None
     again = [
         entry.credentials(peer, now_s=later_s).certificate for peer, entry in zip(ids, [first, *further], strict=True)
     ]
@@ -260,7 +260,7 @@ def test_who_only_looks_takes_the_run_from_its_invitation(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="it expired 1 minute ago"):
         visitor_entry(written(tmp_path, invitation(lasts_s=-60.0)), now_s=NOW_S)
     one = OWNER.certify(PEER, Role.OBSERVER, now_s=NOW_S, expires_at_s=NOW_S + WEEK_S)
-    with pytest.raises(ConfigError, match="it was made for one peer, and an onlooker has a new id"):
+    with pytest.raises(ConfigError, match="it was made for one peer, and a visitor has a new id"):
         visitor_entry(written(tmp_path, one), now_s=NOW_S)
 
 

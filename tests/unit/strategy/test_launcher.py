@@ -242,7 +242,7 @@ def test_children_are_invited_by_a_file_without_a_name(monkeypatch: pytest.Monke
         monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:31337/{ID}")
         config = process.apply_environment(strategy.config, len(told) + 1)
         told.append(entry_of(config, lambda: tmp_path / "none", now_s=NOW_S))
-        assert from_text(line, "the launcher") == told[-1].by
+        assert from_text(line, "the launcher") == told[-1].proof
         monkeypatch.delenv("SWARM_INVITE_FILE")
 
     monkeypatch.setattr(launcher.subprocess, "Popen", popen)
