@@ -79,14 +79,14 @@ def records_of(
 @pytest.mark.parametrize(
     ("method", "request_of", "refusal"),
     [
-        ("rpc_find", lambda: engine.dht_pb2.FindRequest(keys=ids(100_000)), "100000 keys are looked for"),
-        ("rpc_store", lambda: records_of([b""] * 40_000, values=[]), "40000 records are stored"),
+        ("rpc_find", lambda: engine.dht_pb2.FindRequest(keys=ids(100_000)), "keys to look for, got 100000"),
+        ("rpc_store", lambda: records_of([b""] * 40_000, values=[]), "records to store, got 40000"),
         (
             "rpc_store",
             lambda: records_of(ids(1), values=[b"\xdd" + (3_900_000).to_bytes(4, "big") + b"\xc0" * 3_900_000]),
             "3900059",
         ),
-        ("rpc_store", lambda: records_of(ids(1), in_cache=[False] * 100_000), "100000 records are stored"),
+        ("rpc_store", lambda: records_of(ids(1), in_cache=[False] * 100_000), "records to store, got 100000"),
         ("rpc_ping", lambda: engine.dht_pb2.PingRequest(peer={"node_id": bytes(1 << 20)}), "20 bytes, got 1048576"),
     ],
     ids=["keys", "records", "bytes", "columns", "node id"],

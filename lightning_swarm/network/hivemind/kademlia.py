@@ -49,9 +49,8 @@ _SWEEP_S: Final = 1.0
 class RequestRates:
     """Limits each peer's rate of requests; after a pause, a peer may send a burst."""
 
-    _left: dict[Hashable, tuple[float, float]] = field(
-        default_factory=dict
-    )  # peer -> (requests left, time of that count)
+    # peer -> (requests left, time of that count)
+    _left: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
 
     def charge(self, peer: Hashable, cost: float, now_s: float) -> None:
         """Count a request, or refuse it with `Busy`."""
@@ -99,12 +98,13 @@ class Quotas:
         return self._by_key[key]
 
     def _has_room(self, peer: Hashable, key: Hashable, num_bytes: int, before: tuple[Hashable, int, float]) -> bool:
+        """Return whether a peer's record under a key may replace the record `before`."""
         former_peer, former_bytes, _ = before
         more = num_bytes - former_bytes
-        own = num_bytes - (former_bytes if former_peer == peer else 0)
+        more_of_peer = num_bytes - (former_bytes if former_peer == peer else 0)
         return (
             self._by_key[key] + more <= _MAX_KEY_BYTES
-            and self._by_peer[peer] + own <= _MAX_PEER_BYTES
+            and self._by_peer[peer] + more_of_peer <= _MAX_PEER_BYTES
             and self._num_bytes + more <= _MAX_BYTES_IN_ALL
             and (key in self._by_key or len(self._by_key) < _MAX_KEYS_IN_ALL)
         )
@@ -132,7 +132,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
     """Checks the size of each message before its content, and stores no more than `Quotas` allow."""
 
     serializer = GuardedSerializer
-    _rpc_handlers = None  # hivemind keeps these two as class attributes
+    # hivemind fills these class attributes once, and this class must not share those of `DHTProtocol`.
+    _rpc_handlers = None
     _stub_type = None
 
     def __init__(self, **options: Any) -> None:
@@ -142,6 +143,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        # It is the method's name on the wire, which hivemind makes from the name of the class.
         return str(DHTProtocol._get_handle_name(namespace, method_name))
 
     # ------------------------------------------------------------------ requests of other peers
@@ -154,9 +156,9 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """See `DHTProtocol`."""
-        _check_number(len(request.keys), MAX_KEYS, "keys are looked for")
+        _check_number(len(request.keys), MAX_KEYS, "keys to look for")
         num_bytes = sum(map(self._quotas.num_bytes, map(DHTID.from_bytes, request.keys)))
-        _check_number(num_bytes, _MAX_ANSWER_BYTES, "bytes are asked for")
+        _check_number(num_bytes, _MAX_ANSWER_BYTES, "bytes of records to return")
         self._charge(context, len(request.keys) + num_bytes / _BYTES_PER_REQUEST)
         _check_node_id(request.peer.node_id)
         return await super().rpc_find(request, context)
@@ -165,9 +167,9 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         """See `DHTProtocol`. Records for the cache are refused."""
         columns = request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache
         for column in columns:
-            _check_number(len(column), MAX_KEYS, "records are stored")
+            _check_number(len(column), MAX_KEYS, "records to store")
         num_bytes = sum(map(len, request.values)) + sum(map(len, request.subkeys))
-        _check_number(num_bytes, MAX_REQUEST_BYTES, "bytes are stored")
+        _check_number(num_bytes, MAX_REQUEST_BYTES, "bytes to store")
         self._charge(context, len(request.keys) + num_bytes / _BYTES_PER_REQUEST)
         _check_node_id(request.peer.node_id)
         if request.peer.node_id:
@@ -197,6 +199,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         return all(stored)
 
     def _store_one(self, sender: PeerID, key: bytes, subkey: object, value: bytes, expires_at: float) -> bool:
+        """Store a record; False if it is expired, older than the stored one, invalid or too large."""
         key_id = DHTID.from_bytes(key)
         held = self.storage.get(key_id)
         before = held.value.get(subkey) if held is not None else None
@@ -264,12 +267,12 @@ class _CheckedStub:
 
     async def rpc_find(self, request: dht_pb2.FindRequest, timeout: float | None = None) -> dht_pb2.FindResponse:
         response = await self._stub.rpc_find(request, timeout=timeout)
-        _check_number(len(response.results), len(request.keys), "answers have come")
+        _check_number(len(response.results), len(request.keys), "answers")
         for result in response.results:
             # Otherwise an answer that claims to live for ever would end a search before other peers answer.
             result.expiration_time = min(result.expiration_time, latest_expiry(time.time()))
             for ids in (result.nearest_node_ids, result.nearest_peer_ids):
-                _check_number(len(ids), _MAX_NEIGHBOURS, "neighbours are named")
+                _check_number(len(ids), _MAX_NEIGHBOURS, "neighbours")
             for node_id in result.nearest_node_ids:
                 _check_node_id(node_id)
         return response
@@ -277,12 +280,12 @@ class _CheckedStub:
 
 def _check_node_id(node_id: bytes) -> None:
     if len(node_id) not in (0, _NODE_ID_BYTES):
-        raise ProtocolError(f"A node's id has {_NODE_ID_BYTES} bytes, got {len(node_id)}.")
+        raise ProtocolError(f"a node's id has {_NODE_ID_BYTES} bytes, got {len(node_id)}.")
 
 
 def _check_number(number: int, most: int, what: str) -> None:
     if number > most:
-        raise ProtocolError(f"{number} {what} by one message of the directory, at most {most} may be.")
+        raise ProtocolError(f"a message of the directory may have at most {most} {what}, got {number}.")
 
 
 def _drop_ghosts(storage: Any) -> None:
@@ -301,6 +304,6 @@ def _bounded(create: FunctionType) -> FunctionType:
 
 
 class BoundedNode(DHTNode):  # type: ignore[misc]  # hivemind is untyped
-    """A node whose protocol is bounded."""
+    """A node whose protocol is a `BoundedProtocol`."""
 
     create = classmethod(_bounded(DHTNode.create.__func__))
