@@ -172,7 +172,7 @@ class TrainerGeneration:
         self.number, self.open = self.run.manifest.generation, self.run.version
 
     def grant_request(
-        self, number: int, num_samples: int, gradient_scale: float, batch: BatchNumber | None = None
+        self, serial: int, num_samples: int, gradient_scale: float, batch: BatchNumber | None = None
     ) -> GrantRequest:
         """Return a request for a place in the open step."""
         return GrantRequest(
@@ -180,6 +180,6 @@ class TrainerGeneration:
             num_samples=num_samples,
             generation=self.number,
             gradient_scale=gradient_scale,
-            number=number,
+            number=serial,
             batch=batch,
         )

@@ -144,10 +144,10 @@ class Session:
         # Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. The place may then be
         # for another batch, which must be brought first. None means that another trainer has this batch.
         try:
-            number = self._steps.number_batch()
+            serial = self._steps.next_serial()
             grant: Grant | None = None
             while grant is None:
-                found = self._runtime.run(self._steps.request_grant(number, num_samples, gradient_scale(), batch))
+                found = self._runtime.run(self._steps.request_grant(serial, num_samples, gradient_scale(), batch))
                 if found is None:
                     self._follow_version()  # a validation may follow, at the weights of the newest record
                     return None

@@ -70,12 +70,12 @@ class StepClient:
         patience: CoordinatorTimeouts,
         on_record: OnRecord,
         events: EventLog,  # this trainer's; the coordinator gets their counts, and the lead gets all peers' counts
-        first_number: int = 1,  # number of its first batch; differs in each life of a trainer that may come back
+        first_serial: int = 1,  # serial of its first batch; differs in each life of a trainer that may come back
     ) -> None:
-        report = lambda: self._journal.report()  # noqa: E731, PLW0108 - of the generation that it is in then
+        report = lambda: self._journal.report()  # noqa: E731, PLW0108 - each generation has its own journal
         self._coordinator = CoordinatorCalls(transport, run, report, patience)
         self._enlisted = EnlistedCalls(self._coordinator, run, transport.peer_id)
-        self._batch_numbers = itertools.count(first_number)
+        self._serials = itertools.count(first_serial)
         self._on_record = on_record
         self.events = events
         self.peer_id = transport.peer_id
@@ -150,17 +150,17 @@ class StepClient:
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
         """Return a place in the open step, or in the next one if the open step is full."""
-        number = self.number_batch()
+        serial = self.next_serial()
         while True:
-            found = await self.request_grant(number, num_samples, gradient_scale)
+            found = await self.request_grant(serial, num_samples, gradient_scale)
             if isinstance(found, Grant):
                 return found
-            assert found is not None, "only a batch that has a number can be in another trainer's hands"
+            assert found is not None, "only a batch of a shared dataset can be in another trainer's hands"
             await self.wait_closed(found)
 
-    def number_batch(self) -> int:
-        """Return the number of a new batch."""
-        return next(self._batch_numbers)
+    def next_serial(self) -> int:
+        """Return the serial number of a new batch of this trainer, under which it requests a place."""
+        return next(self._serials)
 
     async def give_back(self) -> None:
         """Give back the place reserved for the next batch."""
@@ -181,12 +181,12 @@ class StepClient:
         return None
 
     async def begin_batch(self, grant: Grant) -> None:
-        """At the lead: allow a delayed record to come during this batch."""
+        """At the lead: report that a batch begins, so that the record of a late step may come during the batch."""
         request = BatchBegins(generation=grant.generation, step=grant.step, first=grant.first)
         await self._coordinator.call(methods.BEGIN, encode(request))
 
     async def request_grant(
-        self, number: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
+        self, serial: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
     ) -> Grant | int | None:
         """Return a place in the open step, or the step that must be over first, or None if the batch needs none."""
         # Where trainers share an epoch, `batch` is the batch's number in the data. The place may be for another batch.
@@ -194,7 +194,7 @@ class StepClient:
         if reserved is not None:
             return reserved
         while True:
-            request = self.generation.grant_request(number, num_samples, gradient_scale, batch)
+            request = self.generation.grant_request(serial, num_samples, gradient_scale, batch)
             reply = await self._ask(methods.GRANT, request, GrantReply)
             if reply.grant is not None:
                 request = replaced(request, num_samples=reply.grant.samples or num_samples)
@@ -235,23 +235,27 @@ class StepClient:
         logs: Sequence[LoggedValue] = (),
         ahead: NextGrant | None = None,
     ) -> bool:
-        """Report a finished batch; True if its step closes now. `LeaseRevoked`: it was struck, and may run again."""
+        """Report a finished batch; True if its step closes now. `LeaseRevoked`: it was struck, and may run again.
+
+        `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`. `ahead` has the requests
+        that save a lone trainer round trips.
+        """
         ends = self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None
         following = None
         if ahead is not None and ahead.num_samples is not None:
-            number = self.number_batch()
-            following = self.generation.grant_request(number, ahead.num_samples, ahead.gradient_scale)
+            serial = self.next_serial()
+            following = self.generation.grant_request(serial, ahead.num_samples, ahead.gradient_scale)
         report = self._report(lease, completed, logs)
         return await self._finish(
             replaced(report, close=close, total_weight=total_weight, ends=ends, following=following)
         )
 
     async def withdraw(self, lease: int, *, begun: bool = False, dropped: bool = False) -> bool:
-        """Report a batch that must not count; returns as `done`."""
+        """Report a batch that must not count; returns as `done`. `BatchDone` explains the arguments."""
         return await self._finish(replaced(self._report(lease), withdrawn=True, begun=begun, dropped=dropped))
 
     async def close(self, *, total_weight: float | None = None) -> bool:
-        """Ask to close the open step with its present batches; returns as `done`."""
+        """At the lead: ask to close the open step with its present batches; returns as `done`."""
         return await self._finish(replaced(self._report(), close=True, total_weight=total_weight))
 
     async def tell_events(self) -> None:
@@ -284,11 +288,13 @@ class StepClient:
         return replaced(report, step=grant.step, first=grant.first, generation=grant.generation)
 
     async def _finish(self, report: BatchDone) -> bool:
+        """Record a report in the journal, and send it; return whether its step closes now."""
         self._journal.done(report)
         self.generation.step_ended = None
         return await self._send_report(report)
 
     async def _send_report(self, report: BatchDone) -> bool:
+        """Send a report, and apply what comes with the answer; return whether its step closes now."""
         generation = self.generation
         try:
             reply = await self._ask(methods.DONE, report, BatchDoneReply)
@@ -297,6 +303,7 @@ class StepClient:
                 generation.journal.withdrawn(report.step, report.lease)
             raise
         generation.imminent = generation.imminent if reply.imminent is None else reply.imminent
+        # If the step closes, `ended` answers `ends`; otherwise it has the record of a late step, `imminent`.
         if reply.ended is not None and reply.closing:
             over = await self._learn_reply(report.step, reply.ended, decided=False)
             generation.step_ended = await self._wait_until_over(report.step, decided=False) if over is None else over
@@ -310,8 +317,7 @@ class StepClient:
 
     async def report_revoked(self, lease: int) -> None:
         """Report a batch that a server or the coordinator reported as struck, before it runs again in another place."""
-        # The peer that granted it may no longer coordinate without knowing so; the new coordinator may wait for the
-        # batch.
+        # The peer that granted its place may not know that another peer coordinates, which may wait for the batch.
         await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
@@ -321,10 +327,11 @@ class StepClient:
         return self.newest if await self._wait_until_over(step, decided=True) else None
 
     async def wait_closed(self, step: int) -> bool:
-        """Wait until the step after `step` is open, at the latest with its record; False if it takes batches again."""
+        """Wait until the step after `step` is open; False if a batch was withdrawn, and `step` takes batches again."""
         return await self._wait_until_over(step, decided=False)
 
     async def _wait_until_over(self, step: int, *, decided: bool) -> bool:
+        """Poll until the step is over; False if it takes batches again. If `decided`, its record must be here, too."""
         while True:
             # Each poll is answered in time; the coordinator bounds the time of all polls.
             reply = await self._ask(methods.RECORD, self._record_request(step, decided=decided), RecordReply)
@@ -420,7 +427,7 @@ class StepClient:
         return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
 
     async def renew(self) -> None:
-        """Send a sign of life, or raise the open step's error. The record waits while the lead validates."""
+        """Report that this trainer lives, as while it validates and a record waits; raise the open step's error."""
         await self._enlisted.call(methods.RENEW, b"")
 
     async def retire(self, reason: str) -> None:
@@ -431,7 +438,7 @@ class StepClient:
                 pass
 
     async def lead_epoch(self) -> int:
-        """Not at the lead: wait until the lead's loop is in an epoch, and return the epoch."""
+        """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
         return await self._enlisted.enlist()
 
     async def _handle_leads(self, caller: PeerId, body: bytes) -> bytes:

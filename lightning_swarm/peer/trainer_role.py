@@ -35,7 +35,7 @@ from lightning_swarm.protocol.tickets import TicketStore
 # If no microbatch size is set. With M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time.
 _MICROBATCHES_PER_STAGE: Final = 4
 # A restarted trainer may have its former id, and must not get its former places in a step.
-_NUMBER_BITS: Final = 40
+_SERIAL_BITS: Final = 40
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class TrainerRole:
             ),
             on_record=follow if came_later else context.follow,
             events=self._events,
-            first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
+            first_serial=1 + (self._rng.getrandbits(_SERIAL_BITS) if came_later else 0),
         )
 
     def _context(self, run: RunState) -> PipelineContext:

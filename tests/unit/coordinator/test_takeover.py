@@ -700,7 +700,7 @@ def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> N
     swarm.run(swarm.steps.plan(plan(0, (2, 9)), (0, 0)))
 
     async def bring(client: StepClient, index: int) -> None:
-        grant = await client.request_grant(client.number_batch(), 2, 1.0, (0, index))
+        grant = await client.request_grant(client.next_serial(), 2, 1.0, (0, index))
         assert isinstance(grant, Grant)
         assert grant.batch == (0, index)
         k = key(grant.first, step=grant.step)
@@ -716,12 +716,12 @@ def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> N
 
     assert swarm.run(step(0, 1)).position == (0, 2)
     swarm.run(bring(swarm.steps, 2))
-    dropped = swarm.run(other.request_grant(other.number_batch(), 2, 1.0, (0, 3)))
+    dropped = swarm.run(other.request_grant(other.next_serial(), 2, 1.0, (0, 3)))
     assert isinstance(dropped, Grant)
     swarm.run(other.withdraw(dropped.lease, dropped=True))
     network.kill(A)
-    assert swarm.run(other.request_grant(other.number_batch(), 2, 1.0, (0, 2))) is None, "the lead has it"
-    assert swarm.run(other.request_grant(other.number_batch(), 2, 1.0, (0, 3))) is None, "it was dropped"
+    assert swarm.run(other.request_grant(other.next_serial(), 2, 1.0, (0, 2))) is None, "the lead has it"
+    assert swarm.run(other.request_grant(other.next_serial(), 2, 1.0, (0, 3))) is None, "it was dropped"
     swarm.run(bring(other, 4))
     record = swarm.run(swarm.record(1))
     assert swarm.run(other.wait_for_record(1)) == record
@@ -739,7 +739,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
     swarm.run(swarm.steps.plan(plan(0, (2, 9)), (0, 0)))
 
     async def ask(client: StepClient, index: int) -> Grant:
-        grant = await client.request_grant(client.number_batch(), 2, 1.0, (0, index))
+        grant = await client.request_grant(client.next_serial(), 2, 1.0, (0, index))
         assert isinstance(grant, Grant)
         return grant
 

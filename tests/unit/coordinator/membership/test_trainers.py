@@ -69,7 +69,7 @@ class Run:
             patience=coordinator_client.CoordinatorTimeouts(answer_s=30.0, successor_s=600.0),
             on_record=note,
             events=EventLog(),
-            first_number=1000 + self._seed,
+            first_serial=1000 + self._seed,
         )
 
     async def begin(self, steps: StepClient) -> tuple[Grant, CallKey]:

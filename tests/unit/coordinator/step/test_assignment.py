@@ -119,14 +119,14 @@ class Trainers:
     async def _train(self, rank: int, took_s: float) -> None:
         name, steps = list(self.clients.items())[rank]
         for index in itertools.count(rank, len(self.clients)):
-            number, is_through = steps.number_batch(), False
+            number, is_through = steps.next_serial(), False
             while not is_through:
                 found = await steps.request_grant(number, 2, 1.0, (0, index))
                 if isinstance(found, Grant):
                     await asyncio.sleep(took_s)
                     await end(self.swarm, steps, found)
                     self.brought.setdefault(found.step, []).append(name)
-                    is_through, number = found.batch == (0, index), steps.number_batch()
+                    is_through, number = found.batch == (0, index), steps.next_serial()
                 elif found is None:
                     is_through = True
                 else:
@@ -176,7 +176,7 @@ def test_a_far_slower_trainer_is_told_of_and_tried_again(
 
 async def bring(trainers: Trainers, name: PeerId, index: int, took_s: float) -> None:
     steps = trainers.clients[name]
-    grant = await steps.request_grant(steps.number_batch(), 2, 1.0, (0, index))
+    grant = await steps.request_grant(steps.next_serial(), 2, 1.0, (0, index))
     assert isinstance(grant, Grant)
     assert grant.batch == (0, index)
     await asyncio.sleep(took_s)
@@ -205,12 +205,12 @@ def test_what_a_trainer_leaves_goes_to_one_that_waits_already(make_swarm: MakeSw
 
     async def leave() -> None:
         await bring(trainers, LEAD, 4, 1.0)
-        number = lead.number_batch()
+        number = lead.next_serial()
         assert await lead.request_grant(number, 2, 1.0, (0, 6)) == 2
         waiting = asyncio.create_task(lead.wait_closed(2))
         await asyncio.sleep(0.1)
         begun_s = trainers.swarm.loop.time()
-        left = other.number_batch()
+        left = other.next_serial()
         assert await other.request_grant(left, 2, 1.0, (0, 5)) == 2, "the lead is through with it sooner"
         assert not await waiting
         grant = await lead.request_grant(number, 2, 1.0, (0, 6))
@@ -229,7 +229,7 @@ def test_what_nobody_takes_is_brought_by_the_trainer_that_left_it(make_swarm: Ma
 
     async def take_back() -> None:
         await bring(trainers, LEAD, 4, 1.0)
-        begun_s, number = trainers.swarm.loop.time(), other.number_batch()
+        begun_s, number = trainers.swarm.loop.time(), other.next_serial()
         assert await other.request_grant(number, 2, 1.0, (0, 5)) == 2
         assert not await other.wait_closed(2)
         assert trainers.swarm.loop.time() - begun_s == pytest.approx(1.1, abs=0.05)

@@ -182,7 +182,7 @@ def planned(make_swarm: MakeSwarm, *sizes: tuple[int, int], **options: Any) -> t
 
 
 async def bring(swarm: Swarm, steps: StepClient, batch: tuple[int, int], seed: int = 0) -> Grant:
-    grant = await steps.request_grant(steps.number_batch(), 2, 1.0, batch)
+    grant = await steps.request_grant(steps.next_serial(), 2, 1.0, batch)
     assert isinstance(grant, Grant)
     await end(swarm, steps, grant, seed)
     return grant
@@ -249,10 +249,10 @@ def test_who_waits_is_given_what_nobody_brings(make_swarm: MakeSwarm) -> None:
         assert isinstance(begun, Grant)
         await swarm.steps.withdraw(begun.lease)
         await bring(swarm, other, (0, 1), 1)
-        found = await other.request_grant(other.number_batch(), 2, 1.0, (0, 3))
+        found = await other.request_grant(other.next_serial(), 2, 1.0, (0, 3))
         assert found == 0, "it has to wait"
         assert not await other.wait_closed(0), "until the lead has had time enough"
-        grant = await other.request_grant(other.number_batch(), 2, 1.0, (0, 3))
+        grant = await other.request_grant(other.next_serial(), 2, 1.0, (0, 3))
         assert isinstance(grant, Grant)
         return grant
 
@@ -266,9 +266,9 @@ def test_a_batch_that_is_dropped_lets_another_trainer_go_on(make_swarm: MakeSwar
 
     async def go_on() -> Grant:
         await bring(swarm, swarm.steps, (0, 0))
-        dropped = await other.request_grant(other.number_batch(), 2, 1.0, (0, 1))
+        dropped = await other.request_grant(other.next_serial(), 2, 1.0, (0, 1))
         assert isinstance(dropped, Grant)
-        number = swarm.steps.number_batch()
+        number = swarm.steps.next_serial()
         assert await swarm.steps.request_grant(number, 2, 1.0, (0, 2)) == 0, "the step has all that it takes"
         waiting = asyncio.create_task(swarm.steps.wait_closed(0))
         await other.withdraw(dropped.lease, dropped=True)
