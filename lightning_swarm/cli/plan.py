@@ -189,9 +189,9 @@ def _check_live(arguments: argparse.Namespace) -> None:
 def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
     address = Address.parse(arguments.swarm)
     with looking(arguments, "plan --swarm", str(address)) as visitor:
-        looks = survey.look_repeatedly(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)
-        with contextlib.closing(looks):
-            before, now = next(looks), next(looks)
+        sightings = survey.watch_sightings(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)
+        with contextlib.closing(sightings):
+            before, now = next(sightings), next(sightings)
     reports = {sighting.peer_id: sighting.report for sighting in now if sighting.report is not None}
     observed = {PeerId(peer.peer_id): peer for peer in summarize(now, before).peers}
     return read_swarm(reports, observed, assumed, str if arguments.json else short_name)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
 from contextlib import closing, suppress
 from dataclasses import asdict
 
 from lightning_swarm.cli.visitors import looking
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.monitor import survey, swarm_report
 from lightning_swarm.network.addresses import Address
 
@@ -15,9 +17,14 @@ from lightning_swarm.network.addresses import Address
 def run(arguments: argparse.Namespace) -> int:
     """Show a live swarm; returns the exit status."""
     address = Address.parse(arguments.address)
+    for name, seconds in (("--watch", arguments.watch), ("--timeout", arguments.timeout)):
+        if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
+            raise ConfigError(
+                f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
+            )
     with looking(arguments, "status", str(address)) as visitor:
-        reports = survey.watch(address, every_s=arguments.watch, timeout=arguments.timeout, visitor=visitor)
+        reports = survey.watch_reports(address, every_s=arguments.watch, timeout=arguments.timeout, visitor=visitor)
         with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
-            for look in reports:
-                print(json.dumps(asdict(look)) if arguments.json else swarm_report.table(look), flush=True)  # noqa: T201 - a command
+            for report in reports:
+                print(json.dumps(asdict(report)) if arguments.json else swarm_report.table(report), flush=True)  # noqa: T201 - a command
     return 0

@@ -51,7 +51,7 @@ class Members:
         try:
             runtime.run(transport.connect([address.maddr]))
             runtime.run(visitor.introduce(transport, address.peer_id))
-            looking = survey.look(transport, address.peer_id, address.maddr, timeout=timeout)
+            looking = survey.ask_all(transport, address.peer_id, address.maddr, timeout=timeout)
             self._sightings: Sequence[Sighting] = runtime.run(looking)
         except AccessDenied:
             raise

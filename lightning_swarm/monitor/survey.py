@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
+import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Final
 
 from lightning_swarm.core.errors import (
     AccessDenied,
     Busy,
-    ConfigError,
     Damaged,
     DeadlineExceeded,
     PeerError,
@@ -58,8 +57,8 @@ def answer(transport: Transport, report: Callable[[], PeerReport], others: Known
     transport.handle_call(OTHERS, handle_others)
 
 
-async def look(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
-    """Ask the connected peer `first`, then all servers that it knows at once; these may be silent."""
+async def ask_all(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
+    """Ask the connected peer `first`, then all servers that it knows. The problems of silent servers are reported."""
     places = await others_of(transport, first, timeout=timeout)
     own = await _ask(transport, first, (address,), timeout, connected=True)
     rest = {peer: places[peer] for peer in sorted(places) if peer != first}
@@ -85,6 +84,7 @@ async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> st
 async def _ask(
     transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float, *, connected: bool = False
 ) -> Sighting:
+    """Return a peer's report, or the problem if it does not answer."""
     report = problem = None
     try:
         if not connected:
@@ -109,26 +109,21 @@ def _check_empty(method: str, body: bytes) -> None:
         raise ProtocolError(f"{method} takes no arguments, got {len(body)} bytes")
 
 
-def watch(
+def watch_reports(
     address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[SwarmReport]:
-    """Yield reports of the swarm that a peer belongs to; see `look_repeatedly`."""
+    """Yield reports of the swarm that a peer belongs to, with rates since the report before; see `watch_sightings`."""
     before: Sequence[Sighting] = ()
-    with contextlib.closing(look_repeatedly(address, every_s=every_s, timeout=timeout, visitor=visitor)) as sightings:
+    with contextlib.closing(watch_sightings(address, every_s=every_s, timeout=timeout, visitor=visitor)) as sightings:
         for now in sightings:
             yield summarize(now, before)
             before = now
 
 
-def look_repeatedly(
+def watch_sightings(
     address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[Sequence[Sighting]]:
-    """Yield the answers of a peer and of all that it knows, every `every_s` seconds or, if that is None, once."""
-    for name, seconds in (("--watch", every_s), ("--timeout", timeout)):
-        if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
-            raise ConfigError(
-                f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
-            )
+    """Yield the answers of a peer and of all servers that it knows, every `every_s` seconds; None: once."""
     with visit("status", visitor, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
         while True:
             try:
@@ -137,7 +132,7 @@ def look_repeatedly(
                 raise Unreachable(_explain(address, timeout)) from error
             try:
                 runtime.run(visitor.introduce(transport, address.peer_id))
-                now = runtime.run(look(transport, address.peer_id, address.maddr, timeout=timeout))
+                now = runtime.run(ask_all(transport, address.peer_id, address.maddr, timeout=timeout))
             except AccessDenied:
                 raise
             except PeerError as error:
@@ -148,12 +143,12 @@ def look_repeatedly(
             yield now
             if every_s is None:
                 return
-            threading.Event().wait(every_s)
+            time.sleep(every_s)
 
 
 def _explain(address: Address, timeout: float) -> str:
     """Explain why libp2p does not reach a peer, by the result of a plain connection."""
     dialed = knock(address, timeout=timeout)
-    obstacle = dialed.obstacle or Obstacle.IDENTITY  # libp2p answers there
+    obstacle = dialed.obstacle or Obstacle.IDENTITY  # libp2p answers there, so the peer has another id
     detail = f" ({dialed.detail})" if dialed.detail else ""
     return f"{address} cannot be reached: {obstacle.what}{detail}. {obstacle.remedy} Or ask another peer of the run."

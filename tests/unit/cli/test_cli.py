@@ -269,6 +269,15 @@ def test_help_of_a_command_begins_with_an_example(
     assert "--ckpt_path" in said
 
 
+@pytest.mark.parametrize("option", ["--watch", "--timeout"])
+def test_status_refuses_times_that_are_not_above_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    address = "127.0.0.1:1/12D3KooWBTrNL8qKG3cYjWeQQYYgbXz5GmSnyHvmbRBVYdTgGnnE"
+    assert command(monkeypatch, "status", address, option, "0") == 2
+    assert f"`{option}` must be a number of seconds above 0, got 0.0" in capsys.readouterr().err
+
+
 COMMANDS = ("fit", "validate", "test", "predict", "join", "serve", "invite", "status", "doctor", "export")
 
 

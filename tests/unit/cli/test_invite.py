@@ -150,7 +150,7 @@ def test_what_cannot_be_is_refused_and_makes_nothing(
 @pytest.mark.parametrize(
     ("arguments", "module", "name"),
     [
-        (["status", HERE], survey, "watch"),
+        (["status", HERE], survey, "watch_reports"),
         (["doctor", "--peer", HERE], doctor, "examine"),
     ],
 )
@@ -196,8 +196,8 @@ def role_of(visitor: Any) -> Role:
 
 
 LOOKS: list[Any] = [
-    (["status", HERE], survey, "watch"),
-    (["plan", "--swarm", HERE], survey, "look_repeatedly"),
+    (["status", HERE], survey, "watch_reports"),
+    (["plan", "--swarm", HERE], survey, "watch_sightings"),
     (["members", HERE], members, "asking"),
     (["doctor", "--peer", HERE], doctor, "examine"),
 ]
@@ -238,7 +238,7 @@ def test_a_user_without_a_home_looks_at_a_run_all_the_same(monkeypatch: pytest.M
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     told: list[Any] = []
-    monkeypatch.setattr(survey, "watch", lambda *_, visitor, **__: (told.append(visitor) for _ in range(1)))
+    monkeypatch.setattr(survey, "watch_reports", lambda *_, visitor, **__: (told.append(visitor) for _ in range(1)))
     monkeypatch.setattr(swarm_report, "table", str)
     assert command(monkeypatch, "status", HERE) == 0
     assert [visitor.certify for visitor in told] == [None]

@@ -221,7 +221,9 @@ def test_a_running_swarm_is_seen_by_a_stranger() -> None:
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             assert strategy.network is not None
             transport = strategy.network.transport("stranger") if not pictures else strategy.network.find("stranger")
-            sightings = strategy.peers[0].runtime.run(survey.look(transport, PeerId("peer-2"), "peer-2", timeout=9.0))
+            sightings = strategy.peers[0].runtime.run(
+                survey.ask_all(transport, PeerId("peer-2"), "peer-2", timeout=9.0)
+            )
             pictures.append(summarize(sightings))
 
     strategy = InMemoryStrategy(num_stages=2, run_id="seen")
@@ -271,7 +273,7 @@ def test_peers_that_are_gone_or_frozen_are_shown_as_such(loop: VirtualLoop) -> N
     for transport in (asked, frozen):
         survey.answer(transport, lambda: REPORT, others)
     network.freeze(frozen.peer_id)
-    found = loop.run_until_complete(survey.look(asking, asked.peer_id, "asked", timeout=7.0))
+    found = loop.run_until_complete(survey.ask_all(asking, asked.peer_id, "asked", timeout=7.0))
     assert loop.time() <= 15.0
     assert [one.peer_id for one in found] == ["asked", "dead", "frozen", "nowhere"]
     assert found[0].report == REPORT
@@ -280,7 +282,7 @@ def test_peers_that_are_gone_or_frozen_are_shown_as_such(loop: VirtualLoop) -> N
 
 def test_nobody_there_is_an_error(loop: VirtualLoop) -> None:
     with pytest.raises(PeerError):
-        loop.run_until_complete(survey.look(MemoryNetwork().transport(), PeerId("x"), "x", timeout=7.0))
+        loop.run_until_complete(survey.ask_all(MemoryNetwork().transport(), PeerId("x"), "x", timeout=7.0))
 
 
 LIES = {
@@ -324,7 +326,7 @@ def test_a_malformed_report_is_shown_as_a_problem(loop: VirtualLoop, lie: str) -
 
     asked.handle_call(survey.REPORT, answer)
     asked.handle_call(survey.OTHERS, others)
-    [found] = loop.run_until_complete(survey.look(asking, asked.peer_id, "x", timeout=7.0))
+    [found] = loop.run_until_complete(survey.ask_all(asking, asked.peer_id, "x", timeout=7.0))
     assert found.report is None
     assert "must hold one PeerReport" in str(found.problem)
 
@@ -338,7 +340,7 @@ def test_a_flood_of_others_is_refused(loop: VirtualLoop) -> None:
 
     asked.handle_call(survey.OTHERS, others)
     with pytest.raises(ProtocolError, match="must hold one OtherPeers"):
-        loop.run_until_complete(survey.look(asking, asked.peer_id, "x", timeout=7.0))
+        loop.run_until_complete(survey.ask_all(asking, asked.peer_id, "x", timeout=7.0))
 
 
 def test_a_peer_says_its_role_and_whom_it_refused(loop: VirtualLoop) -> None:
@@ -350,7 +352,7 @@ def test_a_peer_says_its_role_and_whom_it_refused(loop: VirtualLoop) -> None:
     for _ in range(2):
         with pytest.raises(Uncertified):
             loop.run_until_complete(stranger.call(PeerId("asked"), survey.REPORT, b"", timeout=5.0))
-    found = loop.run_until_complete(survey.look(network.transport("looks"), PeerId("asked"), "x", timeout=7.0))
+    found = loop.run_until_complete(survey.ask_all(network.transport("looks"), PeerId("asked"), "x", timeout=7.0))
     assert [(one.role, one.report and one.report.refused) for one in found] == [("server", 2)]
     peer.close()
 

@@ -78,7 +78,7 @@ class Onlooker(L.Callback):
             return
         at_s = loop.time()
         transport = network.find("stranger") if self.seen else network.transport("stranger")
-        found = self.strategy.peers[0].runtime.run(survey.look(transport, PeerId("peer-0"), "peer-0", timeout=9.0))
+        found = self.strategy.peers[0].runtime.run(survey.ask_all(transport, PeerId("peer-0"), "peer-0", timeout=9.0))
         reports = {one.peer_id: one.report for one in found if one.report is not None}
         self.seen.append((at_s, trainer.global_step * ROWS, reports))
 
@@ -335,7 +335,7 @@ STEP = StepReport(num_samples=64, num_batches=2)
 
 def test_the_command_says_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = looks(report(server(HELD, newest=STEP)), report(server(SECOND)), None)
-    monkeypatch.setattr(survey, "look_repeatedly", found)
+    monkeypatch.setattr(survey, "watch_sightings", found)
     assert typed(monkeypatch, "--swarm", ADDRESS, "--line-mbit", "50") == 0
     said = capsys.readouterr().out
     for words in (
@@ -362,7 +362,7 @@ def test_the_command_takes_the_swarms_codecs_unless_it_is_told(
     told = []
     for has in (Compression(), Compression(activations="8bit", averaging="4bit")):
         found = looks(report(server(HELD, newest=STEP, compression=has)), report(server(SECOND, compression=has)))
-        monkeypatch.setattr(survey, "look_repeatedly", found)
+        monkeypatch.setattr(survey, "watch_sightings", found)
         for others in ((), ("--compression", "4bit")):
             assert typed(monkeypatch, "--swarm", ADDRESS, "--line-mbit", "1", "--json", *others) == 0
             told.append(json.loads(capsys.readouterr().out))
@@ -397,7 +397,7 @@ def test_what_cannot_be_planned_is_refused(
     status: int,
     words: list[str],
 ) -> None:
-    monkeypatch.setattr(survey, "look_repeatedly", looks(report(None)))
+    monkeypatch.setattr(survey, "watch_sightings", looks(report(None)))
     assert typed(monkeypatch, *arguments) == status
     said = capsys.readouterr().err
     assert [word for word in words if word not in said] == []
