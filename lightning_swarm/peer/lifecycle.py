@@ -1,4 +1,4 @@
-"""The life of a server in a run: joins, stays, leaves, and joins again."""
+"""Keeps a server in a run: it joins, stays, leaves, and joins again after a record left it out."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MembershipLifecycle:
         self._leaving = asyncio.Event()
         self._newest_view: RunView | None = None  # the newest view of this server's run from other peers
         self._answered_s = 0.0  # when any peer of the run answered last
-        self._led_s = 0.0  # when its coordinator or its lead answered last: one of them would end the run
+        self._led_s = 0.0  # when its coordinator or lead answered last; without both, nobody can end the run
         self._short_since = math.inf  # the version since which memory has not sufficed for a microbatch
         self._silent: set[PeerId] = set()  # peers that did not answer the last request
 
@@ -112,7 +112,7 @@ class MembershipLifecycle:
             outcome = await self._until_out(say)
             if outcome == "moves":
                 await self._move(say)
-            elif outcome == "left out":  # it did not answer for a while, and comes back as any joiner does
+            elif outcome == "left out":  # this server joins again, as any other does
                 num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
                 self._check_returns(num_returns, say)
                 await self._server.step_out()
@@ -133,6 +133,7 @@ class MembershipLifecycle:
         say(f"Run {self._run_id!r} {'is over' if outcome == 'over' else 'has let this peer go'}.{peak}")
 
     def _check_returns(self, num_returns: int, say: Callable[[str], None]) -> None:
+        """Report that a record left this server out; raise `Unreachable` if that has happened too often."""
         reason = "a record left this peer out, which did not answer; it joins again"
         step = self._server.membership.run.version
         if difference := printable(self._server.admission.leadership.left_out_because):
@@ -160,7 +161,7 @@ class MembershipLifecycle:
             await asyncio.wait({entering, leaving, alone}, return_when=asyncio.FIRST_COMPLETED)
             if alone.done() and not entering.done():
                 await alone
-            while not entering.done() and not await self._has_withdrawn():
+            while not entering.done() and not await self._withdraw():
                 await asyncio.wait({entering}, timeout=_ASK_S)
             if not entering.done():
                 return False
@@ -186,6 +187,7 @@ class MembershipLifecycle:
         await asyncio.Event().wait()
 
     async def _any_contact_answers(self) -> bool:
+        """Return whether a peer in `initial_peers`, or else an announced server, answers."""
         hosts = self._contacts.hosts
         if any(await gather(map(self._answers, list(hosts)[:_MAX_ASKED]))):
             return True
@@ -200,8 +202,8 @@ class MembershipLifecycle:
             found = [PeerId(self._newest_view.term[1]), *found]
         return list(dict.fromkeys(found))
 
-    async def _has_withdrawn(self) -> bool:
-        """Withdraw the request to join; return False if a record under decision may still admit this server."""
+    async def _withdraw(self) -> bool:
+        """Withdraw the request to join; return False as long as a record under decision may still admit this server."""
         coordinator = self._server.membership.joining
         if coordinator is None:
             return not self._server.membership.is_member
@@ -216,6 +218,7 @@ class MembershipLifecycle:
     # ------------------------------------------------------------------ staying
 
     async def _until_out(self, say: Callable[[str], None]) -> Outcome:
+        """Serve until this server is no longer in the run, and return the reason."""
         admission, membership = self._server.admission, self._server.membership
         self._answered_s = self._led_s = now_s()
         while not admission.left.is_set():
@@ -255,7 +258,7 @@ class MembershipLifecycle:
         (former,) = self._server.steps.stages  # a server that holds several does not move
         say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
         await first_of(admission.left.wait(), timeout=_LINGER_S)
-        if membership.has_run and membership.run is run and admission.moves.is_set():  # otherwise it is in another run
+        if membership.has_run and membership.run is run and admission.moves.is_set():  # it may be in another run by now
             await self._server.step_out(keeps_snapshots=True)
             self._server.joiner.move_to(target, former=former)
 
@@ -279,8 +282,8 @@ class MembershipLifecycle:
             if now_s() >= since_s + timeout:
                 raise Unreachable(
                     f"run {self._run_id!r} is over or broke off, and nobody said so: {who} "
-                    f"answered for {timeout:g} s. Start this peer again when the run goes on. In the place of its lead "
-                    "another peer goes on only where most of the voters live: of two servers one is too few"
+                    f"answered for {timeout:g} s. Start this peer again when the run goes on. Another peer can "
+                    "replace a dead lead only while a majority of the voters lives; one of two servers is no majority"
                     f"{self._server.membership.run.keepers_remedy}."
                 )
 
@@ -297,16 +300,18 @@ class MembershipLifecycle:
         if not views:
             return False
         self._answered_s = now_s()
-        believed = [view for peer, view in views.items() if run.decides(peer)]
-        if not believed:
+        decisive = [view for peer, view in views.items() if run.decides(peer)]
+        if not decisive:
             return False
-        newest = max(believed, key=lambda view: (view.manifest.generation, view.version))
+        newest = max(decisive, key=lambda view: (view.manifest.generation, view.version))
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False
         self._newest_view = newest
         return not any(self._server.membership.me in roster for roster in newest.seats.rosters)
 
     async def _views(self, peers: Sequence[PeerId]) -> dict[PeerId, RunView]:
+        """Ask some peers for their views of the run, and return those that came. Keepers are asked first."""
+
         async def ask(peer: PeerId) -> RunView:
             return decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
 
@@ -350,7 +355,9 @@ class MembershipLifecycle:
             try:
                 await admission.leadership.abdicate()  # no effect unless this server coordinates
                 only_here = await self._drain(admission.membership.run.coordinator)
-            except SwarmError as error:  # another peer may take over; or the record has not come here
+            # The coordinator may be gone, and another peer takes over. Or it has removed this server by a record that
+            # has not arrived here.
+            except SwarmError as error:
                 why = str(error)
                 if not isinstance(error, PeerError) and await self._is_left_out():
                     return True
