@@ -34,7 +34,7 @@ class PeerLoad:
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # measured samples/s
     waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # microbatches of other trainers
     shapes: set[int] = field(default_factory=set)  # hashes of the shapes that it has computed
-    place: float = 0.0  # its place in its heap
+    place: float = 0.0  # its place in its `PeerOrder`
     again_s: float = 0.0  # router's clock at which an idle peer is tried again; see `StageRouter`
 
     @property
@@ -56,8 +56,8 @@ class PeerCharge:
     is_forward: bool = False  # its forward is under way
 
 
-class PeerHeap:
-    """Peers in the order of their places, the smallest first. Several may share a place."""
+class PeerOrder:
+    """Peers sorted by their places, the smallest first. Several may share a place."""
 
     def __init__(self) -> None:
         self._places: list[tuple[float, PeerId]] = []
@@ -118,10 +118,10 @@ _LEAST_SHARE: Final = 0.05
 # peer gets as much as it can compute before the step ends. When a forward is done, its measured time corrects the
 # estimate and leaves the account; the rest leaves with the backward.
 #
-# Newcomers have no rate. Each gets one microbatch before all measured peers, except a peer that is due for a
-# retry, and no more until its forward shows its speed. A peer that failed is banned for a while, longer each time until
-# it finishes a microbatch. If all peers are banned, bans are ignored. Heaps keep the peers in order, because there may
-# be thousands, too many to compare for each microbatch.
+# Newcomers have no rate. Each gets one microbatch before any measured peer does, unless one is due for a retry. A
+# newcomer gets no more until its forward shows its speed. A peer that failed is banned for a while, longer each time
+# until it finishes a microbatch. If all peers are banned, bans are ignored. The peers are kept sorted, because there
+# may be thousands, too many to compare for each microbatch.
 #
 # SWARM (arXiv:2301.11913, appendix C) takes the peer with the least time assigned over the whole run. That is fair over
 # many steps, but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other policies.
@@ -132,11 +132,11 @@ class StageRouter:
         self.peers: dict[PeerId, PeerLoad] = {}
         self._rng = rng
         self._roster = 0
-        # Each peer is in one of three heaps.
-        self._measured = PeerHeap()  # place: seconds until it would finish a microbatch
-        self._unmeasured = PeerHeap()  # place: forwards under way
-        self._banned = PeerHeap()  # place: seconds of its remaining work
-        self._retries = PeerHeap()  # measured peers; place: when they are tried again
+        # Each peer is in one of these three; measured peers are in `_retries`, too.
+        self._measured = PeerOrder()  # place: seconds until it would finish a microbatch
+        self._unmeasured = PeerOrder()  # place: forwards under way
+        self._banned = PeerOrder()  # place: seconds of its remaining work
+        self._retries = PeerOrder()  # place: time on the clock `_given_s` at which they are tried again
         self._given_s = 0.0  # mean seconds assigned to a peer: a clock that stops while nothing is trained
         self._ban_ends: list[tuple[float, PeerId]] = []  # heap of (end, peer); a lifted ban stays in it and is ignored
         self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
@@ -195,6 +195,7 @@ class StageRouter:
         return PeerCharge(peer, num_samples, expected_s, self._roster, left_s=expected_s, is_forward=True)
 
     def _first(self, avoid: frozenset[PeerId]) -> PeerId | None:
+        """Return the peer that gets the next microbatch; None if all peers are in `avoid`."""
         again = self._retries.first
         if again is not None and again[0] <= self._given_s and again[1] not in avoid:
             return again[1]
@@ -237,6 +238,7 @@ class StageRouter:
         self._learn(load)
 
     def _expect(self, load: PeerLoad, charge: PeerCharge, forward_s: float) -> None:
+        """Correct a peer's rate and account by the measured time of a forward."""
         load.num_done += 1
         charge.forward_s, charge.expected_s = forward_s, forward_s / (self._forward_share.value or _FORWARD_SHARE)
         self._measure(load, charge.num_samples / charge.expected_s)
@@ -268,11 +270,13 @@ class StageRouter:
         self._learn(load)
 
     def _learn(self, load: PeerLoad) -> None:
+        """After a forward of a peer, decide whether it is known by now which peers are slow."""
         if not self._is_known and (load.num_done >= _KNOWN_AFTER or self._num_measured == len(self.peers)):
             self._is_known = True
             self._sort()
 
     def _measure(self, load: PeerLoad, samples_per_s: float) -> None:
+        """Add a measurement to a peer's rate."""
         self._count(load, -1)
         load.rate.measure(samples_per_s)
         self._count(load, 1)
@@ -309,11 +313,11 @@ class StageRouter:
                 with self._changing(peer):
                     load.banned_until_s, load.again_s = None, self._given_s
 
-    # ------------------------------------------------------------------ heaps
+    # ------------------------------------------------------------------ the peers in order
 
     @contextmanager
     def _changing(self, peer: PeerId) -> Iterator[PeerLoad]:
-        """Take a peer out of its heap while its account changes, and put it back at its new place."""
+        """Take a peer out of its order while its account changes, and put it back at its new place."""
         load = self.peers[peer]
         order = self._order(load)
         order.remove(load.place, peer)
@@ -326,6 +330,7 @@ class StageRouter:
             self._retries.put(_retry_s(load), peer)
 
     def _sort(self) -> None:
+        """Sort all peers anew."""
         for load in self.peers.values():
             load.place = self._place(load)
         for order in (self._measured, self._unmeasured, self._banned):
@@ -335,18 +340,21 @@ class StageRouter:
         )
 
     def _place(self, load: PeerLoad) -> float:
+        """Return a peer's place in its order."""
         order = self._order(load)
         if order is not self._measured:
             return float(load.num_forwards) if order is self._unmeasured else load.left_s
         own_s = self._num_samples / (load.samples_per_s or self._mean_rate())
         return load.left_s + (1.0 + (load.waiting.value or 0.0)) * own_s
 
-    def _order(self, load: PeerLoad) -> PeerHeap:
+    def _order(self, load: PeerLoad) -> PeerOrder:
+        """Return which of the three orders a peer is in."""
         if load.banned_until_s is not None:
             return self._banned
         return self._measured if self._is_known and load.samples_per_s is not None else self._unmeasured
 
     def _count(self, load: PeerLoad, sign: int) -> None:
+        """Add a peer's rate, if it is measured, to the sum of all rates, or take it out of the sum."""
         if load.samples_per_s is not None:
             self._sum_of_rates += sign * Fraction(load.samples_per_s)
             self._num_measured += sign
