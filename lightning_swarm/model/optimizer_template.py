@@ -26,8 +26,9 @@ from lightning_swarm.protocol.messages.wire import MAX_TEXT
 _Kind = TypeVar("_Kind", bound=Hashable)
 
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_TRIED_STEPS: Final = 6
-_ROUNDINGS: Final = 32
+_TRIED_STEPS: Final = 6  # steps of a trial
+_ROUNDINGS: Final = 32  # rounding errors by which the weights of two trials may differ
+# Types of objects that hooks may refer to.
 _REFERABLE: Final = (
     *(bool, int, float, str, type(None), tuple, type, Tensor, Optimizer),
     *(FunctionType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
@@ -68,38 +69,41 @@ class OptimizerTemplate:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """Copy an optimizer; `names` maps the ids of its parameters to their full names."""
-        like = {
+        on_meta = {
             id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             for parameter in parameters_of(optimizer)
         }
-        copy_overrides(optimizer, ((parameter, like[id(parameter)]) for parameter in parameters_of(optimizer)))
-        self._optimizer = _copy_over(optimizer, like)
-        self._parameters = {names[key]: parameter for key, parameter in like.items() if key in names}
+        copy_overrides(optimizer, ((parameter, on_meta[id(parameter)]) for parameter in parameters_of(optimizer)))
+        self._optimizer = _copy_over(optimizer, on_meta)
+        self._parameters = {names[key]: parameter for key, parameter in on_meta.items() if key in names}
         self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer))
         state = serialization.flatten(list(optimizer.state.values()))[1]
         self._has_state = bool(state)
-        # Otherwise the lead sends its own state before the first step, which replaces the state made here.
+        # State on meta has no values, so each stage has to make its own. Other state comes from the lead before the
+        # first step.
         self._needs_state = any(tensor.is_meta for tensor in state)
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
         """Make the optimizer of a stage, over its parameters by name; empty parameter groups stay."""
         pairs = [(self._parameters[name], own) for name, own in parameters.items() if name in self._parameters]
         copy_overrides(self._optimizer, pairs)
-        made = _copy_over(self._optimizer, {id(like): own for like, own in pairs})
+        made = _copy_over(self._optimizer, {id(template): own for template, own in pairs})
         if self._has_state:
             made.state.update(_first_state(made, needed=self._needs_state))
         return made
 
-    def check_steps(self, *, separable: bool) -> frozenset[str]:
-        """Refuse an optimizer that needs gradients at other weights or, if `separable`, gradients of other parameters.
+    def check_steps(self, *, in_stages: bool) -> frozenset[str]:
+        """Refuse an optimizer that evaluates gradients at several weights, as LBFGS does.
+
+        With `in_stages`, also refuse one whose update of a parameter uses the gradients of others.
 
         Returns the keys of a parameter group that its steps write, such as a step count.
         """
         kind, written = type(self._optimizer).__name__, dict[str, Any]()
-        for name, *others in self._companies():
+        for name, *others in self._names_to_try():
             try:
                 alone = self._tried([name])
-                apart = not (separable and others) or _is_near(self._tried([name, *others]).weight, alone.weight)
+                apart = not (in_stages and others) or _is_near(self._tried([name, *others]).weight, alone.weight)
             except ConfigError:
                 raise
             except Exception as error:
@@ -133,10 +137,11 @@ class OptimizerTemplate:
             return f"{kind} fails with portable arithmetic: {error!r}"[:MAX_TEXT]
         return ""
 
-    def _companies(self) -> list[list[str]]:
-        """Return groups of parameters to try, one for each number of dimensions.
+    def _names_to_try(self) -> list[list[str]]:
+        """Return the names of parameters to try together, one list for each number of dimensions.
 
-        The smallest parameter comes first, then the smallest other one of its shape, and of each number of dimensions.
+        Its smallest parameter comes first, and is also tried alone. The others are the smallest other one of the same
+        shape, and the smallest other one of each number of dimensions.
         """
         found = []
         for name in self._smallest(Tensor.dim).values():
@@ -163,8 +168,8 @@ class OptimizerTemplate:
 
         made = {name: nn.Parameter(numbers(name, 0)) for name in names}
         optimizer = self.cut(made)
-        for register in HOOKS:  # hooks may record their calls
-            vars(optimizer).get(register, {}).clear()
+        for hooks in HOOKS:  # hooks may record their calls
+            vars(optimizer).get(hooks, {}).clear()
         groups = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
         place_overrides(optimizer)
         drawn, own = _Drawn(), dict[str, Any]()
@@ -345,6 +350,7 @@ def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -
 
 
 def _attributes(optimizer: Optimizer, known: dict[int, Any]) -> dict[str, Any]:
+    """Copy an optimizer's attributes; `known` maps the ids of objects that were replaced to their counterparts."""
     found = {}
     for name, value in vars(optimizer).items():
         if hasattr(value, "_wrapped_by_lr_sched"):  # a scheduler's wrapper would step the original optimizer

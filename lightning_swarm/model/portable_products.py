@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_SIGNIFICANT: Final = 53  # bits of float64
-_MAX_EXPONENT: Final = 1023
+_SIGNIFICANT: Final = 53  # bits of a float64's significand
+_MAX_EXPONENT: Final = 1023  # of float64
 # dtype -> number of pieces, of about 20 bits each, into which a number is cut
 _NUM_PIECES: Final = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
@@ -26,9 +26,10 @@ def tree_sum(values: Tensor) -> Tensor:
 
 
 def exact_product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply ``[..., m, k]`` by ``[..., k, n]``; ``[..., m, n]`` float64, to more bits than the operands' dtype has.
+    """Multiply ``[..., m, k]`` by ``[..., k, n]``; returns ``[..., m, n]`` in float64.
 
-    Numbers are cut into integers so small that float64 holds each sum of their products exactly.
+    For narrower operands it is more precise than their dtype. A row of `left` or a column of `right` with infinity or
+    NaN gives NaN. Numbers are cut into integers so small that float64 holds each sum of their products exactly.
 
     Source: Ozaki et al., Error-free transformations of matrix multiplication, Numerical Algorithms 59, 2012.
     """

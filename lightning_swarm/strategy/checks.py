@@ -268,7 +268,7 @@ def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: boo
     if step_of_its_own(optimizer) is not None:  # a trial of user code could have side effects
         return frozenset()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return OptimizerTemplate(optimizer, names).check_steps(separable=in_stages)
+    return OptimizerTemplate(optimizer, names).check_steps(in_stages=in_stages)
 
 
 def unportable(optimizer: Optimizer, module: LightningModule) -> str:
