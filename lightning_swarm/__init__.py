@@ -68,7 +68,7 @@ else:
         return sorted([*_PATHS, "__version__"])
 
     import_along("lightning.pytorch", "lightning_swarm.strategy.registration")
-    # A command line may name a class without its module, if the module is imported.
+    # LightningCLI finds a class by its bare name only if the class's module is imported.
     import_along("lightning.pytorch.cli", *_PATHS.values())
     # Only if the script imports `pytorch_lightning`, before or after this package.
     import_along("pytorch_lightning", "lightning_swarm.pytorch_lightning")

@@ -21,7 +21,7 @@ _AGAIN_S: Final = 1.25  # a request without an answer is sent again at the first
 
 _ROUND_TRIPS: Final = 4  # a peer may be silent for this many of its round trips, even beyond the limit
 _LONGEST: Final = 6  # longest silence of such a peer, as a multiple of the limit
-_FADING: Final = 0.9
+_FADING: Final = 0.9  # factor on the slowest round trip with each later one
 _MAX_KNOWN: Final = 256  # beyond this number, peers without an exchange are forgotten, with their round trips
 
 
@@ -34,9 +34,9 @@ class Exchange:
     send_again: Callable[[], None] | None = None  # sends the request once more; None: it is sent once
     is_large: bool = False  # repeated only while the link carries nothing large
     begun_s: float = 0.0
-    num_again: int = 0
+    num_again: int = 0  # repeats so far
 
-    def look(self, now_s: float, *, is_moving: bool) -> None:
+    def repeat_if_due(self, now_s: float, *, is_moving: bool) -> None:
         """Repeat the request if no answer has come: first after a moment, then after twice as long each time."""
         if self.send_again is None or (self.is_large and is_moving):
             return
@@ -52,11 +52,11 @@ class _WatchedPeer:
         self.exchanges: dict[Exchange, None] = {}  # ordered, so that a run repeats exactly
         self.channels: set[Channel] = set()
         self.pings: set[asyncio.Task[None]] = set()
-        self.num_moved_bytes = 0
-        self.heard_s = 0.0
+        self.num_moved_bytes = 0  # by all channels, at the newest check
+        self.heard_s = 0.0  # time of the newest sign of life
         self.round_trip_s = 0.0  # slowest recent round trip; older samples fade
-        self.due_s = 0.0
-        self.tick: asyncio.TimerHandle | None = None
+        self.due_s = 0.0  # time of the next check
+        self.tick: asyncio.TimerHandle | None = None  # timer of the next check
 
     @property
     def in_use(self) -> bool:
@@ -127,6 +127,7 @@ class Liveness:
                 watched.tick = None
 
     def _known(self, peer: PeerId) -> _WatchedPeer:
+        """Return what is known of a peer, and forget others if there are too many."""
         if peer not in self._watched:
             if len(self._watched) >= _MAX_KNOWN:
                 self._watched = {other: watched for other, watched in self._watched.items() if watched.in_use}
@@ -134,11 +135,13 @@ class Liveness:
         return self._watched[peer]
 
     def _arm(self, peer: PeerId, watched: _WatchedPeer) -> None:
+        """Set the timer of the next check of a peer."""
         loop = asyncio.get_running_loop()
         watched.due_s = loop.time() + self._interval_s(peer)
         watched.tick = loop.call_at(watched.due_s, self._on_tick, peer, watched)
 
     def _on_tick(self, peer: PeerId, watched: _WatchedPeer) -> None:
+        """Check a peer: end its exchanges if it is silent, otherwise ping it or repeat requests if that is due."""
         watched.tick = None
         if not watched.exchanges:
             return  # the timer outlives exchanges, so that short exchanges need no new timer
@@ -164,7 +167,7 @@ class Liveness:
             ping.add_done_callback(watched.pings.discard)
         if silent_s < 1.5 * interval_s:  # a silent peer would receive all repeats at once later
             for exchange in tuple(watched.exchanges):
-                exchange.look(now_s, is_moving=is_moving)
+                exchange.repeat_if_due(now_s, is_moving=is_moving)
         self._arm(peer, watched)
 
     async def _ping_once(self, peer: PeerId, watched: _WatchedPeer) -> None:

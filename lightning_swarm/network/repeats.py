@@ -33,7 +33,7 @@ def first_id_of(exchange_id: int) -> int:
 # tell the two apart, so it sends the request again, and still waits for the answer to the first. The answering peer
 # runs the handler once for both. If only the answer was lost, the handler runs again, so it must be safe to repeat.
 class RepeatedSend(Generic[_T]):
-    """Sends one request, repeats it at each `Exchange.look` that finds no answer, and returns the first answer."""
+    """Sends one request, repeats it as often as its `Exchange` finds that due, and returns the first answer."""
 
     def __init__(
         self,
