@@ -20,7 +20,7 @@ from typing import Any, Final
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.audit.parts import MeanAudit
+from lightning_swarm.coordinator.audit.mean_audit import MeanAudit
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.kinds import mixed_stages
 from lightning_swarm.coordinator.membership.moves import PlannedMoves

@@ -13,7 +13,7 @@ from msgspec.structs import replace as replaced
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.coordinator.audit.parts import CheckedMeans, MeanAudit
+from lightning_swarm.coordinator.audit.mean_audit import CheckedMeans, MeanAudit
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.compression import from_message, to_message

@@ -1,4 +1,4 @@
-"""Checks the means of each step's averaging round before the step's record is decided."""
+"""Checks the means of a step's averaging round, in audited runs, before the step's record is decided."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class CheckedMeans:
     convicted: dict[PeerId, str] = field(default_factory=dict)  # servers with false reports, and the reasons
     accused: dict[PeerId, str] = field(default_factory=dict)  # servers that most of a stage contradict, and the reasons
     squared_norms: list[float] = field(default_factory=list)  # squared norms of the stages' means
-    parts: list[Sequence[bytes]] = field(default_factory=list)  # digests of each stage's mean; empty: it was replaced
+    # For each stage, the digests of its mean's parts; empty if an examination has replaced the mean.
+    parts: list[Sequence[bytes]] = field(default_factory=list)
 
     @property
     def counts(self) -> bool:
@@ -132,7 +133,7 @@ class MeanAudit:
         return scales
 
     async def _check_stage(self, stage: _StageAnswers, round_: _CheckedRound, found: CheckedMeans) -> None:
-        """Have a stage examined if its projections disagree or it is drawn, or else the sums of some members."""
+        """Have a stage examined if its projections disagree or it is drawn; otherwise, the sums of doubtful members."""
         index, answers, manifest = stage.index, stage.answers, self._run.manifest
         step = round_.closed.closing.step
         # Trainers send no commitments, and are trusted with their stages.
@@ -140,10 +141,11 @@ class MeanAudit:
         sound = on_trainers or is_sound([*answers.values()], stage.scale)
         # Projections add up elements, so a small false element may hide in the rounding of larger elements.
         is_drawn = not on_trainers and _DRAWS.random() < (manifest.settings.audit_share or 0.0)
-        drawn = self._doubtful(stage, round_.audits) if sound and not is_drawn else None
+        # Members whose sums are examined; None: the sums of all members, and their mean.
+        doubtful = self._doubtful(stage, round_.audits) if sound and not is_drawn else None
         norm, parts = agreed_norm([*answers.values()]), next(iter(answers.values())).parts
-        if drawn or drawn is None:
-            examined = await self._examine(stage, round_, drawn)
+        if doubtful is None or doubtful:
+            examined = await self._examine(stage, round_, doubtful)
             found.failed.update((peer, DeadlineExceeded(reason)) for peer, reason in examined.unreached.items())
             found.convicted.update(examined.lies)
             for one in examined.contradictions:
@@ -160,11 +162,12 @@ class MeanAudit:
         index, answers = stage.index, stage.answers
         if self._run.manifest.stages[index].on_trainers or audits is None:
             return []
-        drawn = {peer for peer in answers if Unit(index, peer) in audits.audited}
-        drawn |= audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
-        return sorted(drawn - {self._servers.own})
+        doubtful = {peer for peer in answers if Unit(index, peer) in audits.audited}
+        doubtful |= audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
+        return sorted(doubtful - {self._servers.own})
 
-    async def _examine(self, stage: _StageAnswers, round_: _CheckedRound, drawn: list[PeerId] | None) -> ExamineReply:
+    async def _examine(self, stage: _StageAnswers, round_: _CheckedRound, members: list[PeerId] | None) -> ExamineReply:
+        """Have the sums of these members examined; None: the sums of all, and their mean."""
         index, answers, closed = stage.index, stage.answers, round_.closed
         commitments = {peer: closed.sum_digests[peer][index] for peer in answers}
         return await self._servers.examine(
@@ -177,7 +180,7 @@ class MeanAudit:
                 answers=dict(answers),
                 commitments=commitments,
                 told={peer: _told(round_.audits, Unit(index, peer)) for peer in answers},
-                drawn=drawn,
+                drawn=members,
             )
         )
 
