@@ -24,7 +24,7 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from lightning_swarm.server.step_handlers import StepHandlers
 
-_MAX_MET: Final = 256
+_MAX_MET: Final = 256  # introduced joiners that are remembered
 _MAX_JOINING: Final = 3  # joiners at once; more have to wait, so that each joins sooner
 _MAX_PIECES: Final = 4  # pieces in transit to one peer
 _MAX_PIECE_BYTES: Final = 4 << 20
@@ -32,7 +32,7 @@ _MIN_PIECE_BYTES: Final = 64 << 10
 _IDLE_S: Final = 60.0  # seconds without a request after which a download is dropped
 _MIN_BYTES_PER_S: Final = 64 << 10  # lowest mean rate of a download, because other joiners wait for its place
 _MAX_RECORDS: Final = 16  # records that a joiner may follow before it is admitted, beside the records that it missed
-_HOLD_S: Final = 20.0
+_HOLD_S: Final = 20.0  # longest time for which a request waits here
 _CATCH_UP: Final = 4.0  # a joiner catches up this many times as fast as records come, or faster
 _CONNECT_TIMEOUT_S: Final = 8.0  # a little less than the coordinator's own timeout
 
@@ -63,7 +63,7 @@ class _CatchingUp:
     stage_index: int
     version: int
     last_heard_s: float
-    due: int | None = None  # the version at which it loses its place; None: it is downloading
+    due: int | None = None  # version beyond which it loses its place unless it is admitted; None: it is downloading
     entered: bool = False  # admitted by the last record, which it may still request
 
 
@@ -89,6 +89,11 @@ class _DonorGeneration:
     kept: dict[int, tuple[Record, Mapping[int, Tensor], WrittenByStage, SeatedMembers]] = field(default_factory=dict)
 
 
+# The coordinator introduces a joiner to the members of its stage (MEET). The joiner chooses one of them, its donor, and
+# follows it (FOLLOW without a version): it downloads the newest state in pieces (PIECE), and then requests the records
+# that came since (NEXT) until it has caught up. Other members only help: they send pieces of the same version, which
+# FOLLOW names there. The digests of the records (RECORD_DIGEST) come from other servers, so that the joiner need not
+# trust its donor.
 class Donor:
     """Sends this server's stages to joiners, and keeps records with their mean gradients while joiners need them."""
 
@@ -100,7 +105,7 @@ class Donor:
         self._steps = steps
         self._limits = limits
         self._state = _DonorGeneration()
-        self._met: dict[PeerId, Candidate] = {}
+        self._met: dict[PeerId, Candidate] = {}  # joiners that the coordinator introduced
         self._membership.introduced = self._met
         self._queued: set[PeerId] = set()  # peers that wait for a place
         self._backoff = JoinBackoff()  # delays peers that began downloads and never joined
@@ -155,7 +160,7 @@ class Donor:
         self._state.followers.pop(peer, None)  # it joins anew, so the old records are of no use to it
         self._end_download(peer)
         self._met[peer] = candidate
-        # Peers that download stay, however long that takes.
+        # Followers stay, however long their downloads take.
         idle = [other for other in self._met if other not in self._state.followers]
         for other in idle[: max(0, len(self._met) - _MAX_MET)]:
             del self._met[other]
@@ -181,6 +186,7 @@ class Donor:
             raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
         self._check_backoff(caller)
         state = self._state
+        # With a version, the joiner follows another donor, and this server only helps it.
         await self._get_place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
         if state is not self._state:
             raise TicketGone(f"stage {stage.index} began anew here meanwhile; the joiner has to begin again, too")
@@ -211,7 +217,7 @@ class Donor:
         asked = (request.stage_index, request.version)
         if download is None or copy is None or (copy.head.snapshot.stage_index, copy.version) != asked:
             raise TicketGone("nothing of that version is held here for this peer (any more); it has to begin again")
-        if start == stop:
+        if start == stop:  # the joiner has all pieces
             self._end_download(caller)
             return Message()
         if not start < stop <= copy.num_bytes:
@@ -254,7 +260,8 @@ class Donor:
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
         record, gradients, written, seats = self._state.kept[request.version]
         gradient, behind = gradients[stage.index].cpu(), written.get(stage.index, {})
-        self._throttle.charge(gradient.nbytes)  # before any download: a joiner that falls behind downloads again
+        # Records go before downloads, because a joiner that falls behind has to download all again.
+        self._throttle.charge(gradient.nbytes)
         if request.version + 1 < self._steps.version:
             # Many records in a row would delay activations on the link.
             at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
@@ -288,7 +295,10 @@ class Donor:
             self._queued.discard(caller)
 
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
-        """Count the peers that download, and the followers of records, which receive a gradient with every step."""
+        """Count the peers that download, and other followers, which receive a gradient with every step.
+
+        Followers do not count if this server only `helps`.
+        """
         self._give_up_stalled()
         busy, oldest_s = set(self._state.downloads), now_s() - _IDLE_S
         for peer, follower in self._state.followers.items():
@@ -297,6 +307,7 @@ class Donor:
         return len(busy)
 
     def _check_backoff(self, caller: PeerId) -> None:
+        """Refuse a peer that has begun downloads, never joined, and comes again too soon."""
         count, wait_s = self._backoff.missed(caller, now_s=now_s())
         if wait_s > 0:
             raise Busy(f"{caller} began {count} downloads here and never joined. It may try again in {wait_s:.0f} s.")
@@ -324,6 +335,7 @@ class Donor:
         self._notify()
 
     def _notify(self) -> None:
+        """Let waiting peers look for a free place."""
         self._freed.set()
         self._freed = asyncio.Event()
 
@@ -332,6 +344,7 @@ class Donor:
             raise TicketGone("the run rolled back; a joiner that follows its records has to begin again")
 
     def _asked_stage(self, caller: PeerId, stage_index: int) -> Stage:
+        """Return the stage of a request; refuse a caller that neither joins it nor is a member."""
         stage = self._steps.stage(stage_index)
         candidate = self._met.get(caller)
         known = candidate is not None and candidate.stage_index == stage_index
