@@ -521,7 +521,7 @@ def test_a_trial_of_rates_cannot_go_back(tmp_path: Path) -> None:
         callbacks=[finder],
         default_root_dir=tmp_path,
     )
-    assert "`LearningRateFinder` or `BatchSizeFinder` was trying values" in notes
+    assert "`LearningRateFinder` or `BatchSizeFinder` was still trying values" in notes
     assert finder.num_trials == 1
 
 

@@ -39,8 +39,8 @@ _MAX_TRIES: Final = 3
 """Most runs that may begin at the same step without reaching a snapshot of their own."""
 
 _TRIAL: Final = (
-    "The run could not roll back: `LearningRateFinder` or `BatchSizeFinder` was trying values, and leaves the Trainer "
-    "as its trial has it when that breaks off. Start the run again, with a new Trainer."
+    "The run could not roll back: `LearningRateFinder` or `BatchSizeFinder` was still trying values, and "
+    "has not restored the Trainer. Start the run again, with a new Trainer."
 )
 
 _NO_SNAPSHOT: Final = (
@@ -69,18 +69,18 @@ class Rollback:
 
     def __init__(self, strategy: RankHooks) -> None:
         self._strategy = strategy
-        self.is_rolling_back = False  # the fit that is torn down will resume
-        # At a trainer beside the lead: restores the decisions that were left to the lead.
+        self.is_rolling_back = False  # Lightning's teardown is under way, and the fit will resume
+        # At a trainer beside the lead: gives it back the decisions that such a trainer leaves to the lead.
         self.restore_lead_role: Callable[[], None] = lambda: None
         self.begins_anew = False  # the loop begins beside a new lead, like a trainer that joins the run
-        self._recorder: LoopRecorder | None = None  # the run's
+        self._recorder: LoopRecorder | None = None  # records the current run
         self.states: LoopStates | None = None  # states of the loop in this run
-        self._position: DataPosition | None = None  # the run's
+        self._position: DataPosition | None = None  # the loop's position in the current run
         self._offered: dict[int, ResumePoint] = {}  # version -> point that this trainer has offered to the lead
         self._target: RollbackTarget | None = None
         self.is_resuming = False  # the loop has not reached the target yet
         self._loaders: list[object] = []  # the training loop's loaders that have no iterators yet
-        self._made: RandomState | None = None
+        self._random_after_loaders: RandomState | None = None  # after the newest loader was made
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._finders: list[Any] = []  # callbacks that try values before training
         self._found: list[Override] = []  # disable finders that have found a value
@@ -98,7 +98,7 @@ class Rollback:
         if session.is_lead:
             peer.lead.versions_kept = lambda: states.versions
         else:
-            peer.follower.set_could_go_on(self._can_go_on)
+            peer.follower.set_could_go_on(self._offer_to_resume)
         self._offered, self.begins_anew = {}, False
         self._position_at = session.run.position_at
         self._finders = callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
@@ -108,17 +108,20 @@ class Rollback:
 
         def arrive() -> None:
             """Restore the loop's state when the data are at the target's position."""
-            # Records that came before the loop's next batch are counted at that batch, as if it had waited for a grant.
+            # The loop has received these records, but not acted on them. It does so at its next batch, as if they had
+            # come while that batch waited for a place.
             self.is_resuming = False
             assert self._target is not None
             version, point = self._target.version, self._target.resume_point
             restore_metrics(trainer, point.state)
-            news = point.news_at(version)
-            loop.recall(point.num_counted, news, point.state.pending)
-            states.resume(ResumePoint(point.state, point.num_counted, version, (), news))
+            uncounted = point.news_at(version)
+            loop.recall(point.num_counted, uncounted, point.state.pending)
+            states.resume(ResumePoint(point.state, point.num_counted, version, completed=(), before=uncounted))
 
         resume_at = None if not self.is_resuming or self._target is None else self._target.resume_point.state.position
-        self._position = DataPosition(trainer, resume_at, recorder.between_batches, arrive, made=self._take_made)
+        self._position = DataPosition(
+            trainer, resume_at, recorder.between_batches, arrive, made=self._take_random_after_loaders
+        )
 
     def discard_snapshots(self) -> None:
         """Forget all states after a checkpoint was loaded in the middle of the run, which voids the snapshots."""
@@ -128,12 +131,12 @@ class Rollback:
     def loader_made(self, loader: object) -> None:
         """Record the random state, because Lightning makes the loaders' iterators as soon as it has all loaders."""
         self._loaders.append(loader)
-        self._made = random_state(generators_of(self._loaders))
+        self._random_after_loaders = random_state(generators_of(self._loaders))
 
-    def _take_made(self) -> RandomState | None:
+    def _take_random_after_loaders(self) -> RandomState | None:
         """Return the random state after the last loader was made, if any was made since the last call."""
         self._loaders = []
-        made, self._made = self._made, None
+        made, self._random_after_loaders = self._random_after_loaders, None
         return made
 
     def load(self, path: object) -> dict[str, Any] | None:
@@ -155,7 +158,7 @@ class Rollback:
             return False
         return await peer.lead.has_snapshot() or (self._target is not None and self._target.num_tries < _MAX_TRIES)
 
-    def _can_go_on(self, version: int, counts: Counts) -> bool:
+    def _offer_to_resume(self, version: int, counts: Counts) -> bool:
         """Return whether this loop can resume at a version, and keep that state. Runs on the swarm's event loop."""
         states = self.states  # read once, because the trainer's own thread may reset it meanwhile
         found = states.find(version, counts) if states is not None else None
@@ -180,7 +183,10 @@ class Rollback:
         return self._target
 
     def take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Take over the run of a lead that is gone. Returns the target to resume at."""
+        """Take over the run of a lead that is gone; return the target to resume at.
+
+        The strategy's own role stays as it is; `_become_lead` changes it.
+        """
         version, value = peer.inherit()
         try:
             point = loop_transfer.unpack(value, version, trainer)
@@ -246,11 +252,12 @@ class Rollback:
         if whole is not None and found is not None:
             self._set_target(whole.version, found, whole.weights, whole.optimizer)
         elif self._target is not None and not peer.lead.versions_of_all([self._target.version]):
-            self._forget_target()
+            self._forget_target()  # other trainers can no longer resume at the former target either
 
     def _set_target(
         self, version: int, found: ResumePoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
     ) -> RollbackTarget:
+        """Write the checkpoint of a version to a file, and make it the target."""
         checkpoint = found.state.complete(weights, optimizer)
         at_position(checkpoint, self._position_at(version))
         path = _write(checkpoint, f"step={version}.ckpt")
@@ -274,6 +281,7 @@ class Rollback:
         self._finders, self.membership = [], None
 
     def _forget_target(self) -> None:
+        """Forget the target, and remove its file."""
         target, self._target = self._target, None
         if target is not None:
             shutil.rmtree(target.path.parent, ignore_errors=True)
