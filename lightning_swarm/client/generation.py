@@ -154,7 +154,7 @@ class TrainerGeneration:
 
     run: RunState  # the run, as this trainer knows it
     number: int = field(init=False)
-    open: int = field(init=False)  # the step that grants places, as far as this trainer knows
+    open_step: int = field(init=False)  # the step that grants places, as far as this trainer knows
     journal: BatchJournal = field(default_factory=BatchJournal)
     reserved: tuple[Grant, GrantRequest] | None = None  # granted in advance for the next batch
     # Result of `StepClient.wait_closed` for the step of the newest batch, if it was requested with the end of the
@@ -169,14 +169,14 @@ class TrainerGeneration:
     lost: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.number, self.open = self.run.manifest.generation, self.run.version
+        self.number, self.open_step = self.run.manifest.generation, self.run.version
 
     def grant_request(
         self, serial: int, num_samples: int, gradient_scale: float, batch: BatchNumber | None = None
     ) -> GrantRequest:
         """Return a request for a place in the open step."""
         return GrantRequest(
-            step=self.open,
+            step=self.open_step,
             num_samples=num_samples,
             generation=self.number,
             gradient_scale=gradient_scale,

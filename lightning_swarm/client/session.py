@@ -91,7 +91,7 @@ class Session:
     @property
     def open_step(self) -> int:
         """The step of the next batch, as far as this trainer knows. Delayed records are one step behind."""
-        return self._steps.open
+        return self._steps.open_step
 
     def enter_generation(self, request: RestartRequest) -> None:
         """Continue in the run's next generation, from its first step."""
@@ -163,7 +163,7 @@ class Session:
         taken = self.pipeline.begin_batch(grant)
         self._name_version()
         # Not `num_trainers`, because a peer that has a place may not be a trainer yet.
-        if not self.is_shared and self._steps.open > self._steps.version:
+        if not self.is_shared and self._steps.open_step > self._steps.version:
             taken.begin = partial(self._steps.begin_batch, grant)
         return grant
 
@@ -290,7 +290,7 @@ class Session:
         generation = self._steps.generation
         closed, generation.step_ended = generation.step_ended, None
         if closed is None:
-            closed = self._runtime.run(self._steps.wait_closed(self._steps.open))
+            closed = self._runtime.run(self._steps.wait_closed(self._steps.open_step))
         self._follow_version()
         return closed
 
@@ -301,8 +301,8 @@ class Session:
 
     def catch_up(self) -> None:
         """Wait for the records of all closed steps."""
-        if self._steps.open > self._steps.version:
-            self._runtime.run(self._steps.wait_for_record(self._steps.open - 1))
+        if self._steps.open_step > self._steps.version:
+            self._runtime.run(self._steps.wait_for_record(self._steps.open_step - 1))
             self._follow_version()
 
     def end_training(self) -> None:
@@ -366,7 +366,7 @@ class Session:
 
     def ask_to_stop(self) -> None:
         """Not at the lead: report to it that this trainer's user code, started by its program, wants the run to end."""
-        step = self._steps.open
+        step = self._steps.open_step
         self.pipeline.context.events.note(
             "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
         )

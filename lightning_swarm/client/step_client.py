@@ -99,9 +99,9 @@ class StepClient:
         return self.run.version
 
     @property
-    def open(self) -> int:
+    def open_step(self) -> int:
         """The step that grants places, as far as this trainer knows."""
-        return self.generation.open
+        return self.generation.open_step
 
     @property
     def newest(self) -> Record | None:
@@ -131,7 +131,7 @@ class StepClient:
     async def change(self, change: StepChange) -> None:
         """Send the change with which the open step begins. No place may be granted in it yet."""
         await self.give_back()
-        request = ChangeRequest(generation=self.generation.number, step=self.open, change=change)
+        request = ChangeRequest(generation=self.generation.number, step=self.open_step, change=change)
         await self._coordinator.call(methods.CHANGE, encode(request))
 
     async def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
@@ -174,7 +174,7 @@ class StepClient:
         if self.generation.reserved is None:
             return None
         grant, request = self.generation.reserved
-        if (grant.step, request.num_samples, request.gradient_scale) == (self.open, num_samples, gradient_scale):
+        if (grant.step, request.num_samples, request.gradient_scale) == (self.open_step, num_samples, gradient_scale):
             self.generation.reserved = None
             return grant
         await self.give_back()
@@ -203,7 +203,7 @@ class StepClient:
             if reply.passed:
                 return None
             if reply.over:
-                raise RunOver(f"the run's last step is {self.open - 1}: there is no place for another batch")
+                raise RunOver(f"the run's last step is {self.open_step - 1}: there is no place for another batch")
             if reply.wait is None:
                 raise ProtocolError("a coordinator's answer must be a grant, wait, passed or over, got none of these")
             if reply.wait.step is not None:
@@ -212,17 +212,21 @@ class StepClient:
     async def send_metrics(self, lease: int, metrics: Metrics) -> None:
         """Send a batch's metric updates to the coordinator, for the lead if the batch counts. Call it before `done`."""
         states, tensors = metrics
-        head = BatchMetrics(generation=self.generation.number, step=self.open, lease=lease, metrics=list(states))
+        head = BatchMetrics(generation=self.generation.number, step=self.open_step, lease=lease, metrics=list(states))
         message = Message(encode(head), tuple(tensors))
-        self._journal.measured(self.open, lease, message)
+        self._journal.measured(self.open_step, lease, message)
         await self._enlisted.stream(methods.METRICS, message, max_bytes=0)
 
     async def report_armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
         """Let the batch count from now on, even without this trainer. `BatchArmed` explains the arguments."""
         request = BatchArmed(
-            generation=self.generation.number, step=self.open, lease=lease, receipts=list(receipts), logs=list(logs)
+            generation=self.generation.number,
+            step=self.open_step,
+            lease=lease,
+            receipts=list(receipts),
+            logs=list(logs),
         )
-        self._journal.note_armed(self.open, lease, receipts, logs)
+        self._journal.note_armed(self.open_step, lease, receipts, logs)
         await self._enlisted.call(methods.ARMED, encode(request))
 
     async def done(
@@ -240,7 +244,7 @@ class StepClient:
         `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`. `ahead` has the requests
         that save a lone trainer round trips.
         """
-        ends = self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None
+        ends = self._record_request(self.open_step, decided=False) if ahead is not None and ahead.ends else None
         following = None
         if ahead is not None and ahead.num_samples is not None:
             serial = self.next_serial()
@@ -267,14 +271,14 @@ class StepClient:
     ) -> BatchDone:
         """Return a report on the open step, and on a batch of it if there is a lease."""
         return BatchDone(
-            step=self.open,
+            step=self.open_step,
             lease=lease,
             completed=list(completed),
             withdrawn=False,
             close=False,
             total_weight=None,
             generation=self.generation.number,
-            first=self._journal.place(self.open, lease),
+            first=self._journal.place(self.open_step, lease),
             logs=list(logs),
             noted=self.events.report(),
             version=self.version,
@@ -346,8 +350,8 @@ class StepClient:
             generation.newest = reply.record
             if reply.record.step >= self.version:
                 await self._learn(reply.record, reply)
-        generation.open, generation.imminent = max(reply.open, self.version), None
-        if self.version > step or (self.open > step and not decided):
+        generation.open_step, generation.imminent = max(reply.open, self.version), None
+        if self.version > step or (self.open_step > step and not decided):
             return True
         if not reply.closing:
             generation.journal.reopened(step)
@@ -358,7 +362,7 @@ class StepClient:
 
     def _record_request(self, step: int, *, decided: bool) -> RecordRequest:
         generation = self.generation
-        if self.hyperparameters is not None and step == self.open and step not in generation.hyperparameters:
+        if self.hyperparameters is not None and step == self.open_step and step not in generation.hyperparameters:
             generation.hyperparameters[step] = self.hyperparameters()
         return RecordRequest(
             step=step,

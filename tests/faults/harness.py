@@ -207,8 +207,8 @@ class Trainer:
                 else:
                     self.num_revoked += 1
                 self._take_lost()
-        if self.steps.open > self.steps.version:
-            await self.steps.wait_for_record(self.steps.open - 1)
+        if self.steps.open_step > self.steps.version:
+            await self.steps.wait_for_record(self.steps.open_step - 1)
         self._take_lost()
 
     def _take_lost(self) -> None:
@@ -234,7 +234,7 @@ class Trainer:
     async def _in_a_place(self, grant: Grant, number: int) -> None:
         passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
         works = [self._through_all(passage, number) for passage in passages]
-        if self._is_alone and self.steps.open > self.steps.version:
+        if self._is_alone and self.steps.open_step > self.steps.version:
             works.append(self.steps.begin_batch(grant))
         await gather(works)
         ahead = (
@@ -249,7 +249,7 @@ class Trainer:
         if self.steps.generation.imminent is not None:
             await self.steps.wait_for_record(self.steps.generation.imminent)
         if closing and self.steps.generation.step_ended is None:
-            await self.steps.wait_closed(self.steps.open)
+            await self.steps.wait_closed(self.steps.open_step)
 
     def _passage(self, grant: Grant, number: int, index: int) -> MicrobatchRun:
         rows = batch_rows(self.peer_id, number, index)

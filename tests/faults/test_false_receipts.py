@@ -52,7 +52,7 @@ class ClaimingSwarm(LiarSwarm):
         liar._through[grant.lease] = number
         self.books.done.add((LIAR, number))
         if closing and liar.steps.generation.step_ended is None:
-            await liar.steps.wait_closed(liar.steps.open)
+            await liar.steps.wait_closed(liar.steps.open_step)
 
 
 async def claims_to_replay(caller: PeerId, body: bytes) -> bytes:

@@ -146,7 +146,7 @@ def scaled(factor: float) -> Lie:
     async def lie(liar: Trainer, _: Grant | None) -> None:
         steps = liar.steps
         request = GrantRequest(
-            step=steps.open,
+            step=steps.open_step,
             num_samples=NUM_MICROBATCHES * ROWS,
             generation=0,
             gradient_scale=factor * (steps.run.loss_scale or 1.0),

@@ -24,7 +24,7 @@ A = PeerId("a")
 
 def assert_is_new(swarm: Swarm) -> None:
     generation = swarm.steps.generation
-    assert (generation.number, generation.open, swarm.steps.version) == (1, 0, 0)
+    assert (generation.number, generation.open_step, swarm.steps.version) == (1, 0, 0)
     assert generation.journal.report() == ReportReply(begun=False, leases=[], closed=[])
     assert (generation.reserved, generation.newest, generation.step_ended, generation.imminent) == (None,) * 4
     assert (generation.records, generation.lost, generation.hyperparameters) == ([], [], {})

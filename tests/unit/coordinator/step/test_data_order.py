@@ -211,7 +211,7 @@ def test_a_place_goes_with_the_batch_and_not_with_who_comes_first(make_swarm: Ma
     record = swarm.run(swarm.record(0))
     assert record.position == (0, 2)
     assert swarm.steps.run.position == (0, 2)
-    assert swarm.run(other.request_grant(9, 2, 1.0, (0, 0))) is None or other.open == 0, "it counts already"
+    assert swarm.run(other.request_grant(9, 2, 1.0, (0, 0))) is None or other.open_step == 0, "it counts already"
 
 
 def test_what_is_in_other_hands_is_passed(make_swarm: MakeSwarm) -> None:
