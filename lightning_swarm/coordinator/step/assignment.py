@@ -18,6 +18,7 @@ _OWN_MARGIN: Final = 1.1
 
 _NUM_NEWEST: Final = 4  # newest batches that count: a single one may have been delayed
 _LEAST_KNOWN: Final = 2  # completed batches needed for an estimate
+
 _FORGETS: Final = 0.8
 """Factor on a trainer's estimated time for each batch that it leaves to other trainers: it may be faster by now."""
 
@@ -31,7 +32,7 @@ class BatchTimes:
     took_s: float | None = None  # duration of the newest batch
     newest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_NEWEST))  # the newest durations
     num_left: int = 0  # own batches left to other trainers since its newest grant
-    has_waited: bool = False  # it asked for a place since its newest batch, and had to wait
+    has_waited: bool = False  # the trainer asked for a place since its newest batch, and had to wait
 
     def granted(self, now_s: float) -> None:
         """Record the grant of a batch."""
@@ -44,17 +45,17 @@ class BatchTimes:
             self.newest_s.append(self.took_s)
 
     @property
-    def believed_s(self) -> float | None:
-        """Least duration of its next batch; None before two batches, because the first is slower."""
+    def least_s(self) -> float | None:
+        """Shortest time that its next batch may take; None before two batches, because the first is slower."""
         return None if len(self.newest_s) < _LEAST_KNOWN else min(self.newest_s) * _FORGETS**self.num_left
 
     def free_s(self, now_s: float) -> float | None:
-        """Return when it would begin another batch; None if that is unknown."""
+        """Return the time at which the trainer can begin another batch; None if that is unknown."""
         if self.took_s is None:
             return None
         if self.granted_s is not None:
             return max(now_s, self.granted_s + self.took_s)
-        if self.has_waited:  # it asks again as soon as the next step opens
+        if self.has_waited:  # the trainer asks again as soon as the next step opens
             return now_s
         # Between two batches. A trainer that pauses longer may be validating, or saving a checkpoint.
         return now_s if self.ended_s is not None and now_s <= self.ended_s + self.took_s else None
@@ -62,7 +63,7 @@ class BatchTimes:
 
 @dataclass
 class WaitingTrainer:
-    """A trainer that waits for a place."""
+    """A trainer that waits with a numbered batch for a place in the step."""
 
     batch: BatchNumber  # its current batch, or the end of its epoch
     since_s: float  # beginning of its wait in this step
@@ -78,7 +79,7 @@ class WaitingTrainer:
 
 @dataclass(frozen=True)
 class Lane:
-    """The batches of a step that a working trainer still has to bring."""
+    """The ungranted batches of a step in the lane of a working trainer."""
 
     last: BatchNumber  # its last ungranted batch
     end_s: float  # expected end of that batch
@@ -89,21 +90,21 @@ def leave_to_others(
 ) -> float | None:
     """Return the seconds for which a trainer leaves its batch to other trainers; None if it brings the batch itself.
 
-    It leaves the batch if the `others` would complete all ungranted batches before it completes one. Each of the
-    `others` is a pair: the time at which it begins its next batch, and the seconds that a batch takes.
+    It leaves the batch if the `others` would complete all `num_free` ungranted batches within the time that it needs
+    for one, `own_s`. Each of the `others` is a pair: when it begins its next batch, and the seconds that a batch takes.
     """
-    free = list(others)
-    if own_s is None or not free:
+    next_begins = list(others)
+    if own_s is None or not next_begins:
         return None
-    heapq.heapify(free)
-    left_s = 0.0
-    for _ in range(num_free):
-        begin_s, took_s = free[0]
-        left_s = max(left_s, _OWN_MARGIN * (begin_s + took_s - now_s))
-        if left_s > own_s:
+    heapq.heapify(next_begins)
+    leaves_s = 0.0
+    for _ in range(num_free):  # the trainer that is free first gets the next batch
+        begin_s, took_s = next_begins[0]
+        leaves_s = max(leaves_s, _OWN_MARGIN * (begin_s + took_s - now_s))
+        if leaves_s > own_s:
             return None
-        heapq.heapreplace(free, (begin_s + took_s, took_s))
-    return left_s
+        heapq.heapreplace(next_begins, (begin_s + took_s, took_s))
+    return leaves_s
 
 
 def choose_besides(
@@ -114,10 +115,10 @@ def choose_besides(
     *,
     now_s: float,
 ) -> BatchNumber | None:
-    """Choose an additional batch for a waiting trainer, among the `free` batches before its own.
+    """Choose an additional batch for a waiting trainer, among the `free` (ungranted) batches before its own.
 
     First come `unattended` batches, whose own trainers are gone or will not bring them. Next comes the last batch of
-    a slower trainer's lane, if that trainer would complete it later. Once the patience ends, the first of them comes.
+    a slower trainer's lane, if that trainer would complete it later. Once the patience ends, the first of `free` comes.
     """
     before = [one for one in free if one < waiting.batch]
     for number in before:

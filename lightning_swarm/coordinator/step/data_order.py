@@ -66,11 +66,11 @@ class DataOrder:
         return number[0] in self._plans and not self._is_beyond(number)
 
     def ends_at(self, number: BatchNumber) -> bool:
-        """Return whether the last epoch has ended there, so that no batch follows."""
+        """Return whether the run's last epoch has ended before this number, so that no batch follows."""
         return self._is_beyond(number) and self._plans[number[0]].last
 
     def _is_beyond(self, number: BatchNumber) -> bool:
-        """Return whether an epoch that is known has ended there."""
+        """Return whether the number's epoch is known, and has no batch with this index."""
         ends = self._ends.get(number[0])
         return ends is not None and number[1] >= (ends[-1] if ends else 0)
 
@@ -84,11 +84,12 @@ class StepWindow:
     target_batch_size: int
     # Batches that their own `training_step` withdrew: they count nowhere, and later batches replace them.
     dropped: set[BatchNumber] = field(default_factory=set)
-    _places: dict[BatchNumber, int] = field(default_factory=dict)
+    _places: dict[BatchNumber, int] = field(default_factory=dict)  # batch -> place of its first sample
     _num_samples: int = 0  # samples of all batches in `_places`
-    _num_dropped: int = 0  # samples
+    _num_dropped: int = 0  # samples of dropped batches in `_places`
 
     def _extend(self) -> None:
+        """Add batches until the step has its samples without the dropped batches, or no further batch is known."""
         self._num_dropped = sum(self.order.size(one) for one in self.dropped if one in self._places)
         while self._num_samples - self._num_dropped < self.target_batch_size and self.order.has(self._next):
             number = self._next
@@ -98,6 +99,7 @@ class StepWindow:
 
     @property
     def _next(self) -> BatchNumber:
+        """The batch after those in `_places`."""
         if not self._places:
             return self.order.normalized(self.begin)
         epoch, index = next(reversed(self._places))
@@ -118,12 +120,12 @@ class StepWindow:
 
     @property
     def numbers(self) -> Sequence[BatchNumber]:
-        """Numbers of its batches that count, as far as they are known, in order."""
+        """Numbers of the step's batches that count, as far as they are known, in order."""
         self._extend()
         return [number for number in self._places if number not in self.dropped]
 
     def place(self, number: BatchNumber) -> int:
-        """Place of a batch's first sample in the step."""
+        """Return the place of a batch's first sample in the step."""
         self._extend()
         return self._places[number]
 

@@ -203,7 +203,7 @@ class LeaseTable:
             return waiting
         times = self._times[trainer]
         if own:
-            leaves_s = leave_to_others(len(step.free), times.believed_s, self._others(step, trainer), now_s=now_s())
+            leaves_s = leave_to_others(len(step.free), times.least_s, self._others(step, trainer), now_s=now_s())
             waiting = WaitingTrainer(batch, now_s(), leaves_s or 0.0, times.took_s, leaves_own=leaves_s is not None)
             if leaves_s is not None:
                 times.num_left += 1

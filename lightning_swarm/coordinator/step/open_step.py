@@ -20,16 +20,18 @@ CLIP_EPSILON = 1e-6  # added to the norm before dividing, as `torch.nn.utils.cli
 
 @dataclass
 class _LeasedBatch:
+    """A batch that has a place in the step."""
+
     trainer: PeerId
-    first: int
+    first: int  # its place: the position of its first sample
     num_samples: int
     weight: float
-    number: int = 0  # the trainer's number of the batch; 0: not reported
+    serial: int = 0  # its trainer's count of its own batches; 0: not reported
     completed: tuple[Receipt, ...] | None = None  # None: still under way
     logs: tuple[LoggedValue, ...] = ()
     metrics: Message | None = None
     armed: tuple[Receipt, ...] | None = None  # its receipts, once servers can complete it alone
-    batch: BatchNumber | None = None  # its number, if trainers share an epoch's order
+    batch: BatchNumber | None = None  # its number in the data, if trainers share an epoch's order
 
 
 @dataclass
@@ -37,23 +39,23 @@ class OpenStep:
     """Grants and completions of one step."""
 
     step: int
-    # Samples that fill the step, with equal weights. None: the lead closes it when Lightning's accumulation window
-    # ends, and batches have equal weights.
+    # Samples that fill the step; all samples have equal weights. None: the lead closes the step when Lightning's
+    # accumulation window ends, and all batches have equal weights.
     target_batch_size: int | None
     window: StepWindow | None = None  # the batches that it takes; None: batches as they come
-    _batches: dict[int, _LeasedBatch] = field(default_factory=dict)
-    _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
+    _batches: dict[int, _LeasedBatch] = field(default_factory=dict)  # lease -> batch that is not struck
+    _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)  # lease and trainer -> place
     first_lease: int = 0  # earlier leases are a former coordinator's, and count only if restored
-    _next_first: int = 0
-    close_asked: bool = False
+    _next_first: int = 0  # the first place that is not granted yet
+    close_asked: bool = False  # the lead has asked to close the step
     gradient_scale: float | None = None  # None until the first batch sets it
     sealed: bool = False  # the next step is open: this one takes no batches, even if it loses some
-    _window: float | None = None
+    _asked_weight: float | None = None  # total weight with which the lead asked to close; None: the batches' sum
     _struck: set[int] = field(default_factory=set)  # leases of struck batches
-    given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers and their numbers of abandoned batches
+    given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and the serials of their struck batches
     without: set[PeerId] = field(default_factory=set)  # trainers whose batches need their own server, which is excluded
     _num_again: int = 0  # batches that were granted again
-    # Numbers of batches that were granted before, and of batches that must not count.
+    # Numbers of batches that were granted before, and of batches that their trainers dropped.
     _tried: set[BatchNumber] = field(default_factory=set)
     _dropped: set[BatchNumber] = field(default_factory=set)
 
@@ -84,6 +86,7 @@ class OpenStep:
         return self._is_full() or self.close_asked or self.sealed
 
     def _is_full(self, without: Collection[int] = ()) -> bool:
+        """Return whether the step has all its samples, even without the batches at these places."""
         if self.window is not None:
             return bool(self._batches) and self.window.whole and not self.free and not without
         left = sum(batch.num_samples for batch in self._batches.values() if batch.first not in without)
@@ -106,7 +109,7 @@ class OpenStep:
         return self.closing and all(batch.completed is not None for batch in self._batches.values())
 
     def grant(
-        self, lease: int, trainer: PeerId, num_samples: int, gradient_scale: float = 1.0, number: int = 0
+        self, lease: int, trainer: PeerId, num_samples: int, gradient_scale: float = 1.0, serial: int = 0
     ) -> tuple[int, float] | None:
         """Grant a batch; return its first sample's position and its weight, or None if the step is full."""
         if num_samples < 1:
@@ -116,13 +119,14 @@ class OpenStep:
         self._settle_scale(gradient_scale)
         first, weight = self._next_first, self._weight(num_samples)
         self._next_first += num_samples
-        self._batches[lease] = _LeasedBatch(trainer, first, num_samples, weight, number)
+        self._batches[lease] = _LeasedBatch(trainer, first, num_samples, weight, serial)
         return first, weight
 
     def _weight(self, num_samples: int) -> float:
+        """Return the weight of a batch, as `target_batch_size` explains it."""
         return 1.0 if self.target_batch_size is None else float(num_samples)
 
-    def hand_out(self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float, number: int) -> None:
+    def hand_out(self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float, serial: int) -> None:
         """Grant an ungranted batch of the window, at a place that does not depend on the trainer."""
         assert self.window is not None
         self._settle_scale(gradient_scale)
@@ -130,7 +134,7 @@ class OpenStep:
         if batch in self._tried or self._next_first > 0:
             first += self._places_again()
         self._tried.add(batch)
-        self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), number, batch=batch)
+        self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), serial, batch=batch)
 
     def _places_again(self) -> int:
         """Return the offset of a place that is granted again."""
@@ -147,10 +151,10 @@ class OpenStep:
             )
         self.gradient_scale = gradient_scale
 
-    def granted(self, trainer: PeerId, number: int) -> int | None:
-        """Return the lease of a trainer's batch, if it has one already."""
+    def granted(self, trainer: PeerId, serial: int) -> int | None:
+        """Return the lease of a trainer's batch, if the batch has one already."""
         for lease, batch in self._batches.items():
-            if number and (batch.trainer, batch.number) == (trainer, number):
+            if serial and (batch.trainer, batch.serial) == (trainer, serial):
                 return lease
         return None
 
@@ -284,7 +288,7 @@ class OpenStep:
         # Their samples may be granted again. No closing names their gradients, so servers discard them.
         struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
         self._struck |= struck.keys()
-        self.given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
+        self.given_up |= {(batch.trainer, batch.serial) for batch in struck.values()}
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
 
@@ -312,7 +316,7 @@ class OpenStep:
 
     def reopen(self) -> None:
         """Grant places again. The lead learns of it while it waits for the record, and may ask to close once more."""
-        self.close_asked, self._window = False, None
+        self.close_asked, self._asked_weight = False, None
 
     def settle(self) -> None:
         """Wait for no batch any more: count armed batches, and strike all other incomplete batches."""
@@ -324,10 +328,10 @@ class OpenStep:
         """Return the trainer whose batch begins at this place."""
         return next(batch.trainer for batch in self._batches.values() if batch.first == first)
 
-    def ask_to_close(self, window: float | None) -> None:
-        """Grant no more places. `window` is the total weight of Lightning's full accumulation window, if known."""
+    def ask_to_close(self, total_weight: float | None) -> None:
+        """Grant no more places. `total_weight` is the weight of Lightning's full accumulation window, if known."""
         self.close_asked = True
-        self._window = window
+        self._asked_weight = total_weight
 
     @property
     def counted(self) -> list[Receipt]:
@@ -347,8 +351,8 @@ class OpenStep:
     @property
     def total_weight(self) -> float:
         """The weight by which the sum is divided."""
-        if self._window is not None:
-            return self._window
+        if self._asked_weight is not None:
+            return self._asked_weight
         return sum(batch.weight for batch in self._batches.values()) or 1.0
 
     def missing(self) -> list[PeerId]:
@@ -365,6 +369,7 @@ class OpenStep:
         return {one.first: one.metrics for one in batches if one.trainer != lead and one.metrics is not None}
 
     def _leased(self, lease: int, trainer: PeerId) -> _LeasedBatch:
+        """Return a trainer's batch that is under way; raise an error if the lease has none."""
         batch = self._batches.get(lease)
         if lease in self._struck or (batch is None and lease < self.first_lease):
             raise LeaseRevoked(f"the batch was struck from step {self.step}")

@@ -73,17 +73,17 @@ def test_what_a_batch_takes_is_believed_less_with_each_that_is_left() -> None:
     times.granted(0.0)
     assert times.free_s(1.0) is None, "it may take for ever"
     times.ended(5.0)
-    assert times.believed_s is None, "a first batch compiles, and fills caches"
+    assert times.least_s is None, "a first batch compiles, and fills caches"
     times.granted(6.0)
     times.ended(7.0)
     times.ended(9.0)  # reported once more
-    assert (times.believed_s, times.took_s) == (1.0, 1.0)
+    assert (times.least_s, times.took_s) == (1.0, 1.0)
     assert times.free_s(7.5) == 7.5
     assert times.free_s(8.5) is None, "it does something else than to train"
     times.num_left = 3
-    assert times.believed_s == pytest.approx(0.8**3)
+    assert times.least_s == pytest.approx(0.8**3)
     times.granted(10.0)
-    assert (times.believed_s, times.free_s(10.2), times.free_s(12.0)) == (1.0, 11.0, 12.0)
+    assert (times.least_s, times.free_s(10.2), times.free_s(12.0)) == (1.0, 11.0, 12.0)
 
 
 # ---------------------------------------------------------------------- among trainers
