@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 class RunNews:
     """News of the run that came while a trainer's batch waited for a place."""
 
-    version: int  # version of the weights in the step of the place
+    version: int  # newest version of the weights when the batch got its place
     records: Sequence[DecidedRecord] = ()  # oldest first
     # lease -> batch that was finished before, and that its step does not count
     lost: Mapping[int, Any] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class Session:
         if self.local_layers is not None:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
         taken = self.pipeline.begin_batch(grant)
-        self._name_version()
+        self._set_pipeline_version()
         # Not `num_trainers`, because a peer that has a place may not be a trainer yet.
         if not self.is_shared and self._steps.open_step > self._steps.version:
             taken.begin = partial(self._steps.begin_batch, grant)
@@ -186,7 +186,7 @@ class Session:
         return self._steps.peer_id
 
     def lead_epoch(self) -> int:
-        """Not at the lead: wait until the lead's loop is in an epoch, and return the epoch."""
+        """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
         return self._runtime.run(self._steps.lead_epoch())
 
     def give_back(self) -> None:
@@ -194,19 +194,19 @@ class Session:
         self._runtime.run(self._steps.give_back())
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, collect the current batch's statistics in the trainer's own layers, which the run will count."""
+        """Within this context, collect the statistics that the trainer's own batch norms see in the current batch."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.counting()
 
     def gradients_elsewhere(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, refuse uses of gradients of the trainer's own layers, because the step has more than are here."""
+        """Within this context, refuse uses of gradients of the trainer's own layers: `grad` is only a part of them."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_elsewhere()
 
     def gradients_spent(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, refuse uses of the previous batch's gradients of the trainer's own layers."""
+        """Within this context, refuse uses of the previous batch's gradients of the trainer's own layers."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_spent()
 
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
-        """Let backwards count from now on.
+        """Let backwards add to the current batch's gradients from now on.
 
         If there are other trainers and no local layers, `logs` arm the batch once all its backwards are sent: it counts
         with these logs even if this trainer dies.
@@ -225,7 +225,7 @@ class Session:
             batch.arm = partial(self._arm, batch, logs)
 
     def end_backward(self) -> None:
-        """Let nothing more be added for the current batch."""
+        """Let backwards add nothing more to the current batch's gradients."""
         if self.pipeline.batch is not None:
             self.pipeline.batch.counts = False
 
@@ -242,13 +242,13 @@ class Session:
 
     def withdraw_batch(self, *, dropped: bool) -> None:
         """Withdraw the current batch; servers discard its gradients. If `dropped`, no trainer brings it again."""
-        batch = self._taken()
+        batch = self._give_up_batch()
         self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=dropped))
 
     def revoke_batch(self) -> None:
         """Give up the current batch, which was struck. It counts nowhere, and may run again in another place."""
         if self.pipeline.batch is not None:  # otherwise it was finished, and the coordinator knows
-            self._runtime.run(self._steps.report_revoked(self._taken().grant.lease))
+            self._runtime.run(self._steps.report_revoked(self._give_up_batch().grant.lease))
 
     def finish_batch(
         self,
@@ -256,11 +256,14 @@ class Session:
         metrics: Metrics,
         *,
         close: bool = False,
-        window: float | None = None,
+        total_weight: float | None = None,
         ahead: NextGrant | None = None,  # requests to send along; `end_step` returns the answer to `ends`
     ) -> bool:
-        """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`."""
-        batch = self._in_hand()  # it stays current if `LeaseRevoked` is raised
+        """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`.
+
+        At the lead, `close` asks to close the step, which then has the weight of `close_step`.
+        """
+        batch = self._current_batch()  # it stays current if `LeaseRevoked` is raised
         self.pipeline.count_statistics()
         if self.local_layers is not None:
             self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
@@ -268,7 +271,7 @@ class Session:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
         closing = self._runtime.run(
             self._steps.done(
-                batch.grant.lease, batch.completed, close=close, total_weight=window, logs=logs, ahead=ahead
+                batch.grant.lease, batch.completed, close=close, total_weight=total_weight, logs=logs, ahead=ahead
             )
         )
         self.pipeline.end_batch()
@@ -281,9 +284,9 @@ class Session:
             self._runtime.run(self._steps.wait_for_record(imminent))
         self._follow_version()
 
-    def close_step(self, *, window: float | None) -> None:
-        """Ask to close the open step with its present batches. Its weight is `window`, or the batches' sum."""
-        self._runtime.run(self._steps.close(total_weight=window))
+    def close_step(self, *, total_weight: float | None) -> None:
+        """At the lead: ask to close the open step with its present batches; None: its weight is the batches' sum."""
+        self._runtime.run(self._steps.close(total_weight=total_weight))
 
     def end_step(self) -> bool:
         """Wait until the next step is open; False if a batch was withdrawn, and the step takes batches again."""
@@ -296,7 +299,7 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """True if `end_step` does not need to wait."""
+        """True if `end_step` need not wait, because the answer to `finish_batch` included the end."""
         return self._steps.generation.step_ended is not None
 
     def catch_up(self) -> None:
@@ -320,11 +323,11 @@ class Session:
 
     def _follow_version(self) -> None:
         """Switch to the newest weights, because records may have come."""
-        self._name_version()
+        self._set_pipeline_version()
         if self.local_layers is not None:
             self.local_layers.refresh(self._steps.version)
 
-    def _name_version(self) -> None:
+    def _set_pipeline_version(self) -> None:
         """Let calls that add to no step use the newest weights; with delayed steps, in a batch, the batch's weights."""
         batch = self.pipeline.batch
         self.pipeline.version = self._steps.version
@@ -332,7 +335,7 @@ class Session:
             self.pipeline.version = self.run.weights_version(batch.grant.step)
 
     @property
-    def completed_leases(self) -> Sequence[int]:
+    def completed_places(self) -> Sequence[int]:
         """The places of this trainer's finished batches in all steps that have no record yet."""
         return [lease.grant.first for lease in self._steps.generation.journal.finished(self.version)]
 
@@ -414,14 +417,16 @@ class Session:
         """Not at the lead: bring no more batches; wait until a record removes this trainer, or raise `RunOver`."""
         self._runtime.run(self._steps.retire(reason))
 
-    def _taken(self) -> GrantedBatch:
-        batch = self._in_hand()
+    def _give_up_batch(self) -> GrantedBatch:
+        """End the current batch without its gradients, and return it."""
+        batch = self._current_batch()
         self.pipeline.end_batch()
         if self.local_layers is not None:
             self.local_layers.clear()
         return batch
 
-    def _in_hand(self) -> GrantedBatch:
+    def _current_batch(self) -> GrantedBatch:
+        """Return the current batch; raise StepError if there is none."""
         if self.pipeline.batch is None:
             raise StepError("no batch is in hand")
         return self.pipeline.batch

@@ -283,7 +283,7 @@ class SwarmOptimization:
         if ends:
             self._before_step(has_all=not self.pending_samples)
         with self._profiled() if ends else nullcontext():
-            closing = self._session.finish_batch(logs, metrics, close=close, window=window, ahead=ahead)
+            closing = self._session.finish_batch(logs, metrics, close=close, total_weight=window, ahead=ahead)
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
         return closing
 
@@ -388,7 +388,7 @@ class SwarmOptimization:
     def _end_step(self, *, closing: bool) -> None:
         """Close the step if it ends with this batch, wait for its record, and count all records that came."""
         if not closing and self._counters.is_due(self.pending_samples):
-            self._session.close_step(window=self._counters.total_weight)  # the batch was withdrawn
+            self._session.close_step(total_weight=self._counters.total_weight)  # the batch was withdrawn
             closing = True
         if self._ends_step(close=closing):
             self._step()
@@ -428,7 +428,7 @@ class SwarmOptimization:
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
                 # Another trainer withdrew its batch, and this one has no batch to replace it.
-                self._session.close_step(window=self._counters.total_weight)
+                self._session.close_step(total_weight=self._counters.total_weight)
                 closed = self._session.end_step()
                 self._take_lost()
         if self._session.version > self._version:

@@ -36,7 +36,7 @@ _LOGGING: Final = ("_first_loop_iter", "_current_fx")  # Lightning's flags for w
 
 
 Counts = Callable[[int, Collection[int]], bool]
-"""Function of a step and leases: whether the step's record counts all batches of these leases."""
+"""Function of a step and places: whether the step's record counts all batches at these places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,11 @@ class ResumePoint:
     state: LoopState
     num_counted: int  # records that the loop had counted
     version: int  # lowest version of the weights that the state fits
-    completed: Collection[int]  # leases of own batches in that version's step; with any, only later versions fit
-    before: RunNews  # news that the loop had received, but not counted, before the state was taken
-    news: RunNews | None = None  # news up to the next batch's grant; None before the grant
+    completed: Collection[int]  # places of own batches in that version's step; with any, only later versions fit
+    # Records that the loop had received, but not counted, when the state was taken; and up to the grant of the next
+    # batch (None before the grant).
+    before: RunNews
+    news: RunNews | None = None
 
     def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
         """Return whether the state fits a version of the weights; `counts` knows records that the loop has not seen."""
@@ -83,7 +85,7 @@ class ResumePoint:
         return not is_lead and (not self.completed or counts(self.version, self.completed))
 
     def news_at(self, version: int) -> RunNews:
-        """Return the news that the loop had received, but not counted, if it resumes at a version."""
+        """Return the records that the loop had received, but not counted, if it resumes at a version."""
         return self.news if self.news is not None and version > self.version else self.before
 
 
@@ -96,15 +98,15 @@ class LoopStates:
         self._is_lead = is_lead
         self._kept: Sequence[ResumePoint] = ()  # replaced, not changed, because the swarm's event loop reads it
         self._stand_ins: dict[int, tuple[Any, Awaited]] | None = None  # `id` -> stand-in and gap, during `save`
-        self._unsaved: dict[str, Any] = {}
-        self._warned = False
+        self._unsaved: dict[str, Any] = {}  # entry `UNSAVED` of the checkpoint, during `save`
+        self._warned = False  # that states cannot be saved
 
     @property
     def versions(self) -> Collection[int]:
         """Return the versions of the weights that the states fit, as far as the loop knows them."""
-        known = [(point.version, not point.completed) for point in self._kept]
-        known += [(point.news.version, True) for point in self._kept if point.news is not None]
-        return {version for version, goes in known if goes and self.find(version) is not None}
+        known = [point.version for point in self._kept if not point.completed]
+        known += [point.news.version for point in self._kept if point.news is not None]
+        return {version for version in known if self.find(version) is not None}
 
     def find(self, version: int, counts: Counts = lambda *_: False) -> ResumePoint | None:
         """Return the latest state that fits a version. May be called from any thread."""
@@ -131,7 +133,7 @@ class LoopStates:
         self._kept = (point,)
 
     def granted(self, news: RunNews) -> None:
-        """Add the news that came before the next batch's grant, or before the end of the data."""
+        """Add the records that came before the next batch's grant, or before the end of the data."""
         if self._kept and self._kept[-1].news is None:
             self._kept = (*self._kept[:-1], replace(self._kept[-1], news=news))
 
@@ -157,6 +159,7 @@ class LoopStates:
             self._stand_ins = None
 
     def _take(self, position: BatchPosition, pending: Pending) -> LoopState:
+        """Make Lightning's checkpoint, and copy it and the values that it lacks."""
         assert self._stand_ins is not None
         trainer = self._trainer
         module = trainer.lightning_module
@@ -205,6 +208,7 @@ class LoopStates:
     def _with_gaps(
         self, own: Mapping[str, Any], names: Mapping[str, str], written: Mapping[str, Tensor]
     ) -> dict[str, Any]:
+        """Replace tensors that servers hold by stand-ins without values, and `written` tensors by their values."""
         assert self._stand_ins is not None
         state = dict(own)
         for name, tensor in own.items():

@@ -74,7 +74,7 @@ class LoopRecorder:
         """Save the state of the loop between two batches, if a snapshot may fit it."""
         self._find_newest()
         self.states.prune(self._versions)
-        version, completed = self._session.version, self._session.completed_leases
+        version, completed = self._session.version, self._session.completed_places
         if self._may_have_snapshot(version, completed):
             self.states.save(version, completed, position.here, self._loop.logs.pending)
             self._replicate()
@@ -97,7 +97,7 @@ class LoopRecorder:
         return [] if newest is None else [version for version in (newest.keep, newest.version) if version is not None]
 
     def _may_have_snapshot(self, version: int, completed: Collection[int]) -> bool:
-        """Return whether a snapshot may fit a loop that has counted to `version`, with `completed` leases since."""
+        """Return whether a snapshot may fit a loop that has counted to `version`, with `completed` batches since."""
         newest = self._newest
         if newest is not None and newest.version == version and not completed:
             return True
