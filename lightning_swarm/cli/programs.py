@@ -211,12 +211,12 @@ a second signal ends it at once. With --preemption, a cloud's notice that it tak
 """
 
 _SERVE: Final = f"""\
-Hold stages, and nothing else, for a run that is started elsewhere, or of a model that is not trained.
+Hold stages, and nothing else, for a run that is started elsewhere, or of a finished model.
 
     lightning-swarm serve {_ADDRESS} train.py    for a run that exists
     lightning-swarm serve --listen 0.0.0.0:31337 train.py       for a later run: prints how to start it
     lightning-swarm serve --listen 0.0.0.0:31337 --config run.yaml
-    lightning-swarm serve --weights my-llama/                   a model that is not trained: `serve --weights . --help`
+    lightning-swarm serve --weights my-llama/                   a finished model: see `serve --weights . --help`
 
 Like `join`, but it reads no data and trains nothing, whatever the `role` of the program's strategy. It may start before
 the run does.
@@ -242,7 +242,8 @@ def _add_arguments(parser: argparse.ArgumentParser, *, needs_address: bool) -> N
     parser.add_argument(
         "--identity",
         metavar="FILE",
-        help="of this peer's key, made if missing (default: one for each run of invited peers and user)",
+        help="file of this peer's key, made if missing (default: with invitations, kept for the run and this user; "
+        "otherwise a new key each time)",
     )
     parser.add_argument(
         "--invite",

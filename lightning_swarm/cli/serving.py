@@ -23,25 +23,25 @@ from lightning_swarm.peer.process import owners_folder, with_kept_identity
 from lightning_swarm.protocol.settings import RunSettings
 
 SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
-"""Options of `serve` that are only for a model that is not trained."""
+"""Options that only `serve` for a finished model has."""
 
 _SERVE: Final = """\
-Serve a model that is not trained: hold some of its blocks, and compute texts for clients.
+Serve a finished model: hold some of its blocks, and compute texts for clients.
 
     lightning-swarm serve --weights my-llama/ --listen 0.0.0.0:31337            the first machine: prints how to join
     lightning-swarm serve --weights my-llama/ --memory 4GB --join ADDRESS       another one, at any time
     lightning-swarm serve --memory 4GB --join ADDRESS                           without the files: from other servers
 
-FOLDER is one of Hugging Face, as `save_pretrained` writes it; `lightning-swarm export` makes one of a checkpoint. A
-server takes as many neighbouring blocks as its memory holds, where the model is served worst. Each block's weights are
-checked by their SHA-256 against what the first server read.
+FOLDER is a model as `save_pretrained` of Hugging Face writes it; `lightning-swarm export` makes one from a checkpoint.
+A server takes as many neighbouring blocks as its memory holds, where the model is served worst. The weights of each
+block must have the SHA-256 of the weights that the first server read.
 
 On Ctrl-C or SIGTERM it accepts no new texts, and leaves when the texts under way are done. A second signal ends it at
 once, and other servers continue these texts.
 """
 
 GENERATE: Final = """\
-Write a text with a served model, as it comes.
+Write a text with a served model, token by token.
 
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Once upon a time"
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Hi" --sample --temperature 0.8 --max-new-tokens 200
@@ -49,7 +49,7 @@ Write a text with a served model, as it comes.
 The servers see hidden states, from which a prompt can be reconstructed.
 """
 
-# Options of `serve` and `generate` in a run by invitation.
+# Further options of `serve` and `generate`, if only invited peers are answered.
 _INVITED: Final = (" --listen 0.0.0.0:31337 --invite server.invite", " --invite writer.invite")
 
 _UNITS: Final = {
@@ -73,7 +73,7 @@ def num_bytes(option: str, text: str) -> int:
 
 
 def is_for_model(arguments: Sequence[str]) -> bool:
-    """Return whether arguments of `serve` are for a model that is not trained."""
+    """Return whether arguments of `serve` are for a finished model."""
     return any(argument.partition("=")[0] in SERVED_OPTIONS for argument in arguments)
 
 
@@ -83,7 +83,7 @@ def run_serve(arguments: Sequence[str]) -> int:
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    """Return the parser of `serve` for a model that is not trained."""
+    """Return the parser of `serve` for a finished model."""
     return Command("serve", _SERVE, _add_serve_arguments).parser()
 
 
@@ -102,19 +102,19 @@ def _serve(chosen: argparse.Namespace) -> int:
     elif not chosen.join:
         raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
     hosts = tuple(map(Address.parse, chosen.join))
-    weights, texts = _shares(chosen.memory, chosen.texts)
-    given = {"session_bytes": texts, "step_tokens": chosen.step_tokens}
+    weight_bytes, text_bytes = _shares(chosen.memory, chosen.texts)
+    given = {"session_bytes": text_bytes, "step_tokens": chosen.step_tokens}
     limits = Limits(**{name: value for name, value in given.items() if value is not None})
     config = with_kept_identity(_config(chosen, hosts, limits))
     options = ServeOptions(
         weights=chosen.weights,
         hosts=[host.peer_id for host in hosts],
-        weight_bytes=weights,
+        weight_bytes=weight_bytes,
         num_stages=chosen.stages,
         dtype=chosen.dtype,
         blocks=chosen.blocks,
         device=chosen.device,
-        joins=not chosen.apart,
+        batches_texts=not chosen.apart,
         moves=None if chosen.stay else MovePolicy(),
     )
     entry = entry_of(config, owners_folder, now_s=time.time())
@@ -126,17 +126,17 @@ def _serve(chosen: argparse.Namespace) -> int:
         closing.callback(lambda: runtime.run(directory.close()))
         closing.callback(lambda: runtime.run(host.close()))
         closing.enter_context(leaving_on_signals(lambda _: runtime.post(host.leave)))
-        runtime.run(host.open(_say))
+        runtime.run(host.open(_print_result))
         address = widest([Address.parse(text) for text in runtime.run(transport.addresses())])
-        joins, writes = ("", "") if entry is None else _INVITED
-        _say(f"Others can join: lightning-swarm serve --memory 4GB{joins} --join {address}")
-        _say(f"To write a text: lightning-swarm generate{writes} {address} --prompt 'Once upon a time'")
-        runtime.run(host.until_left(_say))
+        to_join, to_write = ("", "") if entry is None else _INVITED
+        _print_result(f"Others can join: lightning-swarm serve --memory 4GB{to_join} --join {address}")
+        _print_result(f"To write a text: lightning-swarm generate{to_write} {address} --prompt 'Once upon a time'")
+        runtime.run(host.until_left(_print_result))
     return 0
 
 
 def _shares(memory: str | None, texts: str | None) -> tuple[int | None, int | None]:
-    """Return the bytes for weights and for texts; None: all stages, and the default."""
+    """Return the bytes for weights (None: enough for all stages) and for texts (None: the default of `Limits`)."""
     for_texts = None if texts is None else num_bytes("--texts", texts)
     if memory is None:
         return None, for_texts
@@ -148,6 +148,7 @@ def _shares(memory: str | None, texts: str | None) -> tuple[int | None, int | No
 
 
 def _config(chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limits) -> SwarmConfig:
+    """Return the config of the server's network. Settings of training have no effect."""
     return SwarmConfig(
         num_stages=None,
         pipeline=None,
@@ -169,17 +170,18 @@ def _config(chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limi
     )
 
 
-def _say(text: str) -> None:
+def _print_result(text: str) -> None:
+    """Print a line of the result, to standard output. `say` prints remarks, to standard error."""
     print(text, flush=True)  # noqa: T201 - a command
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of the model, as Hugging Face saves it")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="folder of the model, as Hugging Face saves it")
     parser.add_argument(
-        "--join", action="append", default=[], metavar="ADDRESS", help="of a server of the model (repeatable)"
+        "--join", action="append", default=[], metavar="ADDRESS", help="a server of the model (repeatable)"
     )
     parser.add_argument("--memory", metavar="BYTES", help="for weights and texts, like 4GB (default: all stages)")
-    parser.add_argument("--texts", metavar="BYTES", help="of these for texts (default: a quarter)")
+    parser.add_argument("--texts", metavar="BYTES", help="part of --memory for texts, like 1GB (default: a quarter)")
     parser.add_argument(
         "--step-tokens",
         type=int,
@@ -189,56 +191,84 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages", type=int, metavar="N", help="the first server cuts the model into N (default: its blocks, up to 16)"
     )
-    parser.add_argument("--dtype", help="of the weights, like bfloat16, at the first server (default: as saved)")
-    parser.add_argument("--blocks", metavar="NAME", help="of the list of blocks (default: it is found)")
-    parser.add_argument("--device", default="cpu", help="that computes (default: %(default)s)")
-    parser.add_argument("--apart", action="store_true", help="no text's last bits depend on other texts; slower")
+    parser.add_argument(
+        "--dtype", help="dtype of the weights, like bfloat16; the first server sets it (default: as saved)"
+    )
+    parser.add_argument("--blocks", metavar="NAME", help="name of the list of blocks in the model (default: found)")
+    parser.add_argument("--device", default="cpu", help="device that computes (default: %(default)s)")
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="compute each text by itself, so that other texts do not change its rounding (slower)",
+    )
     parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
-    parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="(default: this machine only)")
-    parser.add_argument("--announce", action="append", default=[], metavar="HOST:PORT", help="where others find it")
+    parser.add_argument(
+        "--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="where to listen (default: this machine only)"
+    )
+    parser.add_argument(
+        "--announce",
+        action="append",
+        default=[],
+        metavar="HOST:PORT",
+        help="where others reach this server (repeatable)",
+    )
     parser.add_argument(
         "--identity",
         metavar="FILE",
-        help="of this peer's key, made if missing (default: one for each run of invited peers and user)",
+        help="file of this peer's key, made if missing (default: with invitations, kept for the run and this user; "
+        "otherwise a new key each time)",
     )
     parser.add_argument(
-        "--trust", choices=("open", "invited"), help="(default: invited, where other machines reach it)"
+        "--trust",
+        choices=("open", "invited"),
+        help="which peers are answered (default: invited, where other machines reach it)",
     )
-    parser.add_argument("--invite", metavar="FILE", help="with the invitation of the owner")
-    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="that invitations are to")
+    parser.add_argument("--invite", metavar="FILE", help="file with the invitation from the run's owner")
+    parser.add_argument(
+        "--run-id",
+        default=DEFAULT_RUN_ID,
+        metavar="ID",
+        help="the run that the invitations are for (default: %(default)s)",
+    )
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `generate`."""
-    parser.add_argument("address", metavar="ADDRESS", help="of any server of the model, as HOST:PORT/ID")
+    parser.add_argument("address", metavar="ADDRESS", help="any server of the model, as HOST:PORT/ID")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)d)")
     parser.add_argument("--sample", action="store_true", help="draw tokens (default: the likeliest)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="with --sample (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="with --sample (default: another text each time)")
-    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of the model, if it is on this machine")
+    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="folder of the model, if it is on this machine")
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="an adapter of the model, as peft saves it")
-    parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
+    parser.add_argument(
+        "--invite", metavar="FILE", help="file with an invitation, where only invited peers are answered"
+    )
 
 
 HTTP: Final = """\
-Answer OpenAI's HTTP protocol for served models. It serves completions and chats, whole or as they come.
+Answer OpenAI's HTTP protocol for served models. It serves completions and chats, whole or streamed.
 
     lightning-swarm http 203.0.113.7:31337/12D3... --port 8000
     lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...
 
-Clients name a model as the command line does; the default name is its config's model type. /health answers 200 if each
-model has just written a token. Where other machines reach the port, requests must bring an API key as a bearer token.
+Clients name a model as the command line does; the default name is its config's model type. /health has each
+model write a token, and answers 200 if all of them did. Where other machines reach the port, requests must bring an API
+key as a bearer token.
 """
 
 API_KEY_FILE: Final = "SWARM_API_KEY_FILE"
-_LEAST_KEY: Final = 16  # characters
+_MIN_KEY_CHARACTERS: Final = 16
 
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `http`."""
     parser.add_argument(
-        "models", nargs="+", metavar="[NAME=]ADDRESS", help="of any server of a model, as HOST:PORT/ID (several models)"
+        "models",
+        nargs="+",
+        metavar="[NAME=]ADDRESS",
+        help="any server of a model, as HOST:PORT/ID (repeatable, for several models)",
     )
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="IP", help="where to listen (default: this machine only)"
@@ -249,23 +279,30 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a further host name by which clients address an endpoint of this machine, as of a proxy (repeatable)",
+        help="another name that clients may use for this endpoint, such as that of a proxy (repeatable)",
     )
     parser.add_argument(
         "--api-key",
         metavar="FILE",
-        help=f"with a key that requests must bring; needed unless only this machine is to reach the endpoint (default: "
-        f"the file that {API_KEY_FILE} names)",
+        help="file with the key that requests must bring; needed if other machines reach the endpoint "
+        f"(default: the file that {API_KEY_FILE} names)",
     )
     parser.add_argument(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="of another site whose pages may use the endpoint, as https://chat.example.org (repeatable)",
+        help="another site whose pages may use the endpoint, such as https://chat.example.org (repeatable)",
     )
-    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="of a single model, if it is on this machine")
-    parser.add_argument("--invite", metavar="FILE", help="with an invitation, where only invited peers are answered")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the model, if there is one model and it is on this machine",
+    )
+    parser.add_argument(
+        "--invite", metavar="FILE", help="file with an invitation, where only invited peers are answered"
+    )
 
 
 def _api_key(arguments: argparse.Namespace) -> str | None:
@@ -284,10 +321,10 @@ def _api_key(arguments: argparse.Namespace) -> str | None:
         key = Path(file).read_text().strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"`--api-key` must name a file with a key, got {file!r}: {error}.") from error
-    if len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+    if len(key) < _MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            f"an API key has at least {_LEAST_KEY} ASCII characters without spaces, and that in {file!r} has not. "
-            "Make one by `openssl rand -hex 32`."
+            f"an API key has at least {_MIN_KEY_CHARACTERS} ASCII characters without spaces, and that in {file!r} has "
+            "not. Make one by `openssl rand -hex 32`."
         )
     return key
 
@@ -314,7 +351,7 @@ def run_http(arguments: argparse.Namespace) -> int:
             if [one.name for one in served].count(name) > 1:
                 raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
         names = ", ".join(one.name for one in served)
-        _say(f"Answering at http://{arguments.host}:{arguments.port}/v1 for {names}.")
+        _print_result(f"Answering at http://{arguments.host}:{arguments.port}/v1 for {names}.")
         http_server.run(
             served,
             host=arguments.host,

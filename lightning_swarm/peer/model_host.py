@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 _OFFER_TTL_S: Final = 4 * REFRESH_S
 _MAX_STAGES: Final = 16  # most stages of a model, if the user sets no number
-_MAX_NEIGHBOURS: Final = 32
-_DRAIN_LOOK_S: Final = 0.2
+_MAX_NEIGHBOURS: Final = 32  # other servers to which links are measured
+_DRAIN_LOOK_S: Final = 0.2  # seconds between two looks at the texts under way
 _QUIET_S: Final = 10.0  # seconds without a step after which a text no longer counts as under way here
 
 
@@ -53,7 +54,7 @@ class ServeOptions:
         dtype: Dtype of the weights, at the first server; None: as they were saved.
         blocks: The name of the list of blocks, at the first server; None: it is found.
         device: The device that computes.
-        joins: Compute steps of several texts together, which changes their last bits.
+        batches_texts: Compute steps of several texts together, which may change their last bits.
         moves: Policy of moves to worse-served stages; None: never move.
     """
 
@@ -64,7 +65,7 @@ class ServeOptions:
     dtype: str | None = None
     blocks: str | None = None
     device: str = "cpu"
-    joins: bool = True
+    batches_texts: bool = True
     moves: MovePolicy | None = field(default_factory=MovePolicy)
 
 
@@ -86,7 +87,7 @@ class ModelHost:
         self._leaving = asyncio.Event()
         self._folder: PretrainedFolder | None = None
         self.server: ModelServer | None = None
-        self.span = range(0)  # its stages
+        self.span = range(0)  # the stages that it serves
 
     async def open(self, say: Callable[[str], None] = _log.info) -> None:
         """Load stages, and begin to serve them."""
@@ -101,7 +102,7 @@ class ModelHost:
             raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
         else:
             say(f"Reading {options.weights}, to tell others which weights are served.")
-            model, card = await asyncio.to_thread(_first, self._folder, options, say)
+            model, card = await asyncio.to_thread(_cut_model, self._folder, options, say)
         self.models = ModelDirectory(self._transport, self._directory, card)
         if options.hosts:
             await self.models.refresh()
@@ -117,7 +118,7 @@ class ModelHost:
             card,
             parts,
             torch.device(options.device),
-            joins=options.joins,
+            batches_texts=options.batches_texts,
         )
         await self._serve(self.span)
         self._tasks.spawn(self._keep_announcing())
@@ -186,7 +187,7 @@ class ModelHost:
         return [stage.weights.num_bytes for stage in self.models.card.stages]
 
     def _others(self) -> list[Placed]:
-        """Return the other servers that take sessions; a server that has computed nothing yet counts as typical."""
+        """Return the other servers that take texts; a server that has computed nothing yet counts as typical."""
         typical_s, own = self._typical_step_s, self._transport.peer_id
         return [
             Placed(offer.stages, 1.0 / (offer.step_s or typical_s))
@@ -286,7 +287,7 @@ class ModelHost:
         with contextlib.suppress(PeerError):
             await self._announce()
         sessions, end_s = self.server.sessions, now_s() + self._limits.drain_timeout
-        while sessions.num_under_way(_QUIET_S) and now_s() < end_s:  # noqa: ASYNC110 - it ends by many ways
+        while sessions.num_under_way(_QUIET_S) and now_s() < end_s:  # noqa: ASYNC110 - many things end the wait
             await asyncio.sleep(_DRAIN_LOOK_S)
 
     async def stay(self) -> None:
@@ -302,7 +303,7 @@ class ModelHost:
         return self._leaving.is_set()
 
     def leave(self) -> None:
-        """On the loop: make `until_left` end. May be called twice."""
+        """Make `until_left` end. Call it on the event loop; a second call does nothing."""
         self._leaving.set()
         if self.server is not None:
             self.server.is_draining = True
@@ -316,9 +317,10 @@ class ModelHost:
                 self._executor.close()
 
 
-def _first(
+def _cut_model(
     folder: PretrainedFolder, options: ServeOptions, say: Callable[[str], None]
 ) -> tuple[PretrainedModel, ModelCard]:
+    """On the first server: build the model without weights, and return it with a card that says how it is cut."""
     dtype = options.dtype or folder.dtype
     given = ModelForm(
         config=folder.config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks
@@ -330,14 +332,15 @@ def _first(
             f"the text. The reason: {reason}"
         )
     model = PretrainedModel(form.config, form.generation_config, dtype=dtype, blocks=options.blocks)
-    number = len(model.blocks.modules)
-    stages = min(number, _MAX_STAGES) if options.num_stages is None else options.num_stages
-    if not 1 <= stages <= number:
+    num_blocks = len(model.blocks.modules)
+    num_stages = min(num_blocks, _MAX_STAGES) if options.num_stages is None else options.num_stages
+    if not 1 <= num_stages <= num_blocks:
         raise ConfigError(
-            f"a model is cut between its blocks, of which this one has {number}, got {stages} stages. Correct "
+            f"a model is cut between its blocks, of which this one has {num_blocks}, got {num_stages} stages. Correct "
             "`--stages`."
         )
-    ranges = [range(index * number // stages, (index + 1) * number // stages) for index in range(stages)]
+    cuts = [index * num_blocks // num_stages for index in range(num_stages + 1)]
+    ranges = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
     card = folder.card(model, ranges)
     return model, msgspec.structs.replace(card, config=form.config, generation_config=form.generation_config)
 

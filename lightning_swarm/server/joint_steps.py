@@ -67,7 +67,7 @@ class WaitingStep(Generic[_T]):
         """Set the kind of the step."""
         rows, tokens = self.part.rows, self.part.tokens
         can_join = self.step.number > 1 and self.step.recipe is not None and not self.step.draws
-        if self.stage.joins and can_join and tokens <= _MAX_TOKENS:
+        if self.stage.batches_texts and can_join and tokens <= _MAX_TOKENS:
             arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
             adapted = None if self.part.adapter is None else self.part.adapter.layers
             self.kind = (self.stage.index, str(self.step.modes[0]), arguments, adapted)

@@ -67,14 +67,14 @@ class ModelServer:
         parts: ServedParts,
         device: torch.device,
         *,
-        joins: bool = True,
+        batches_texts: bool = True,
     ) -> None:
         self.card = card
         self._id = card.id
         self._reading = asyncio.Semaphore(1)
         self.is_draining = False  # refuses new sessions
         self.promises = Promises()
-        self._limits, self._device, self._joins = limits, device, joins
+        self._limits, self._device, self._batches_texts = limits, device, batches_texts
         self.take(parts)
         self.tuning = TuningHandlers(transport, executor, limits, self, device)
         self.sessions = SessionHandlers(transport, executor, limits, tasks, self, on_dropped=self._free_soon)
@@ -97,7 +97,7 @@ class ModelServer:
                 computation=Computation(module, self._device, PLAIN, RunningStatistics(module)),
                 first_block=ranges[index].start,
                 holding=contextlib.nullcontext,
-                joins=self._joins,
+                batches_texts=self._batches_texts,
                 max_tokens=self._limits.step_tokens,
             )
             for index, module in parts.stages.items()

@@ -33,7 +33,7 @@ class SessionStage:
     first_block: int  # the number of blocks in the stages before
     holding: Callable[[], AbstractContextManager[None]]  # holds the weights that the step names
     ready: Callable[[], Awaitable[None]] = nothing  # waits for these weights
-    joins: bool = False  # computes steps of several sessions together; their last bits may differ then
+    batches_texts: bool = False  # computes steps of several sessions together, which may change their last bits
     max_tokens: int | None = None  # limit of a step, all rows together; long steps yield between blocks. None: neither
     adapter: Adapter | None = None  # the adapter of the session's client
     layers: LayersOfStage | None = None  # layers that adapters may change; None: no adapters
