@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.module_states import built_values, is_left
+from lightning_swarm.model.module_states import built_values, is_exempt
 from lightning_swarm.model.partition.leftovers import OF_TORCH
 from lightning_swarm.model.partition.stages import Named
 
@@ -32,7 +32,7 @@ def constants(named: Iterable[Named]) -> dict[str, list[float]]:
         for name, module in named
         for key, value in vars(module).items()
         if key not in OF_TORCH
-        and not is_left(module, key)
+        and not is_exempt(module, key)
         and (sketch := [number for tensor in _arrays(value) for number in _sketch(tensor)])
     }
     return tensors | built_numbers(named)

@@ -32,11 +32,11 @@ _NOTHING: Final = object()
 
 @dataclass
 class _FirstValues:
-    """A module's plain attributes as every peer builds them, and the attributes that its forward sets itself."""
+    """A module's plain attributes as every peer builds them, and the attributes that forwards set."""
 
-    plain: dict[str, Any]
-    of_class: dict[str, Any]  # plain attributes of its class
-    left: set[str] = field(default_factory=set)
+    plain: dict[str, Any]  # name -> value
+    of_class: dict[str, Any]  # plain attributes of its class and their values
+    exempt: set[str] = field(default_factory=set)  # not compared, because a forward or the swarm sets them
     moved: set[str] = field(default_factory=set)  # names in `plain` that a forward on this peer has changed
 
 
@@ -45,6 +45,7 @@ _known: dict[int, tuple[weakref.ref[nn.Module], _FirstValues]] = {}
 
 
 def _first_of(module: nn.Module) -> _FirstValues:
+    """Return a module's first values; if it has none yet, record its present attributes."""
     key = id(module)
     if key in _known and _known[key][0]() is module:
         return _known[key][1]
@@ -56,6 +57,7 @@ def _first_of(module: nn.Module) -> _FirstValues:
 
 
 def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
+    """Drop the first values of a freed module, unless another module has its id by now."""
     if key in _known and _known[key][0] is gone:
         del _known[key]
 
@@ -74,11 +76,15 @@ def _classes(kind: type) -> list[type]:
 
 
 def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Iterate over the attributes in `own` that are neither torch's nor Python's."""
     return ((name, value) for name, value in own.items() if name not in OF_TORCH and name[:2] != "__")
 
 
 def remember(model: nn.Module) -> None:
-    """Record the attributes of new modules as their first values, before hooks that other peers do not run."""
+    """Record the present attributes of newly built modules as their first values.
+
+    Call it before the trainer runs Lightning's hooks that servers do not run, because these may set attributes.
+    """
     for module in model.modules():
         _first_of(module)
 
@@ -88,36 +94,39 @@ def remember_copy(copy: nn.Module, original: nn.Module) -> None:
     for own, other in zip(copy.modules(), original.modules(), strict=True):
         first, there = _first_of(own), _first_of(other)
         first.plain = {name: kept(value) for name, value in there.plain.items()}
-        first.left, first.moved = set(there.left), set(there.moved)
+        first.exempt, first.moved = set(there.exempt), set(there.moved)
         first.of_class = there.of_class
 
 
-def leave(module: nn.Module, name: str) -> None:
+def exempt(module: nn.Module, name: str) -> None:
     """Exempt an attribute that the swarm itself or a forward sets on a module from the comparison with first values."""
     first = _first_of(module)
     first.plain.pop(name, None)
-    first.left.add(name)
+    first.exempt.add(name)
 
 
-def is_left(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute is exempt, because a forward or the swarm itself has set it."""
+def is_exempt(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute is exempt from comparisons, because a forward or the swarm itself has set it."""
     known = _known.get(id(module))
-    return known is not None and known[0]() is module and name in known[1].left
+    return known is not None and known[0]() is module and name in known[1].exempt
 
 
 def built_values(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes that a module was built with, without attributes that forwards have set since."""
     first = _first_of(module)
-    return {name: value for name, value in first.plain.items() if name not in first.left | first.moved}
+    return {name: value for name, value in first.plain.items() if name not in first.exempt | first.moved}
 
 
 def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the modes and plain attributes of a model's modules, by their names."""
-    return {
-        name: {"training": module.training}
-        | {key: kept(value) for key, value in _attributes(vars(module)) if is_plain(value) and (name or key[:1] != "_")}
-        for name, module in model.named_modules()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        found[name] = {"training": module.training}
+        for key, value in _attributes(vars(module)):
+            is_of_lightning = not name and key[:1] == "_"  # Lightning keeps private state on the root module
+            if is_plain(value) and not is_of_lightning:
+                found[name][key] = kept(value)
+    return found
 
 
 def restore_attributes(model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -142,13 +151,12 @@ class _WatchedModule:
         self.module = module
         self.own = vars(module)
         self.first = _first_of(module)
-        # If `setup` or `configure_model` replaced a plain value by another kind, compare with the present value
-        # instead.
+        # If `setup` or `configure_model` replaced a plain value by one that is not plain, compare with `at_first`.
         for key in [key for key in self.first.plain if not is_plain(self.own.get(key, _NOTHING))]:
             del self.first.plain[key]
         self.seen: dict[str, Any] = {}
         self.look()
-        self.at_first = self.seen
+        self.at_first = self.seen  # attributes when the stage was cut
 
     def look(self) -> None:
         """Record the module's present attributes."""
@@ -238,8 +246,9 @@ class TrainerStates:
         for title, name, value in self._contents.changed():
             one, attribute = self._titles[title], name.partition(".")[0]
             # Attributes that were set to another object are compared below.
-            if attribute not in one.first.left and one.own.get(attribute) is one.at_first.get(attribute):
+            if attribute not in one.first.exempt and one.own.get(attribute) is one.at_first.get(attribute):
                 _refuse(one, name, value, "was changed in place, and is")
+        # Look at all modules while class attributes differ, and once more after they were set back.
         held, self._class_holds = self._class_holds, self._classes.holds()
         changed = self._changes.find() if held and self._class_holds else self._modules
         if changed:
@@ -249,13 +258,14 @@ class TrainerStates:
         return self._read
 
     def _collected(self) -> tuple[bool, ModuleStates | None]:
+        """Return the result of `read`, from the present modes and the attributes found before."""
         training = any(one.own.get("training", False) for one in self._modules)
         flags: list[bool] = []
         modes: dict[str, bool] = {}
         for one in self._modules:
-            around = training if one.parent is None else flags[one.parent]
-            flags.append(bool(one.own.get("training", around)))
-            if flags[-1] != around:
+            outer_mode = training if one.parent is None else flags[one.parent]
+            flags.append(bool(one.own.get("training", outer_mode)))
+            if flags[-1] != outer_mode:
                 modes[one.name] = flags[-1]
         attributes = {name: values for name, values in self._attributes.items() if values}
         return training, ModuleStates(modes=modes, attributes=attributes) if modes or attributes else None
@@ -266,7 +276,7 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
     changed = {}
     for name, value in _attributes(one.own):
         first = one.first.plain.get(name, _NOTHING)
-        if name in one.first.left or same(value, first):
+        if name in one.first.exempt or same(value, first):
             continue
         if first is _NOTHING:
             if name in one.at_first and same(value, one.at_first[name]):
@@ -285,7 +295,7 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
             if not is_plain(value) or not fits(value, one.first.of_class[name]):
                 _refuse(one, name, value)
             changed[name] = packed(value)
-    gone = [name for name in one.first.plain if name not in one.own and name not in one.first.left]
+    gone = [name for name in one.first.plain if name not in one.own and name not in one.first.exempt]
     if gone:
         _refuse(one, gone[0], _NOTHING)
     now = one.own.get("forward", _NOTHING)
@@ -299,12 +309,13 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
 
 
 def _refuse(one: _WatchedModule, name: str, value: object, became: str = "became") -> None:
+    """Raise the error of an attribute that cannot be sent; `value` is `_NOTHING` if it was deleted."""
     found = "was deleted" if value is _NOTHING else f"{became} a {type(value).__name__}"
     raise ConfigError(
-        "what is changed on blocks during a run must be an attribute that they have from the start, and hold a plain "
-        f"value (a number, a text, None, or a short list of these), for it travels with each call: `{name}` of "
-        f"{one.title!r} {found}. Set it where every peer does, in `__init__`, `setup` or `configure_model`, give it to "
-        "the blocks as an argument, or choose between prepared modules by a plain attribute."
+        "only attributes that blocks have from the start may change during a run, and only to plain values (a number, "
+        f"a text, None, or a short list of these), because they are sent with each call: `{name}` of {one.title!r} "
+        f"{found}. Set it where every peer does, in `__init__`, `setup` or `configure_model`, give it to the blocks as "
+        "an argument, or choose between prepared modules by a plain attribute."
     )
 
 
@@ -359,6 +370,7 @@ class ServerStates:
                         del own[name]
 
     def _targets(self, mode: ComputeMode) -> _Targets:
+        """Return the attributes that a call requires; the latest few are cached."""
         key = (mode.training, mode.modules)
         for known, targets in self._known:
             if known == key:
@@ -368,13 +380,14 @@ class ServerStates:
         return targets
 
     def _made(self, training: bool, states: ModuleStates) -> Iterable[_Target]:
+        """Make each module's target from the states of a call; raise `ProtocolError` if these are invalid."""
         for name in {**states.modes, **states.attributes}:
             if name not in self._names:
                 raise ProtocolError(f"stage {self._index} has no module {name[:100]!r}")
         flags: list[bool] = []
         for one in self._modules:
-            around = training if one.parent is None else flags[one.parent]
-            flags.append(states.modes.get(one.name, around))
+            outer_mode = training if one.parent is None else flags[one.parent]
+            flags.append(states.modes.get(one.name, outer_mode))
             given = _checked(one, states.attributes.get(one.name, {}))
             values = {**one.first.plain, **given}
             if "training" in one.own:
@@ -382,28 +395,31 @@ class ServerStates:
             yield _Target(one, values, frozenset(given))
 
     def _keep_own(self, targets: _Targets) -> None:
-        """Keep the attributes that the forward itself has set."""
+        """Find the attributes that the forward itself has set, so that later calls do not reset them."""
         changed = self._changes.find()
         if not changed:
             return
         wanted = {target.watched.name: target for target in targets.each}
         for one in changed:
-            if _take_over(one, wanted.get(one.name, _Target(one, {}, frozenset()))):
+            if _keep_own_of(one, wanted.get(one.name, _Target(one, {}, frozenset()))):
                 self._known = []
         self._changes.look(changed)
 
 
-def _take_over(one: _WatchedModule, target: _Target) -> bool:
-    """Keep the attributes that a module's forward has set; return whether first values have changed."""
+def _keep_own_of(one: _WatchedModule, target: _Target) -> bool:
+    """Have later calls not reset the attributes that a module's forward has set; return whether first values changed.
+
+    A plain value becomes the new first value of its attribute. Any other attribute is exempt from comparisons.
+    """
     first, before = one.first, one.first.plain.copy()
     for name, value in _attributes(one.own):
-        if name in first.left or name in target.named or same(value, target.values.get(name, _NOTHING)):
+        if name in first.exempt or name in target.named or same(value, target.values.get(name, _NOTHING)):
             continue
         if name in first.plain and is_plain(value):
             first.plain[name] = kept(value)
             first.moved.add(name)
         elif name in first.plain or not same(value, one.seen.get(name, _NOTHING)):
-            leave(one.module, name)
+            exempt(one.module, name)
     return before != first.plain
 
 

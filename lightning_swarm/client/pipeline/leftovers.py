@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.left_values import Unavailable, UnavailableObject
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.model.module_states import leave
+from lightning_swarm.model.module_states import exempt
 from lightning_swarm.model.partition.hooks import OBSERVED, call_observing
 from lightning_swarm.model.partition.leftovers import OF_TORCH, Left, Values, is_close
 from lightning_swarm.model.partition.written_inputs import WRITTEN, text_of
@@ -138,7 +138,7 @@ class Leftovers:
 
     def _set(self, site: Site, value: object) -> None:
         self.sites.add(site)
-        leave(self.modules[site[0]], site[1])
+        exempt(self.modules[site[0]], site[1])
         vars(self.modules[site[0]])[site[1]] = value
 
     def _check_sites(self, sites: Sequence[Site]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_swarm.model.constants import constants, differing
-from lightning_swarm.model.module_states import leave
+from lightning_swarm.model.module_states import exempt
 from lightning_swarm.model.partition import no_blocks
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 
@@ -53,7 +53,7 @@ def test_what_only_one_peer_has_or_forwards_set_is_no_constant() -> None:
     ours, theirs = module(1), module(1)
     theirs.newest = torch.ones(1)
     theirs.tensor = torch.zeros(16)
-    leave(theirs, "tensor")
+    exempt(theirs, "tensor")
     assert differing(constants([("net.0", ours)]), constants([("net.0", theirs)])) == []
 
 
