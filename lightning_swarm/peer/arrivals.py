@@ -1,4 +1,4 @@
-"""Counts the invitations of a run's first members, at its starter."""
+"""Decides, on the peer that starts a run, which servers may be first members, and counts their invitations."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 3.0  # longest wait for the certificate of a peer, as any peer may announce itself
+_LOOK_S: Final = 3.0  # longest wait for the certificate of a peer, because any peer may announce itself
 
 
 class KnownPeers(WireMessage, frozen=True):
-    """The peers that a checkpoint remembers: the users of each invitation, banned peers, and convicted peers."""
+    """The peers that a checkpoint names: the users of each invitation, banned peers, and convicted peers."""
 
-    bans: list[bytes]
+    bans: list[bytes]  # signed by the run's owner
     invitations: UsedInvitations = UNSET
     convicted: Convictions = UNSET
 
 
 def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
-    """Return the peers that a checkpoint is to remember, in plain values; None if the run takes any peer."""
+    """Return a checkpoint's `KnownPeers` in plain values; None if the run takes any peer, and convicted none."""
     if isinstance(run.invitations, UnsetType) and not run.convicted:
         return None
     known = KnownPeers(bans, run.invitations, convictions(run.convicted))
@@ -58,26 +58,28 @@ def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
 
 @dataclass(eq=False)
 class Arrivals:
-    """The peers that came to a run by each invitation, until its next generation begins."""
+    """The choice of a generation's first members.
+
+    It knows from older generations which invitations were used, which peers were keepers, and which were convicted.
+    """
 
     _transport: Transport
-    named: Collection[PeerId] = ()  # keepers in a run without certificates
+    named: Collection[PeerId] = ()  # keepers by name, in a run in memory, which has no certificates
     used: Used = UNSET  # invitations used in older generations
     keepers: Collection[PeerId] = ()  # keepers of older generations
     convicted: dict[PeerId, str] = field(default_factory=dict)  # peer -> reason, in older generations
-    _warned: set[PeerId] = field(default_factory=set)
+    _warned: set[PeerId] = field(default_factory=set)  # peers for which a warning was logged
     _wall_s: Callable[[], float] = time.time
 
     def restore(self, known: Any) -> None:
-        """Begin with the peers that a checkpoint remembers, so that used invitations and bans stay in force."""
+        """Begin with a checkpoint's known peers, so that used invitations, bans and convictions stay in force."""
         try:
             found = msgspec.convert(known, KnownPeers)
             check_used(found.invitations)
         except (msgspec.ValidationError, ProtocolError) as error:
             raise ConfigError(
-                f"the checkpoint must tell the invitations of its run as they were saved: {error}. Take another "
-                "checkpoint, or remove its entry `swarm_peers`: then all invitations count anew, and nobody is banned "
-                "or convicted."
+                f"the checkpoint's entry `swarm_peers` must be as it was saved: {error}. Take another checkpoint, or "
+                "remove the entry: then all invitations count anew, and no peer is banned or convicted."
             ) from error
         self.used = found.invitations
         self.convicted = convicted_after({}, found.convicted)
@@ -85,9 +87,10 @@ class Arrivals:
             heed(self._transport, signed)
 
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
-        """Return the servers whose certificates permit the announced role, without convicted servers.
+        """Return the servers that may be first members.
 
-        If the run takes any peer, return all servers that were not convicted.
+        Their certificates permit the announced role, their invitations are valid and have uses left, and they were not
+        convicted. If the run takes any peer, return all servers that were not convicted.
         """
         self._warned &= servers.keys()
         for peer in sorted(servers.keys() & self.convicted.keys()):
@@ -107,16 +110,16 @@ class Arrivals:
                 self._warn(peer, "it comes for the first time, and its invitation has expired")
                 continue
             if not has_room(used, peer, invited_by(permit)):
-                every = f"{MAX_COUNTED} invited peers came to the run, which counts no more"
-                its = f"{permit.uses} other peers came by its invitation, which has no more uses"
-                self._warn(peer, every if is_full(used) else its)
+                run_is_full = f"{MAX_COUNTED} invited peers came to the run, which counts no more"
+                is_used_up = f"{permit.uses} other peers came by its invitation, which has no more uses"
+                self._warn(peer, run_is_full if is_full(used) else is_used_up)
                 continue
             used = self._after(peer, permit, used)
             found[peer] = servers[peer]
         return found
 
     def note_end(self, run: RunState) -> None:
-        """Remember the used invitations, keepers and convictions of a generation that ends."""
+        """Keep the used invitations, keepers and convictions of a generation that ends."""
         self.used, self.convicted = run.invitations, dict(run.convicted)
         self.keepers = run.keepers or ()
 
@@ -127,15 +130,15 @@ class Arrivals:
         """
         if is_certified_keeper(self._transport, me) is False:
             raise ConfigError(
-                "an audited run is begun by a keeper, whom those that join later can know by its certificate; that of "
-                f"{me} is of another role. Start the run where its owner's key is, or with an invitation made with "
-                "`lightning-swarm invite --role keeper`."
+                "an audited run must be started by a keeper, because peers that join later recognize it by its "
+                f"certificate, and the certificate of {me} has another role. Start the run where its owner's key is, "
+                "or with an invitation made with `lightning-swarm invite --role keeper`."
             )
         new = [peer for peer in sorted(members) if peer in self.named or is_certified_keeper(self._transport, peer)]
         return list(dict.fromkeys([me, *self.keepers, *new]))  # includes departed keepers, which may return
 
     async def count(self, members: Iterable[PeerId]) -> UsedInvitations:
-        """Count the first members of a generation, which are `invited`; unset: the run takes any peer."""
+        """Count a generation's first members, all of which `invited` has returned; UNSET if the run takes any peer."""
         if self._transport.permit_of(self._transport.peer_id) is None:
             return UNSET
         used = [] if isinstance(self.used, UnsetType) else list(self.used)
@@ -147,6 +150,7 @@ class Arrivals:
         return used
 
     def _after(self, peer: PeerId, permit: Permit, used: Iterable[UsedInvitation]) -> list[UsedInvitation]:
+        """Return the used invitations after a peer came by its permit."""
         return used_after(used, {peer: invited_by(permit)})
 
     async def _permit_of(self, peer: PeerId, server: ServerAnnouncement) -> Permit | None:
@@ -164,6 +168,7 @@ class Arrivals:
         return permit
 
     def _warn(self, peer: PeerId, reason: str) -> None:
+        """Log once why a peer is no first member, as long as it announces itself."""
         if peer not in self._warned:
             self._warned.add(peer)
             _log.warning("%s announced itself, and the run begins without it: %s", short_name(peer), shorten(reason))

@@ -13,7 +13,7 @@ from lightning_swarm.network.access import Permit
 from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Record
 
-# Most peers over all invitations. A `RunView` lists them twice, within `MAX_CALL_BYTES`.
+# Largest number of peers of all invitations together. A `RunView` lists them twice, within `MAX_CALL_BYTES`.
 MAX_COUNTED: Final = 4096
 
 Used = Sequence[UsedInvitation] | UnsetType  # unset: the run needs no invitations
@@ -25,7 +25,7 @@ def invited_by(permit: Permit) -> InvitedBy:
 
 
 def used_after(used: Iterable[UsedInvitation], invited: Mapping[PeerId, InvitedBy]) -> list[UsedInvitation]:
-    """Count arriving peers. A peer that used the same invitation before adds no use."""
+    """Return the used invitations after some peers came. A peer that used its invitation before adds no use."""
     found = {one.number: one for one in used}
     for peer, by in invited.items():
         known = found.get(by.number) or UsedInvitation(number=by.number, uses=by.uses, peers=[])
@@ -54,7 +54,7 @@ def has_room(used: Collection[UsedInvitation], peer: PeerId, by: InvitedBy) -> b
 
 
 def check_used(used: Used) -> None:
-    """Refuse an invitation with more peers than uses, and repeated peers or invitations."""
+    """Raise `ProtocolError` if an invitation has more peers than uses, or a peer or an invitation is listed twice."""
     if isinstance(used, UnsetType):
         return
     if len({one.number for one in used}) != len(used):
@@ -62,25 +62,25 @@ def check_used(used: Used) -> None:
     for one in used:
         if len(one.peers) > one.uses or len(set(one.peers)) != len(one.peers):
             raise ProtocolError(
-                f"invitation {one.number.hex()} has {one.uses} uses, each of another peer; "
-                f"{len(one.peers)} come by it, of which {one.peers[-1]} is the last"
+                f"invitation {one.number.hex()} has {one.uses} uses, one for each peer; "
+                f"{len(one.peers)} peers are counted (some perhaps twice), the last is {one.peers[-1]}"
             )
 
 
 def check_invited(used: Used, record: Record) -> None:
-    """Refuse a record unless it names the invitations of its new members, and of no other peers."""
+    """Raise `ProtocolError` unless a record names the invitations of its new members, and of no other peers."""
     invited = {} if isinstance(record.invited, UnsetType) else record.invited
-    new = {*record.enlisted, *(one.member.peer_id for one in record.newcomers)}
-    expected = set() if isinstance(used, UnsetType) else new
+    members = {*record.enlisted, *(one.member.peer_id for one in record.newcomers)}
+    expected = set() if isinstance(used, UnsetType) else members
     known = {} if isinstance(used, UnsetType) else {one.number: one.uses for one in used}
     for peer, by in invited.items():
         if known.get(by.number, by.uses) != by.uses:
             raise ProtocolError(
                 f"invitation {by.number.hex()}, by which {peer} comes, has {known[by.number]} uses; record "
-                f"{record.step} tells of {by.uses}"
+                f"{record.step} says {by.uses}"
             )
     if invited.keys() != expected:
         raise ProtocolError(
-            f"record {record.step} has to tell of {len(expected)} new members by which invitation they come, and tells "
-            f"it of {len(invited)}; the first that differs is {min(invited.keys() ^ expected)}"
+            f"record {record.step} must name the invitation of each of its {len(expected)} new members, and of nobody "
+            f"else; it names those of {len(invited)} peers; the first difference is {min(invited.keys() ^ expected)}"
         )

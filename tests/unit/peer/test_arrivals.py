@@ -155,7 +155,7 @@ def test_a_checkpoint_forgets_nobody(make_swarm: MakeSwarm) -> None:
     ]
     twice = {"number": "AAAAAAAAAAAAAAAAAAAAAA==", "uses": 1, "peers": ["a", "b"]}
     for wrong in (None, {}, {"invitations": [twice], "bans": []}, {"invitations": [], "bans": [7]}):
-        with pytest.raises(ConfigError, match="the checkpoint must tell the invitations of its run as they were saved"):
+        with pytest.raises(ConfigError, match="the checkpoint's entry `swarm_peers` must be as it was saved"):
             found.lead.restore_peers(wrong)
 
 
@@ -209,7 +209,7 @@ def test_the_first_keepers_are_those_whose_certificates_say_so(make_swarm: MakeS
 
 def test_only_a_keeper_begins_an_audited_run(make_swarm: MakeSwarm) -> None:
     found = audited(make_swarm, B)
-    with pytest.raises(ConfigError, match=r"an audited run is begun by a keeper.*that of trainer is of another role"):
+    with pytest.raises(ConfigError, match=r"must be started by a keeper.*the certificate of trainer has another role"):
         found.begin()
 
 
