@@ -68,7 +68,7 @@ class TrainerRole:
             stages=[stage for stage in stages if not stage.spec.on_trainers],
             shared=self._config.shared,
             microbatch_size=run.manifest.settings.microbatch_size,
-            num_microbatches=partial(_num_microbatches, context.routers, self._transport.peer_id),
+            wanted_microbatches=partial(_wanted_microbatches, context.routers, self._transport.peer_id),
             max_in_flight=self._config.limits.max_in_flight,
             device=device,
             codecs=Codecs.of(run.manifest.settings.compression),
@@ -136,7 +136,7 @@ class TrainerRole:
         self._copies.close()
 
 
-def _num_microbatches(routers: Sequence[StageRouter], own: PeerId) -> int:
+def _wanted_microbatches(routers: Sequence[StageRouter], own: PeerId) -> int:
     """Return the number of microbatches that keeps all servers busy; one, if all stages are computed in sequence."""
     widest = max(len(router.peers) for router in routers)
     alone = widest == 1 and (len(routers) == 1 or all(own in router.peers for router in routers))

@@ -370,9 +370,9 @@ def test_transforms(loss: Loss, message: str) -> None:
     ("make", "message", "accumulate_grad_batches"),
     [
         (lambda: Free(usual, backward=backward_twice), r"call backward once", 1),
-        (lambda: Free(backward_before), r"`\.backward\(\)` of one's own", 2),
-        (lambda: Free(usual, on_before_optimizer_step=before_the_step), r"`\.backward\(\)` of one's own", 1),
-        (lambda: Free(use_early_call, on_train_batch_start=early_call), r"own training_step", 1),
+        (lambda: Free(backward_before), r"`\.backward\(\)` of your own", 2),
+        (lambda: Free(usual, on_before_optimizer_step=before_the_step), r"`\.backward\(\)` of your own", 1),
+        (lambda: Free(use_early_call, on_train_batch_start=early_call), r"in the same `training_step`", 1),
     ],
 )
 def test_backwards_that_plain_lightning_adds(

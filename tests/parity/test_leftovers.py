@@ -270,7 +270,7 @@ class Before(Model):
 
 def test_a_hook_looks_at_what_its_layer_overwrites() -> None:
     both(partial(Before, nn.Module.register_forward_hook))
-    with pytest.raises(ConfigError, match=r"it or a later layer overwrites an argument or the output of '1'"):
+    with pytest.raises(ConfigError, match=r"the hook or a later layer overwrites an argument or the output of '1'"):
         run_swarm(partial(Before, nn.Module.register_forward_pre_hook), loader(digits()), max_steps=STEPS)
 
 

@@ -55,13 +55,13 @@ class GrantedBatch:
     """The current batch, from its grant to its end."""
 
     grant: Grant
-    trained: list[nn.Parameter] = field(default_factory=list)  # weights of the pipeline that train
+    trained: list[nn.Parameter] = field(default_factory=list)  # weights of the pipeline that require a gradient
     num_calls: int = 0
     num_microbatches: int = 0  # sum over its calls
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
     calls: list[PipelineCall] = field(default_factory=list)
-    counts: bool = False  # Lightning's own backward is under way, so added gradients count
+    counts: bool = False  # Lightning's own backward is under way, so its gradients count
     backward_begun: bool = False  # servers may have added gradients
     # Called together with its first microbatches.
     begin: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -77,8 +77,8 @@ class PipelineConfig:
 
     stages: Sequence[StageModule]  # this trainer's copy of the model, without the layers that trainers compute
     shared: tuple[str, ...]  # extras that each microbatch gets whole
-    microbatch_size: int | None  # rows; None: each batch is cut in `num_microbatches` parts
-    num_microbatches: Callable[[], int]  # number that the servers of the open step need
+    microbatch_size: int | None  # rows; None: each batch is cut into `wanted_microbatches` parts
+    wanted_microbatches: Callable[[], int]  # number that keeps the servers of the open step busy
     max_in_flight: int  # microbatches under way at once
     device: torch.device  # device of the trainer's tensors
     codecs: Codecs = PLAIN  # codecs of tensors in transit
@@ -93,16 +93,19 @@ class Pipeline:
         self.config = config
         self.generation = 0  # generation of the run
         self.version = 0  # version of the weights for calls outside of a batch
-        self.evaluation_number = 0  # evaluation weights for calls outside of a batch; 0: the weights of `version`
+        self.evaluation_number = (
+            0  # number of the evaluation weights for calls outside of a batch; 0: those of `version`
+        )
         self.first_trained = 0  # the first stage that trains
         self.batch: GrantedBatch | None = None
         self.before_call: Callable[[bool], None] | None = None  # argument: the call is outside of a batch
-        # Lightning will clear gradients before its next backward, so those of a user's own `.backward()` cannot count.
+        # Lightning will clear gradients before its next backward, so a user's own `.backward()` adds to no step.
         self.clears_gradients = True
-        self.num_microbatches = 0
+        self.num_microbatches = 0  # sum over all calls so far
         self._named_modules = [list(stage.named_block_modules()) for stage in config.stages]
         self.leftovers = Leftovers({name: module for named in self._named_modules for name, module in named})
-        self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]  # each stage's hooks that observe modules
+        # For each stage, the description of the trainer's hooks that goes with each microbatch; see `describe`.
+        self._hooks: list[dict[str, Any]] = [{} for _ in config.stages]
         self._evaluations = itertools.count()
         self._weights = [weight for stage in config.stages for weight in stage.parameters()]
         registers = [module._parameters for stage in config.stages for module in stage.modules()]
@@ -163,7 +166,7 @@ class Pipeline:
         return call.placed(outputs, given)
 
     def number_evaluations(self, trainer: str) -> None:
-        """Number the evaluations of a trainer beside the lead so that no other trainer has the same names."""
+        """On a trainer that is not the lead: number evaluations so that no two trainers name theirs alike."""
         self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
 
     def check_transforms(self, tensors: Iterable[Tensor]) -> None:
@@ -189,9 +192,9 @@ class Pipeline:
         """Allow a user's own backward only if Lightning will clear the gradients that it leaves at the weights."""
         if not self.clears_gradients:
             raise ConfigError(
-                "only the backward that Lightning runs adds to a step, got a `.backward()` of one's own, after that "
-                "or in the middle of an accumulation window, where plain Lightning would add its gradients. Return "
-                "the sum of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
+                "only the backward that Lightning runs adds to a step. Got a `.backward()` of your own after it, or "
+                "within an accumulation window; plain Lightning would add its gradients to the step's. Return the sum "
+                "of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
             )
         self.marks.set()
 
@@ -246,7 +249,7 @@ class Pipeline:
 
     def microbatch_size(self, rows: int) -> int:
         """Return the rows of a microbatch for a batch of `rows`."""
-        return self.config.microbatch_size or -(-rows // self.config.num_microbatches())
+        return self.config.microbatch_size or -(-rows // self.config.wanted_microbatches())
 
     def microbatch_run(
         self, key: CallKey, structure: serialization.Structure, part: MicrobatchInput, modes: Sequence[ComputeMode]
@@ -258,8 +261,8 @@ class Pipeline:
             num_rows=part.num_rows,
             inputs=serialization.unflatten(structure, tensors),
             extras=[
-                stage.extras_for(part.kwargs) | said
-                for stage, said in zip(self.config.stages, self._hooks, strict=True)
+                stage.extras_for(part.kwargs) | description
+                for stage, description in zip(self.config.stages, self._hooks, strict=True)
             ],
             modes=modes,
             weight=self.batch.grant.weight if self.batch is not None and not key.evaluation else 1.0,
@@ -270,19 +273,21 @@ class Pipeline:
     def evaluate(
         self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, by: Callable[[], PeerId] | None = None
     ) -> list[tuple[serialization.Structure, list[Tensor]]]:
-        """Compute each call as one microbatch that leaves no trace. Equal numbers give equal random draws.
+        """Compute each probe as one microbatch that leaves no trace.
 
-        With `by`, that peer computes all stages, even if it does not hold them.
+        A probe is the arguments of a call and a number. Probes of equal numbers draw the same random numbers. With
+        `by`, that peer computes all stages, even if it does not hold them.
         """
         config, runs = self.config, []
         modes = by_stage(mode, [states.read() for states in self.states])
-        calls: dict[int, int] = {}
-        for repeat, (arguments, number) in enumerate(probes):
+        calls: dict[int, int] = {}  # number of a probe -> number of its call
+        for index, (arguments, number) in enumerate(probes):
             if number not in calls:
                 calls[number] = next(self._evaluations)
             rows = len(arguments.tensors[0])
             (part,) = split(arguments, rows=rows, size=rows, shared=config.shared)
-            key = replace_fields(self.key(None, calls[number], 0), first=(1 + repeat) * PLACES)
+            # Probes of one number need different keys, and servers draw by `first % PLACES`.
+            key = replace_fields(self.key(None, calls[number], 0), first=(1 + index) * PLACES)
             runs.append(self.microbatch_run(key, arguments.structure, part, modes))
         work = (
             gather_bounded([run.forward() for run in runs], config.max_in_flight) if by is None else judged(runs, by())
@@ -292,9 +297,11 @@ class Pipeline:
         return [serialization.flatten(output) for output, _ in outputs]
 
     def _check_extras(self, extras: dict[str, Any]) -> None:
+        """Refuse keyword arguments that no block names."""
         known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
-        for name in extras:
-            if CALLS not in extras and name not in known:
+        # With `CALLS`, the arguments were bound to the blocks already.
+        for name in () if CALLS in extras else extras:
+            if name not in known:
                 raise TypeError(
                     f"the pipelined module got an unexpected keyword argument {name!r}: no block's forward names it "
                     f"(they name {sorted(known)})"

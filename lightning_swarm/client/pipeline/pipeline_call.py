@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _Formed: TypeAlias = tuple[object, tuple[Any, Left] | None]
 """Structure, dtypes and row shapes of a microbatch's output, and the output with the values that its forward left."""
 
-# Turns of the event loop in which a microbatch is sent, so that the first stage can begin when the first microbatch has
-# arrived. Microbatches small enough to travel inside of calls are sent all at once, which is cheaper.
+# Turns of the event loop between the starts of two microbatches, so that the first stage can begin as soon as the first
+# of them has arrived. Microbatches small enough to travel inside of calls are sent all at once, which is cheaper.
 _TURNS_APART: Final = 4
 _MAX_OTHER_FORMS: Final = 8  # rounds in which other servers compute outputs of a wrong form again
 
@@ -83,10 +83,11 @@ class PipelineCall:
     ) -> None:
         self._pipeline = pipeline
         self._arguments, self._modes = arguments, modes
-        # Evaluations count nowhere.
+        # A call without gradients that changes no statistics is an evaluation, and belongs to no batch.
         self._changes_statistics = pipeline.norms.changes(in_batch=pipeline.batch is not None)
         self._batch = pipeline.batch if modes[0].grad or self._changes_statistics else None
-        self._counted = self._added = False
+        self._counted = False  # a backward that counts has begun
+        self._added = False  # servers were asked to add gradients or statistics
         self.adds_nothing = False  # all weights are frozen for this call
         number = pipeline.next_call(self._batch)
         self._sizes = [part.num_rows for part in parts]
@@ -125,14 +126,18 @@ class PipelineCall:
         return output, left
 
     def _of_one_form(self, results: list[Any], judge: Callable[[], PeerId]) -> list[tuple[Any, Left]]:
-        """Open results. If their forms differ, other servers recompute results unlike the coordinator's."""
+        """In an audited run: open results, which must have one form.
+
+        If their forms differ, `judge` names the coordinator, which computes the first microbatch. Other servers
+        recompute the results of other forms than the coordinator's.
+        """
         found = [self._formed(*pair) for pair in zip(results, self._sizes, strict=True)]
         if any(form is None or form != found[0][0] for form, _ in found):
             self._compute_anew(results, found, judge)
         return [self._open(result) if one is None else one for result, (_, one) in zip(results, found, strict=True)]
 
     def _compute_anew(self, results: list[Any], found: list[_Formed], judge: Callable[[], PeerId]) -> None:
-        """Let other servers recompute results that differ from the coordinator's form; replace them in the lists."""
+        """Have other servers recompute results of other forms than the coordinator's; replace them in both lists."""
         size = self._sizes[0]
         pipeline, cut = self._pipeline, take_rows(self._arguments, torch.arange(size), self._pipeline.config.shared)
         mode = replace_fields(self._modes[0], grad=False, input_grad=False)
@@ -183,7 +188,7 @@ class PipelineCall:
         return serialization.unflatten(self._output_structure, tensors[: len(tensors) - num_left])
 
     def release(self) -> None:
-        """Take the call off its peers' accounts."""
+        """No longer count the call as work of its peers, because no backward will come."""
         for run in self._microbatch_runs:
             run.release()
 
@@ -196,8 +201,8 @@ class PipelineCall:
         self._check_current()
         if self._batch is None:
             raise ConfigError(
-                "a loss may depend on calls of the pipelined module in its own training_step, got one from before "
-                "that. Make the call in `training_step`, or detach its output."
+                "a loss may depend only on calls of the pipelined module in the same `training_step`, got a call made "
+                "before it. Make the call in `training_step`, or detach its output."
             )
         if self._counted:
             raise ConfigError(
@@ -206,8 +211,8 @@ class PipelineCall:
             )
         if batch.confirm is not None:
             raise ConfigError(
-                "a batch of one of several trainers is complete once all of its calls are backpropagated, for then it "
-                "counts even if its trainer dies: got another loss after that. Return the sum of all losses."
+                "the batch of one of several trainers is complete once all of its calls were backpropagated, got "
+                "another loss after that. Return the sum of all losses."
             )
         self._counted = True
         return True
@@ -217,7 +222,7 @@ class PipelineCall:
         torch.autograd.Variable._execution_engine.queue_callback(self._pipeline.marks.set_for_step)
 
     def count_statistics(self) -> None:
-        """Add the statistics that batch norms saw, without gradients, unless they came with gradients."""
+        """Have servers add the call's batch norm statistics, if no backward has added them."""
         trains = self._pipeline.first_trained < len(self._pipeline.config.stages)  # else no stage keeps receipts
         if self._changes_statistics and trains and not self._added:
             for run in self._microbatch_runs:
@@ -250,7 +255,7 @@ class PipelineCall:
                 raise
             # While this trainer was silent, the servers may have completed the batch, and the step.
             self._pipeline.runtime.run(batch.confirm())
-            return no_gradients  # no layer around the pipeline needs one
+            return no_gradients  # only batches without layers around the pipeline are armed
         batch.completed += [run.microbatch.key.receipt for run in self._microbatch_runs]
         if not first.input_grad:
             return no_gradients
@@ -271,6 +276,7 @@ class PipelineCall:
             )
 
     def _split(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
+        """Return each microbatch's part of the outputs' gradients, ready to be sent."""
         codec, collected = self._pipeline.config.codecs.gradients, self._collected
         num_own = len(gradients) - (0 if collected is None else len(collected.tensors))
         parts = [to_send(part, codec, copy=False) for part in split_gradients(gradients[:num_own], self._sizes)]
@@ -280,44 +286,47 @@ class PipelineCall:
         return [[*own, *to_send(more, None, copy=False)] for own, more in zip(parts, left, strict=True)]
 
     def _joined(self, found: Sequence[serialization.Tree]) -> Sequence[Tensor | None]:
+        """Return the gradients of the whole batch's input from those of the microbatches."""
         config = self._pipeline.config
         parts = [decoded(part, config.codecs.gradients, config.device) for part in found]
         return concat_gradients(parts, self._sizes)
 
     async def _sent(self, batch: GrantedBatch, receipt: Receipt) -> None:
+        """Record that all stages have accepted a microbatch's backward; arm the batch after the last one."""
         batch.sent.append(receipt)
         if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
             await batch.arm(batch.sent)
 
     def _begin(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield the call that announces the batch's begin. It is made beside the microbatches, not before them."""
+        """Yield the call that announces the batch's begin. It runs together with the first microbatches."""
         if self._batch is not None and self._batch.begin is not None:
             begin, self._batch.begin = self._batch.begin, None
             yield begin()
 
     def _run(self, works: list[Any], first: serialization.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
-        """Run all microbatches. The first one sends `first`: a hidden state, or its gradient."""
+        """Run the works of all microbatches, and also these coroutines. The first work sends the tensors in `first`."""
         through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
         coroutines: list[Coroutine[Any, Any, Any]] = [through, *also]
         return list(self._pipeline.runtime.run(gather(coroutines))[0])
 
 
 def _form_of(structure: serialization.Structure, tensors: Sequence[Tensor], size: int) -> object:
-    """Return an output's structure, and each tensor's dtype and row shape; None if it has other rows."""
+    """Return an output's structure, and each tensor's dtype and row shape; None if a tensor has not `size` rows."""
     if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors):
         return None
     return structure, [(tensor.dtype, tensor.shape[1:]) for tensor in tensors]
 
 
 def _not_here(what: str) -> Unavailable:
+    """Return the placeholder of a value that a block put into a container of its arguments."""
     return Unavailable.because(
-        f"what blocks put into lists and dicts of their arguments stays on the servers: {what}. Use what the last "
-        "block returns, or have the first block copy the container before it changes it."
+        f"values that blocks put into lists and dicts of their arguments stay on the servers: {what}. Use the output "
+        "of the last block, or have the first block copy the container before it changes it."
     )
 
 
 def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
-    """Return each stage's mode; an eval mode holds for all modules."""
+    """Return each stage's mode; if `mode` is eval, all modules are in eval mode."""
     if mode.training:
         return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
     kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
@@ -345,5 +354,5 @@ def detached(arguments: CallArguments) -> CallArguments:
 
 def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
     """Encode tensors on their device, and move them to the CPU, from which they can be sent repeatedly."""
-    # With `copy`, because the user may overwrite the batch before a microbatch is sent again.
+    # `copy` is for inputs, because the user may overwrite the batch before a microbatch is sent again.
     return list(on_cpu(encoded(list(tensors), codec), copy=copy))

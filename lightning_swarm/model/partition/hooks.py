@@ -28,18 +28,19 @@ HOOKS: Final = "hooks on modules"
 """Key of the description of a trainer's hooks in the extras. No argument has this name."""
 
 OBSERVED: Final = "observed calls"
-"""Used instead of an attribute's name where the calls of a module are collected for its hooks."""
+"""Stands for an attribute's name among the values that a forward left, for the recorded calls of a module."""
 
-_OWN: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm")
-_GIVING_NONE: Final = {"append", "extend", "insert", "update", "setattr", "__setitem__", "setdefault"}
+_NOT_USERS: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm")
+_STORING: Final = {"append", "extend", "insert", "update", "setattr", "__setitem__", "setdefault"}
+"""Names that store something, whatever the object is, because code does not call such methods of tensors."""
 _CONTAINERS: Final = (set, dict, list, deque, queue.Queue, queue.SimpleQueue, logging.Logger)
 _OF_CONTAINERS: Final = {
     *("add", "discard", "remove", "clear", "sort", "reverse", "appendleft", "extendleft", "put", "put_nowait"),
     *("log", "debug", "info", "warning", "error", "exception", "critical"),
 }
-"""Methods of `_CONTAINERS` that return None. Tensors have some of these names, so the object's type counts, too."""
+"""Methods of `_CONTAINERS` that store or log. Tensors have some of these names, so the object must be a container."""
 _CAPTURING: Final = "transformers.utils.output_capturing"
-_REMEDY: Final = "Return what it is for from the block."
+_REMEDY: Final = "Instead of the hook, let the block return the value that the hook is needed for."
 
 
 def is_users(hook: Any) -> bool:
@@ -50,7 +51,7 @@ def is_users(hook: Any) -> bool:
     if module_name == _CAPTURING:
         # The first call that asks for hidden states or the like leaves such hooks on the model for good.
         return bool(sys.modules[module_name]._active_collector.get())
-    return not is_of(_OWN, module_name)
+    return not is_of(_NOT_USERS, module_name)
 
 
 def observes(hook: Any) -> bool:
@@ -73,19 +74,19 @@ def observes(hook: Any) -> bool:
     return (
         not returns_value
         or keeps
-        or not _GIVING_NONE.isdisjoint(function.__code__.co_names)
-        or _notes(hook, function, code)
+        or not _STORING.isdisjoint(function.__code__.co_names)
+        or _stores_or_logs(hook, function, code)
     )
 
 
-def _notes(hook: Any, function: FunctionType, code: Sequence[dis.Instruction]) -> bool:
-    """Return whether a hook's code calls such a method of a container or logger, or only prints."""
+def _stores_or_logs(hook: Any, function: FunctionType, code: Sequence[dis.Instruction]) -> bool:
+    """Return whether a hook is a lambda that prints, or calls a method in `_OF_CONTAINERS` of a container or logger."""
     found = inspect.getclosurevars(function)
     known = {**found.builtins, **found.globals, **found.nonlocals}
     owner = getattr(hook, "__self__", None)
     if owner is not None:
         known[function.__code__.co_varnames[0]] = owner
-    at: Any = None
+    at: Any = None  # the object that the last instruction loaded, if it is known without running the code
     for one in code:
         if one.opname.startswith(("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")):
             at = known.get(one.argval)
@@ -102,6 +103,7 @@ def _notes(hook: Any, function: FunctionType, code: Sequence[dis.Instruction]) -
 
 
 def _of_user(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """Return the users' hooks among a module's hooks, with their keys."""
     return [(key, hook) for key, hook in hooks.items() if is_users(hook)] if hooks else []
 
 
@@ -174,17 +176,20 @@ def _check_order(name: str, module: nn.Module) -> None:
 
 
 def _num_changing(module: nn.Module) -> int:
+    """Return the number of users' hooks that change values or gradients."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return sum(not observes(hook) for own in hooks for _, hook in _of_user(own))
 
 
 def _check_backward(name: str, module: nn.Module) -> None:
+    """Refuse backward hooks that observe."""
     for hooks in (module._backward_hooks, module._backward_pre_hooks):
         for _, hook in _of_user(hooks):
             if observes(hook):
                 raise ConfigError(
-                    f"the gradients within blocks are on other peers, where no hook can take note of them: got "
-                    f"{_name(hook)} as a backward hook of {name!r}. Register a hook on the pipeline's input or output."
+                    "the gradients within blocks are on other peers, where no hook of the trainer can observe them: "
+                    f"got {_name(hook)} as a backward hook of {name!r}. Register a hook on the pipeline's input or "
+                    "output."
                 )
 
 
@@ -230,8 +235,8 @@ def _recording(
     if own != changing:
         names = sorted(name for name in own.keys() | changing.keys() if own.get(name) != changing.get(name))
         raise ConfigError(
-            f"a hook that changes a value must be on every peer's module: {names[:5]} have other ones on the trainer "
-            "than on a server. Register it in `__init__` or `configure_model`, for the whole run."
+            f"a hook that changes a value must be on every peer's module: {names[:5]} have other such hooks on the "
+            "trainer than on a server. Register it in `__init__` or `configure_model`, for the whole run."
         )
     order: list[str] = []
     recorders = {name: _Recorder(name, stage, order, before=before) for name, before in observed.items()}
@@ -245,6 +250,7 @@ def _recording(
 
 
 def _checked(description: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[str, bool], dict[str, int]]:
+    """Return both parts of a description that came with a call; raise `ProtocolError` if it is malformed."""
     if description is None:
         return {}, {}
     observed, changing = (
@@ -261,12 +267,12 @@ class _Recorder:
     """Records a module's calls in place of its observing hooks."""
 
     def __init__(self, name: str, stage: int, order: list[str], *, before: bool) -> None:
-        self.calls: list[Any] = []
+        self.calls: list[Any] = []  # each as `recording` describes it
         self._name, self._stage = name, stage
         self._order = order  # names of modules, one for each begin or end of a call in the stage
         self._before = before  # a hook observes arguments before the forward
         self._open: list[list[int]] = []  # begins of calls that have not ended
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, int]] = []  # observed tensors, and their versions then
 
     def begin(self, _: nn.Module, args: Any) -> None:
         """Record the begin of a call, after all hooks before the forward."""
@@ -280,48 +286,52 @@ class _Recorder:
         self._note([args, output])
 
     def _now(self) -> list[int]:
+        """Count a begin or end of a call; return the stage and the count, which order all calls."""
         self._order.append(self._name)
         return [self._stage, len(self._order)]
 
     def _note(self, value: Any) -> None:
+        """Record the tensors in a value with their versions, which writes in place raise."""
         self._versions.extend((one, one._version) for one in tree_leaves(value) if isinstance(one, Tensor))
 
     def check(self) -> None:
         """Refuse values that were written later, because a hook may use them before or after the write."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise ConfigError(
-                "what a hook in blocks observes must stay what it is: it or a later layer overwrites an argument or "
-                f"the output of {self._name!r} in place. Leave `inplace=True` out there. {_REMEDY}"
+                "values that a hook in blocks observes must not be overwritten: the hook or a later layer overwrites "
+                f"an argument or the output of {self._name!r} in place. Leave `inplace=True` out there. {_REMEDY}"
             )
 
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, recorder: _Recorder | None) -> Iterator[None]:
-    """Remove observing hooks inside, and record calls."""
-    before = module._forward_hooks, module._forward_pre_hooks
-    forward, early = ({key for key, _ in hooks} for hooks in _observing(module))
+    """Remove a module's observing hooks inside, and record its calls if there is a recorder."""
+    own = module._forward_hooks, module._forward_pre_hooks
+    forward, before = ({key for key, _ in hooks} for hooks in _observing(module))
     hooks: OrderedDict[int, Any] = OrderedDict(
-        (key, _changing(hook) if is_users(hook) and key not in module._forward_hooks_with_kwargs else hook)
-        for key, hook in before[0].items()
+        (key, _returning_always(hook) if is_users(hook) and key not in module._forward_hooks_with_kwargs else hook)
+        for key, hook in own[0].items()
         if key not in forward
     )
-    pre_hooks = OrderedDict((key, hook) for key, hook in before[1].items() if key not in early)
+    pre_hooks = OrderedDict((key, hook) for key, hook in own[1].items() if key not in before)
     if recorder is not None:
         hooks[-1], pre_hooks[-1] = recorder.end, recorder.begin
     module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
     try:
         yield
     finally:
-        module._forward_hooks, module._forward_pre_hooks = before
+        module._forward_hooks, module._forward_pre_hooks = own
 
 
-def _changing(hook: Any) -> Any:
+def _returning_always(hook: Any) -> Any:
+    """Wrap a forward hook that changes values: raise an error if it returns None, so that it only observes."""
+
     def checked(*args: Any) -> Any:
         result = hook(*args)
         if result is None:
             raise ConfigError(
-                f"a forward hook in a block must always return a value, or never: {_name(hook)} returned None, so it "
-                f"only took note of a microbatch on a peer. Leave its `return` out, or return the output. {_REMEDY}"
+                f"a forward hook in a block must return a value in all calls or in none: {_name(hook)}, which can "
+                f"return one, returned None. Leave its `return` out, or return the output. {_REMEDY}"
             )
         return result
 
