@@ -61,9 +61,9 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import TUNE_BACKWARD, TUNE_FORWARD
 
 _T = TypeVar("_T")
-_AGAIN_S: Final = 0.5
-_AVOIDED_S: Final = 10.0
-_LEAST_PER_STAGE: Final = 2  # microbatches
+_AGAIN_S: Final = 0.5  # pause before the next attempt, if no server is free
+_AVOIDED_S: Final = 10.0  # time for which a server that failed is avoided
+_LEAST_PER_STAGE: Final = 2  # microbatches of a call, for each stage
 _MOST_PER_STAGE: Final = 4
 _LEAST_POSITIONS: Final = 128  # tokens in a microbatch, if the batch has enough
 
@@ -119,6 +119,7 @@ class AdaptedBlocks:
         return serialization.unflatten(call.output_structure, list(found))
 
     def _plans(self, adapters: FoundAdapters, mode: ComputeMode, hidden_wants: bool) -> list[StagePlan]:
+        """Plan a call at each stage. Gradients flow in a stage whose adapter trains, and in all later stages."""
         plans, flows = [], hidden_wants
         for index, (adapter, packed) in enumerate(zip(adapters.stages, self.packed(adapters), strict=True)):
             trains = adapter.is_trained and torch.is_grad_enabled()
@@ -136,7 +137,7 @@ class AdaptedBlocks:
         return plans
 
     def _cut(self, hidden: Any, extras: dict[str, Any]) -> list[MicrobatchInput]:
-        """Cut a batch's rows into microbatches, if it is clear which values belong to which row."""
+        """Cut a batch's rows into microbatches, if it is clear which values belong to which row; else make one."""
         with torch.no_grad():
             values = {name: value for name, value in extras.items() if name != CALLS}
             arguments = CallArguments.of((serialization.transform(hidden, _detached),), values)
@@ -177,14 +178,14 @@ def _detached(leaf: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """Settings with which a stage computes a call."""
+    """The settings of a call at one stage."""
 
     index: int
     model: str
     block_names: Sequence[str]
     mode: ComputeMode
     adapter: PackedAdapter | None
-    drops: bool
+    drops: bool  # the adapter's dropout is on
 
 
 class StageServers:
@@ -192,7 +193,7 @@ class StageServers:
 
     def __init__(self, models: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._models, self._timeout, self._rng = models, timeout, rng
-        self._under_way: Counter[PeerId] = Counter()
+        self._under_way: Counter[PeerId] = Counter()  # calls
         self._avoided_until_s: dict[PeerId, float] = {}
 
     async def ask(
@@ -200,7 +201,11 @@ class StageServers:
         stage: int,
         send: Callable[[PeerId], Coroutine[Any, Any, _T]],
     ) -> tuple[PeerId, _T]:
-        """Return the answering server and its answer; raise an error of the model that all servers answer with."""
+        """Call servers of a stage until one answers; return it and its answer.
+
+        If all of them have answered with an error that is no `PeerError`, the model is at fault, and the last error is
+        raised. After the timeout, `StageLost` is raised.
+        """
         deadline_s = now_s() + self._timeout
         problem = "none is known"
         refused: set[PeerId] = set()
@@ -227,11 +232,13 @@ class StageServers:
                     f"stage {stage} of the served model was not computed within {self._timeout:g} s: {problem}. Start "
                     "another server: `lightning-swarm serve --join ADDRESS`."
                 )
+            # Try the next server at once, unless all are being avoided.
             following = self._choose(stage)
             is_free = following is not None and self._avoided_until_s.get(following, 0.0) <= now_s()
             await asyncio.sleep(0.0 if is_free else _AGAIN_S)
 
     def _choose(self, stage: int) -> PeerId | None:
+        """Return the server of a stage with the fewest calls under way, if possible one that is not avoided."""
         here = self._models.serving(stage)
         free = [peer for peer in here if self._avoided_until_s.get(peer, 0.0) <= now_s()] or here
         return min(free, key=lambda peer: (self._under_way[peer], self._rng.random()), default=None)
@@ -373,19 +380,19 @@ class _Call:
     def forward(self) -> list[Tensor]:
         """Compute all microbatches."""
 
-        async def one(chain: Chain, given: MicrobatchInput) -> Any:
+        async def through(chain: Chain, given: MicrobatchInput) -> Any:
             (hidden,) = serialization.unflatten(self.structure, list(given.tensors))
             return await chain.forward(hidden, given.kwargs, self.wants)
 
-        async def every() -> list[Any]:
-            return await gather(one(*both) for both in zip(self.chains, self.parts, strict=True))
+        async def all_parts() -> list[Any]:
+            return await gather(through(*pair) for pair in zip(self.chains, self.parts, strict=True))
 
         outputs = []
-        for tree in self.runtime.run(every()):
+        for tree in self.runtime.run(all_parts()):
             output, left = split_left(tree)
             if left:
                 raise ConfigError(
-                    "blocks of a served model may give nothing but their output while an adapter trains: some left "
+                    "blocks of a served model must only return their output while an adapter trains: some left "
                     f"values on modules, {[*left.differentiable, *left.others, *left.refused][:3]}. Switch that off in "
                     "the model's config, as `output_router_logits=False`."
                 )
@@ -398,18 +405,19 @@ class _Call:
         """Return the gradients of the inputs' tensors and of all adapters' tensors."""
         pieces = split_gradients(gradients, self.sizes)
 
-        async def every() -> list[Any]:
+        async def all_parts() -> list[Any]:
             return await gather(
                 chain.backward(piece, self.own_counts) for chain, piece in zip(self.chains, pieces, strict=True)
             )
 
-        found = self.runtime.run(every())
+        found = self.runtime.run(all_parts())
         inputs = concat_gradients([one for one, _ in found], self.sizes)
         own = [_summed(parts) for parts in zip(*([t for stage in one for t in stage] for _, one in found), strict=True)]
         return [*inputs, *own]
 
 
 def _summed(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the microbatches' gradients of one tensor; None if all of them are None."""
     found = [one for one in parts if one is not None]
     if not found:
         return None

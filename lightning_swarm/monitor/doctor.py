@@ -1,4 +1,4 @@
-"""The doctor: examines whether this machine can be a peer, and whether it reaches other peers."""
+"""The doctor: checks whether this machine can be a peer, and whether it reaches other peers."""
 
 from __future__ import annotations
 
@@ -39,15 +39,13 @@ _TIMEOUT_S: Final = 10.0
 _MAX_KNOCKS: Final = 16  # simultaneous connections
 _PAUSES_S: Final = (0.5, 1.0)  # between attempts to reach a peer
 _START_TIMEOUT_S: Final = 30.0
-_BY_INVITATION: Final = (
-    "reachable; its run takes peers by invitation, and it tells others nothing of itself. `--invite FILE` shows it one"
-)
-_SOCKETS: Final = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
+_BY_INVITATION: Final = "reachable; it answers invited peers only. Pass your invitation: `--invite FILE`"
+_SOCKETS: Final = Path("/tmp")  # hivemind puts the daemon's sockets here, whatever TMPDIR says
 _MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # the first message of libp2p peers, behind its length
 
 
 def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
-    """Check whether libp2p answers at an address, by a plain socket, so with any peer id."""
+    """Check over a plain socket whether libp2p answers at an address. This does not tell which peer it is."""
     at = str(address.place)
     try:
         socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -65,6 +63,7 @@ def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
 
 
 def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
+    """Return None if the other side answers libp2p's first message with the same message."""
     received = b""
     with contextlib.suppress(OSError):  # a program of another protocol hangs up, or never answers
         connection.sendall(_MULTISTREAM)
@@ -84,11 +83,11 @@ def check_answering(addresses: Sequence[Address]) -> None:
             break
         time.sleep(pause_s)
     if addresses:
-        raise InitialPeersSilent(" ".join(map(_as_rule, addresses, dialed)))
+        raise InitialPeersSilent(" ".join(map(_complaint, addresses, dialed)))
 
 
 def _knock_until_one_answers(addresses: Sequence[Address]) -> list[DialResult]:
-    """Knock at all addresses at once. Returns the result of the first that answers, or all results in order."""
+    """Knock at all addresses at once. Return the result of the first that answers; if none does, all in order."""
     pool = ThreadPoolExecutor(_MAX_KNOCKS)
     try:
         knocks = [pool.submit(knock, address) for address in addresses]
@@ -105,10 +104,11 @@ def explain(addresses: Sequence[Address]) -> str:
     dialed = {address: knock(address) for address in addresses}
     answering = [address for address, found in dialed.items() if found.obstacle is None]
     dialed.update(zip(answering, (found for found, _ in meet(answering)), strict=True))
-    return " ".join(map(_as_rule, dialed, dialed.values()))
+    return " ".join(map(_complaint, dialed, dialed.values()))
 
 
-def _as_rule(address: Address, dialed: DialResult) -> str:
+def _complaint(address: Address, dialed: DialResult) -> str:
+    """Return the sentences of an error: the rule for an address, the obstacle that was found, and its remedy."""
     obstacle = dialed.obstacle or Obstacle.SILENCE  # the peer has started meanwhile
     detail = f" ({dialed.detail})" if dialed.detail else ""
     return (
@@ -162,6 +162,7 @@ def meet(addresses: Sequence[Address], visitor: Visitor = ANYONE) -> Iterator[tu
 async def _meet(
     transport: BaseTransport, address: Address, visitor: Visitor = ANYONE
 ) -> tuple[DialResult, GreetingResult | None]:
+    """Connect to one address, and exchange greetings; the result names the obstacle where that fails."""
     at, obstacle = str(address.place), Obstacle.IDENTITY
     try:
         await transport.connect([address.maddr])
@@ -211,6 +212,7 @@ def examine(
 
 
 def _examine_peers(addresses: Sequence[Address], visitor: Visitor, *, with_daemon: bool) -> Iterator[Finding]:
+    """Check the way to running peers; without the daemon, only whether libp2p answers at their addresses."""
     answering = []
     for address in addresses:
         dialed = knock(address)
@@ -239,7 +241,7 @@ def find_daemon() -> Path | None:
 
 
 def try_port(host: str, port: int) -> str | None:
-    """Listen for a moment; returns why that is impossible, or None."""
+    """Listen for a moment; return the error if that is impossible, or None."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as server:
@@ -253,7 +255,7 @@ def try_port(host: str, port: int) -> str | None:
 
 
 def try_daemon(host: str, port: int) -> tuple[str | None, float]:
-    """Start and end a daemon; returns why it did not start, or None, and the seconds that it took."""
+    """Start and end a daemon; return the error if it did not start, or None, and the seconds that it took."""
     begin_s = time.monotonic()
     try:
         with visit("doctor", listen=HostPort(host, port), startup_timeout=_START_TIMEOUT_S):
@@ -264,7 +266,7 @@ def try_daemon(host: str, port: int) -> tuple[str | None, float]:
 
 
 def look_at_folder(path: Path) -> tuple[str | None, int]:
-    """Write a file to a folder; returns why that is impossible, or None, and the free bytes of its disk, or 0."""
+    """Write a file to a folder; return the error, or None, and the free bytes of its disk (0 after an error)."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(b"x")

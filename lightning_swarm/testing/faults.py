@@ -25,7 +25,8 @@ Side = Literal["request", "answer", "arrived"]
 class Phase(enum.Enum):
     """The work that a peer is doing. ``X_DONE``: the work of ``X`` is done, and the answer is about to leave.
 
-    The caller and the answering peer are both in a request's phase, unless the comment on the phase names one of them.
+    The caller and the answering peer are both in a request's phase, unless the comment on the phase names
+    the peers in parentheses.
     A small result leaves together with the notice that it is ready. That message is in two phases at once, such as
     ``FORWARD_DONE`` and ``SEND_OUTPUT``.
     """
@@ -84,11 +85,13 @@ class Phase(enum.Enum):
     LEAVE_DONE = enum.auto()
 
 
-LEAVING: Final = frozenset(
+ANSWER_PHASES: Final = frozenset(
     phase for phase in Phase if phase.name.endswith(("_DONE", "_ACCEPTED", "_SEEN")) or phase.name.startswith("SEND_")
 ) | {Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE, Phase.AVERAGE_TIED}
 """The phases in which an answer leaves or has arrived."""
 
+# A phase is named after the work, and a method after the call. So the method FOLLOW, by which a joiner asks for a
+# stage's state, is in the phase DONATE, and the phase FOLLOW has the method NEXT.
 _METHODS: Final[Mapping[str, Phase]] = {
     methods.CANCEL: Phase.CANCEL,
     methods.REPLAY: Phase.REPLAY,
@@ -175,6 +178,7 @@ def _read_ticket(
 
 
 def _fields(body: bytes) -> Mapping[str, Any]:
+    """Return the fields of a control body; none if it is malformed, as a corrupted one may be."""
     try:
         fields = msgspec.msgpack.decode(body)
     except msgspec.MsgspecError:
@@ -221,7 +225,7 @@ class Fault:
     times: int | None = 1  # maximum number of strikes; None: unlimited
     groups: tuple[frozenset[PeerId], ...] = ()  # groups of peers that a partition separates
     fired: int = field(default=0, init=False)  # how often it has struck
-    _seen: int = field(default=0, init=False)
+    _seen: int = field(default=0, init=False)  # messages that met all conditions but `nth`
 
     @property
     def is_over(self) -> bool:
@@ -239,6 +243,7 @@ class Fault:
         return True
 
     def _matches(self, message: MessagePoint) -> bool:
+        """Return whether a message meets all conditions but `nth`."""
         doer = self.when.get("of", self.peer)
         return (
             (self.at is None or self.at in message.phases)
@@ -263,10 +268,10 @@ class FaultPlan:
     Each method adds one fault and returns the plan. They have these arguments in common:
 
     - ``peer``: the name of the struck peer; None: the answering peer.
-    - ``at``: a `Phase`. The caller and the answering peer are both in it, unless the phase says otherwise.
+    - ``at``: a `Phase`. The caller and the answering peer are both in it, unless its comment names the peers.
     - ``of``, ``step``, ``stage``, ``microbatch``, ``nth``: see `Moment`.
 
-    A test must look at `fired` or call `check`: a test whose faults did not strike has shown nothing.
+    A test must look at `fired` or call `check`, because a test whose faults did not strike has shown nothing.
     """
 
     def __init__(self) -> None:
@@ -300,7 +305,7 @@ class FaultPlan:
         self, peer: str | None, *, at: Phase, again_after_s: float = 0.0, times: int | None = 1, **when: Unpack[Moment]
     ) -> Self:
         """Deliver a request once more, `again_after_s` seconds after it was answered."""
-        if at in LEAVING:
+        if at in ANSWER_PHASES:
             raise ConfigError(f"requests come twice, and {at.name} is when an answer leaves. Choose a request's phase.")
         return self._add("duplicate", peer, at, when, for_s=again_after_s, times=times)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.testing.faults import LEAVING
+from lightning_swarm.testing.faults import ANSWER_PHASES
 
 STAGES = ("a b c", "d e f")
 VOTERS = "a b c d e"
@@ -190,7 +190,7 @@ def _of_messages(whom: str | None, phase: Phase, *, drops: bool = True) -> Itera
         yield Case("drop", whom, phase, away=frozenset([whom] if whom else []))
     if phase is not Phase.RECEIPT_SEEN:  # it is in no message any more
         yield Case("corrupt", whom, phase)
-    if phase not in LEAVING:
+    if phase not in ANSWER_PHASES:
         yield Case("duplicate", whom, phase)
         yield Case("duplicate", whom, phase, 3.0)
 
