@@ -59,7 +59,7 @@ def move_us(num_stages: int, num_lost: int) -> tuple[float, int]:
         for move in moves:
             stages.move(move)
     for _ in range(num_lost):
-        stages.remove(stages.serving(0)[-1][1])
+        stages.remove(stages.movable(0)[-1][1])
     return median_us(lambda: plan(stages, costs), 100), len(plan(stages, costs))
 
 

@@ -16,13 +16,15 @@ from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.wire import MAX_TEXT
 
-_FACTS: Final = Path("/proc/cpuinfo")  # Linux
-_OF_THE_MODEL: Final = frozenset(
+_CPUINFO: Final = Path("/proc/cpuinfo")  # exists on Linux only
+_MODEL_LINES: Final = frozenset(
     {"vendor_id", "cpu family", "model", "model name", "stepping", "cache size"}
     | {"CPU implementer", "CPU architecture", "CPU variant", "CPU part"}
 )
-_FULL: Final = ("highest", *itertools.product(("none", "ieee"), repeat=2))
-_OF_LIBRARIES: Final = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
+_FULL_PRECISION: Final = ("highest", *itertools.product(("none", "ieee"), repeat=2))
+"""Settings of `ComputeMode.matmul_precision` by which products of float32 are computed in float32."""
+
+_LIBRARY_VARIABLES: Final = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 
 
 def arithmetic_of(device: torch.device, *, offloads: bool = False) -> str:
@@ -45,9 +47,9 @@ def shortened(name: str) -> str:
 
 
 def precision_of(mode: ComputeMode, dtype: torch.dtype) -> str:
-    """Return the name of the dtype whose precision results have, in a mode and with weights of a dtype."""
-    # Other settings permit TF32 or bfloat16 in products of float32, but only some machines then use them.
-    if dtype == torch.float32 and mode.matmul_precision not in _FULL:
+    """Return the name of the dtype in whose precision a stage computes, by its mode and the dtype of its weights."""
+    # Other settings permit TF32 or bfloat16 in products of float32. Not all machines use them, so assume the worst.
+    if dtype == torch.float32 and mode.matmul_precision not in _FULL_PRECISION:
         dtype = torch.bfloat16
     return mode.autocast or dtype_name(dtype)
 
@@ -57,8 +59,8 @@ def _processor() -> str:
     """Return a digest of torch's build, the processor's model and the environment variables of its math libraries."""
     # MKL and oneDNN choose kernels by the model and its caches, so processors with equal instructions may differ.
     known = [torch.__config__.show(), platform.processor()]
-    if _FACTS.exists():
-        first = _FACTS.read_text(errors="replace").split("\n\n", 1)[0]
-        known += [line for line in first.splitlines() if line.split("\t")[0].strip() in _OF_THE_MODEL]
-    known += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_OF_LIBRARIES)]
+    if _CPUINFO.exists():
+        first = _CPUINFO.read_text(errors="replace").split("\n\n", 1)[0]
+        known += [line for line in first.splitlines() if line.split("\t")[0].strip() in _MODEL_LINES]
+    known += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_LIBRARY_VARIABLES)]
     return blake3("\n".join(known).encode()).hexdigest()[:8]

@@ -33,11 +33,13 @@ from lightning_swarm.protocol.run_state import check_open, check_protocol_versio
 
 _log = logging.getLogger(__name__)
 
-_FIRST_LOOK_S: Final = 0.1
+_FIRST_LOOK_S: Final = 0.1  # pause between the first two looks for a batch's receipts; doubles each time
 _LONGEST_LOOK_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
-_EXCLUDED: Final = "its batches had other weights than their leases, or were in no sum when it reported them"
+_EXCLUDED: Final = (
+    "the gradients of its batches were scaled otherwise than their leases say, or were in no sum when it reported them"
+)
 _BANNED: Final = "the run's owner banned it"
 _CONVICTED: Final = "it was convicted of false work"
 _ANEW: Final = "it was started again"
@@ -69,6 +71,7 @@ class LeaseExpiry:
             self._spawn(self._watch(trainer))
 
     async def _watch(self, trainer: PeerId) -> None:
+        """Ping a trainer while it has a place, and give up its batches if it does not answer."""
         there = True
         try:
             while True:
@@ -101,14 +104,14 @@ class LeaseExpiry:
         there = await alive_among(self._transport, self._run.servers)
         if any(all(member.peer_id not in there for member in roster) for roster in self._run.rosters):
             return  # batches wait for a server of some stage, and not for their trainers
-        late = f"it was not through {timeout:g} s after its step was full."
+        late = f"it was not finished {timeout:g} s after its step was full."
         for trainer in step.missing():
             await self.give_up(step, trainer, f"{late} Raise `Limits.call_timeout` if batches take longer.")
 
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
-        """Wait no more for a trainer: its armed batches are completed without it, and its other batches are struck."""
-        # Servers have accepted all backward calls of an armed batch, so they can complete it. They add no more of any
-        # other batch. Its samples are granted again, and its trainer, if it comes back, runs it again.
+        """Wait no more for a trainer: have servers complete its armed batches, and strike its other batches."""
+        # Servers have accepted all backward calls of an armed batch, so they can complete it. They add no more of
+        # other batches, whose samples are granted again. A trainer that comes back runs these batches again.
         under_way = step.under_way(trainer)
         for first, receipts in under_way.items():
             if receipts is not None and (step.step, first) not in self._completing:
@@ -135,6 +138,7 @@ class LeaseExpiry:
         await call_each(self._transport, self._run.servers, FENCE, encode(request), bytes, timeout=self._timeout)
 
     async def _complete(self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
+        """Complete a trainer's armed batch once all stages have its gradients; strike it if that fails."""
         try:
             missing = await self._await_receipts(step, first, receipts, trainer)
             if missing is not None:
@@ -162,9 +166,9 @@ class LeaseExpiry:
             if not missing:
                 return None
             if missing - pending:
-                return f"{len(missing - pending)} gradients of what it left behind are nowhere"
+                return f"{len(missing - pending)} gradients of the batch are at no server"
             if now_s() >= deadline:
-                return f"what it left behind was not completed in {self._timeout:g} s"
+                return f"the batch was not completed within {self._timeout:g} s"
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
         return None
@@ -204,9 +208,9 @@ class TrainerMembership:
         self._lease_expiry, self._epoch = lease_expiry, epoch
         self._hold_s = context.limits.call_timeout  # seconds for which a request to enlist stays valid
         self._silence_s = context.limits.silence_timeout
-        self._asked_s: dict[PeerId, float] = {}
-        self._going: dict[PeerId, str] = {}  # trainer -> reason
-        self._heard_s: dict[PeerId, float] = {}
+        self._asked_s: dict[PeerId, float] = {}  # peer -> time of its last request to enlist
+        self._going: dict[PeerId, str] = {}  # trainer that the next record removes -> reason
+        self._heard_s: dict[PeerId, float] = {}  # trainer -> time of its last sign of life
 
     def answer(self) -> None:
         """Begin to answer trainers."""
@@ -243,7 +247,7 @@ class TrainerMembership:
         return banned_among(peers, self._transport.bans or UNSET, self._run.invitations)
 
     def let_in(self, record: Record) -> None:
-        """Record the trainers that an applied record added and removed."""
+        """Note which trainers an applied record has added and removed."""
         for peer in record.enlisted:
             self._asked_s.pop(peer, None)
             self._heard_s[peer] = now_s()
@@ -256,7 +260,7 @@ class TrainerMembership:
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
     async def look_after(self) -> None:
-        """Find trainers that are gone, even without a batch under way, so that data are no longer shared with them."""
+        """Find trainers that are gone, even without a batch under way, so that they get no more of the data."""
         own = {self._transport.peer_id, self._run.manifest.lead}
         while self._run.manifest.open_to_trainers:
             await asyncio.sleep(self._silence_s)
@@ -294,6 +298,7 @@ class TrainerMembership:
         return encode(EnlistReply(view=self._run.view(), epoch=epoch))
 
     def _check_may_train(self, caller: PeerId, request: EnlistRequest) -> None:
+        """Refuse a peer that the run cannot take as a trainer."""
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         check_open(manifest)
@@ -311,7 +316,7 @@ class TrainerMembership:
         if caller == manifest.lead:
             raise ProtocolError("the lead does not retire: it ends the run by dismissing the others")
         self._run.check_trainer(caller)
-        # No reason is refused, because only its own batches are struck.
+        # Any reason is accepted, because it concerns only the trainer's own batches.
         self._going[caller] = request.reason
         await self._lease_expiry.give_up(self._step_state.open, caller, f"it trains no more: {request.reason}")
         if not manifest.open_to_trainers:  # no record changes the trainers of such a run

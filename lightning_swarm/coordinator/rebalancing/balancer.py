@@ -336,7 +336,7 @@ class Balancer:
             gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
             return others if gains else moves
         queues = [
-            {peer: self._loads[peer][index].queued for _, peer in stages.serving(index) if peer in self._loads}
+            {peer: self._loads[peer][index].queued for _, peer in stages.movable(index) if peer in self._loads}
             for index in range(len(rosters))
         ]
         queued = [
@@ -370,7 +370,7 @@ class Balancer:
                     index,
                     speeds.get(peer, usual),
                     movable=peer in known and peer not in several and peer not in fixed,
-                    left={*self._left.get(peer, ()), *self._too_large.get(peer, ())},
+                    barred={*self._left.get(peer, ()), *self._too_large.get(peer, ())},
                     scatter=known[peer].scatter if peer in known else SCATTER,
                 )
         coming = {peer: move.target for peer, move in self._moving.items()} | dict(joining)

@@ -12,11 +12,11 @@ from typing import Final, TypeAlias
 
 from lightning_swarm.network import PeerId
 
-SCATTER: Final = 0.06  # least share by which a rate may be off
-_ROUNDING: Final = 1e-9  # share of a rate that floating-point sums may be off by
-_MOST_BACK: Final = 4  # peers of a stage that are considered for an exchange, evenly from the slowest to the fastest
+SCATTER: Final = 0.06  # smallest relative error that is assumed for a measured rate
+_ROUNDING: Final = 1e-9  # relative error of floating-point sums of rates
+_MOST_RETURNS: Final = 4  # peers of a stage that are considered for an exchange, evenly from the slowest to the fastest
 
-# (stage that may give a peer, net rate whose transfer makes both stages equal, most net rate that it may give).
+# (stage that may give a peer, net rate whose transfer makes both stages equal, largest net rate that it may give).
 _Source: TypeAlias = tuple[int, float, float]
 
 
@@ -35,17 +35,19 @@ class MoveCosts:
 
     move_s: Sequence[float]  # target stage -> seconds in which a mover computes nothing
     horizon_s: float  # mean duration of a gain, until the swarm changes; see `ChurnEstimate`
-    # Mean seconds lost by a change that concerns a stage's only server; most changes are harmless.
+    # Mean seconds lost by a change that may hit a stage's only server, the many harmless changes included.
     lost_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class _StagePeer:
+    """A peer's place, with the arguments of `StageRates.put`."""
+
     stage: int
     samples_per_s: float
     arrived: bool
     movable: bool
-    left: Collection[int]
+    barred: Collection[int]
     scatter: float
 
 
@@ -59,12 +61,12 @@ class StageRates:
         work_scatter: Callable[[int, int], float] = lambda source, target: 0.0,
     ) -> None:
         self.work = work or [1.0] * num_stages
-        self.work_scatter = work_scatter  # share by which the work of one stage, relative to another's, may be off
-        self.rates = [0.0] * num_stages  # samples/s of each stage
+        self.work_scatter = work_scatter  # relative error of the ratio of two stages' work
+        self.rates = [0.0] * num_stages  # samples/s of each stage, with peers on their way
         self.squares = [0.0] * num_stages  # sum of the squared errors of its peers' rates
-        self.serving_rates = [0.0] * num_stages  # like `rates`, of the peers that have arrived
+        self.serving_rates = [0.0] * num_stages  # samples/s of the peers that have arrived
         self.num_peers = [0] * num_stages  # including peers on their way
-        self._num_serving = [0] * num_stages
+        self._num_serving = [0] * num_stages  # peers that have arrived
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
         self._where: dict[PeerId, _StagePeer] = {}
 
@@ -75,21 +77,24 @@ class StageRates:
         samples_per_s: float,
         *,
         movable: bool = True,
-        left: Collection[int] = (),
+        barred: Collection[int] = (),
         scatter: float = SCATTER,
     ) -> None:
         """Add or replace a peer that serves a stage; `samples_per_s` is its rate at a stage of work 1."""
-        # It does not move to a stage in `left`: it left that stage since the last change of the swarm, or the stage is
-        # too large for it. Its rate changes with the work of its stage, so two peers could otherwise change places
-        # forever. `scatter` is the share by which its rate may be off; smaller gains would have peers move to and fro.
-        # In a large stage, errors cancel.
-        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, left=left, scatter=scatter))
+        # It does not move to a `barred` stage: the stage is too large for it, or the peer left it since the last change
+        # of the swarm. Otherwise two peers could change places forever, because a peer's measured rate changes with its
+        # stage. `scatter` is the relative error of its rate; smaller gains would have peers move to and fro. In a large
+        # stage, errors cancel.
+        self._enter(
+            peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, barred=barred, scatter=scatter)
+        )
 
     def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
         """Add or replace a peer on its way to a stage, which cannot move until it arrives."""
-        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, left=(), scatter=SCATTER))
+        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, barred=(), scatter=SCATTER))
 
     def _enter(self, peer: PeerId, place: _StagePeer) -> None:
+        """Put a peer into a place, out of its former place."""
         self.remove(peer)
         self._where[peer] = place
         self._count(place, 1)
@@ -113,11 +118,11 @@ class StageRates:
     def move(self, move: Move) -> None:
         """Apply a move."""
         before = self._where[move.peer]
-        self.put(move.peer, move.target, before.samples_per_s, left=before.left, scatter=before.scatter)
+        self.put(move.peer, move.target, before.samples_per_s, barred=before.barred, scatter=before.scatter)
 
     def may_go(self, peer: PeerId, stage: int) -> bool:
-        """Return whether a peer may move to a stage: the stage is not in the peer's `left` (see `put`)."""
-        return stage not in self._where[peer].left
+        """Return whether a peer may move to a stage, which is not `barred` to it (see `put`)."""
+        return stage not in self._where[peer].barred
 
     def stage_of(self, peer: PeerId) -> int | None:
         """Return the stage that a peer serves, or is moving to."""
@@ -136,8 +141,8 @@ class StageRates:
         brings = self._where[move.peer].samples_per_s / self.work[move.source]
         return self.rates[move.source] - brings > self.rates[move.target]
 
-    def serving(self, stage: int) -> Sequence[tuple[float, PeerId]]:
-        """Rates and ids of the peers of a stage that have arrived and can move, the slowest first."""
+    def movable(self, stage: int) -> Sequence[tuple[float, PeerId]]:
+        """Return rates and ids of the peers of a stage that have arrived and can move, the slowest first."""
         return self._movable[stage]
 
     def num_serving(self, stage: int) -> int:
@@ -145,6 +150,7 @@ class StageRates:
         return self._num_serving[stage]
 
     def _count(self, place: _StagePeer, sign: int) -> None:
+        """Add a peer to the sums of its stage, or subtract it if `sign` is -1."""
         rate = place.samples_per_s / self.work[place.stage]
         self.rates[place.stage] += sign * rate
         self.squares[place.stage] += sign * (rate * place.scatter) ** 2
@@ -162,10 +168,10 @@ def stage_for(stages: StageRates) -> int:
 def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     """Plan the moves that pay, or none. No stage is left without a peer that serves it."""
     # A pipeline is as fast as its slowest stage, so that stage gets a peer. The best move maximizes the rate of the
-    # slower of the two stages. Or the stage exchanges one of its own peers for a faster one. This is repeated until
-    # nothing is gained. Of these moves, as many are made as pay, because a mover computes nothing during its download.
-    # A move that costs the pipeline nothing is made even without a gain: with more even stages, the next loss of a
-    # peer costs less.
+    # slower of the two stages. If no move helps, the stage exchanges one of its peers for a faster one. This is
+    # repeated until nothing is gained. Of these moves, as many are made as pay, because a mover computes nothing during
+    # its download. A move that costs the pipeline nothing is made even without a gain: with more even stages, the next
+    # loss of a peer costs less.
     draft = _MovePlan(stages, costs)
     best: list[Move] = []
     best_rate = draft.mean_rate()
@@ -193,33 +199,35 @@ class _MovePlan:
         self.moves: dict[PeerId, Move] = {}
         self._stages = stages
         self._costs = costs
-        self._rates = list(stages.rates)
+        self._rates = list(stages.rates)  # rates when all movers have arrived
         self._meanwhile = list(stages.rates)  # rates until the movers arrive
-        self._left = [stages.num_serving(index) for index in range(len(stages.rates))]
-        self._num_peers = list(stages.num_peers)
+        self._num_staying = [stages.num_serving(index) for index in range(len(stages.rates))]
+        self._num_peers = list(stages.num_peers)  # when all movers have arrived
 
     def make(self, move: Move, samples_per_s: float) -> None:
+        """Add a move; `samples_per_s` is the mover's rate at a stage of work 1."""
         work = self._stages.work
         self.moves[move.peer] = move
         self._rates[move.source] -= samples_per_s / work[move.source]
         self._meanwhile[move.source] -= samples_per_s / work[move.source]
         self._rates[move.target] += samples_per_s / work[move.target]
-        self._left[move.source] -= 1
+        self._num_staying[move.source] -= 1
         self._num_peers[move.source] -= 1
         self._num_peers[move.target] += 1
 
     def mean_rate(self) -> float:
         """Return the pipeline's mean rate until the swarm changes, which may be at any moment."""
-        move_s, mean, lasts = self._costs.move_s, 0.0, 1.0
+        # A period ends when some movers arrive. Weigh its rate by the probability that the swarm changes in it.
+        move_s, mean, p_unchanged = self._costs.move_s, 0.0, 1.0
         for until_s in sorted({move_s[move.target] for move in self.moves.values()}):
-            still_lasts = math.exp(-until_s / self._costs.horizon_s)
-            there = (
+            p_later = math.exp(-until_s / self._costs.horizon_s)
+            stage_rates = (
                 after if needs_s < until_s else before
                 for before, after, needs_s in zip(self._meanwhile, self._rates, move_s, strict=True)
             )
-            mean += (lasts - still_lasts) * min(there) * (1.0 - self._risk(self._left))
-            lasts = still_lasts
-        return mean + lasts * min(self._rates) * (1.0 - self._risk(self._num_peers))  # all have arrived
+            mean += (p_unchanged - p_later) * min(stage_rates) * (1.0 - self._risk(self._num_staying))
+            p_unchanged = p_later
+        return mean + p_unchanged * min(self._rates) * (1.0 - self._risk(self._num_peers))  # all have arrived
 
     def _risk(self, num_peers: Sequence[int]) -> float:
         """Return the share of time lost by stages with a single server, which each change may remove."""
@@ -233,72 +241,76 @@ class _MovePlan:
         target = min(range(len(self._rates)), key=self._rates.__getitem__)
         sources = self._richer(target)
         found = self._exchange(target, sources, [(0.0, None)])
-        if found or self._left[target] < 2:
+        if found or self._num_staying[target] < 2:
             return found
-        there = self._stages.serving(target)
-        candidates = there[:: math.ceil(len(there) / _MOST_BACK) or 1]
+        movable = self._stages.movable(target)
+        candidates = movable[:: math.ceil(len(movable) / _MOST_RETURNS) or 1]
         return self._exchange(target, sources, [one for one in candidates if one[1] not in self.moves])
 
     def _richer(self, target: int) -> list[_Source]:
         """List the stages that may give a peer to the target, the fastest first."""
-        low, work, squares = self._rates[target], self._stages.work, self._stages.squares
+        target_rate, work, squares = self._rates[target], self._stages.work, self._stages.squares
         least_margin = math.sqrt(max(min(squares) + squares[target], 0.0))  # rounding may leave less than nothing
         sources = []
         for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
-            ahead = self._rates[source] - low
+            ahead = self._rates[source] - target_rate
             if ahead <= least_margin:
                 break  # this stage and all slower stages may be no faster in truth
             margin = max(math.sqrt(max(squares[source] + squares[target], 0.0)), _ROUNDING * self._rates[source])
-            if self._left[source] >= 2 and ahead > margin:
-                even = ahead / (1.0 / work[source] + 1.0 / work[target])
-                sources.append((source, even, (ahead - margin) * work[target]))
+            if self._num_staying[source] >= 2 and ahead > margin:
+                evening_rate = ahead / (1.0 / work[source] + 1.0 / work[target])
+                sources.append((source, evening_rate, (ahead - margin) * work[target]))
         return sources
 
     def _exchange(
-        self, target: int, sources: Sequence[_Source], back: Sequence[tuple[float, PeerId | None]]
+        self, target: int, sources: Sequence[_Source], returns: Sequence[tuple[float, PeerId | None]]
     ) -> list[tuple[Move, float]]:
-        low, work = self._rates[target], self._stages.work
-        least = min((given for given, _ in back), default=0.0)
+        """Find the best move from one of the `sources` to the target; empty if no move helps.
+
+        In return, the target may give one of `returns`, which are (rate, peer); ``(0.0, None)`` is nothing.
+        """
+        target_rate, work = self._rates[target], self._stages.work
+        smallest_return = min((rate for rate, _ in returns), default=0.0)
         best: list[tuple[Move, float]] = []
-        best_after = low
-        for source, even, spare in sources:
-            rate, serving = self._rates[source], self._stages.serving(source)
-            if rate <= best_after:
+        best_rate = target_rate  # rate of the slower of the two stages after the best move so far
+        for source, evening_rate, most_given in sources:
+            source_rate, movable = self._rates[source], self._stages.movable(source)
+            if source_rate <= best_rate:
                 break  # no move from this stage or a slower one helps more
-            most = low + (serving[-1][0] - least) / work[target] if serving else 0.0
-            if min(most, low + even / work[target]) <= best_after:
+            reachable = target_rate + (movable[-1][0] - smallest_return) / work[target] if movable else 0.0
+            if min(reachable, target_rate + evening_rate / work[target]) <= best_rate:
                 continue
-            wanted = min(spare, even)
-            for given, giver in back:
-                at = bisect_left(serving, (given + wanted,))
+            wanted = min(most_given, evening_rate)
+            for return_rate, returned in returns:
+                at = bisect_left(movable, (return_rate + wanted,))
                 # Most often no peer fits, which the nearest two peers already show.
-                above = serving[at][0] - given if at < len(serving) else math.inf
-                below = serving[at - 1][0] - given if at else 0.0
-                is_above = above < spare and rate - above / work[source] > best_after
-                is_below = below > self._stages.error(giver) and low + below / work[target] > best_after
-                if not (is_above or is_below) or (giver is not None and not self._stages.may_go(giver, source)):
+                above = movable[at][0] - return_rate if at < len(movable) else math.inf
+                below = movable[at - 1][0] - return_rate if at else 0.0
+                is_above = above < most_given and source_rate - above / work[source] > best_rate
+                is_below = below > self._stages.error(returned) and target_rate + below / work[target] > best_rate
+                if not (is_above or is_below) or (returned is not None and not self._stages.may_go(returned, source)):
                     continue
-                for taken, taker in self._near(serving, at, target):
-                    more = taken - given
-                    after = min(rate - more / work[source], low + more / work[target])
-                    error = self._stages.error(taker)
-                    if giver is not None:
+                for mover_rate, mover in self._near(movable, at, target):
+                    net_rate = mover_rate - return_rate
+                    slower_rate = min(source_rate - net_rate / work[source], target_rate + net_rate / work[target])
+                    error = self._stages.error(mover)
+                    if returned is not None:
                         # Of two peers to exchange, the faster one may only have less work at its own stage. A lone
                         # mover speeds up its target stage in any case.
                         scatter = self._stages.work_scatter(source, target)
-                        error = math.hypot(error, self._stages.error(giver), taken * scatter)
-                    if error < more < spare and after > best_after:
-                        best_after, best = after, [(Move(taker, source, target), taken)]
-                        best += [(Move(giver, target, source), given)] if giver is not None else []
+                        error = math.hypot(error, self._stages.error(returned), mover_rate * scatter)
+                    if error < net_rate < most_given and slower_rate > best_rate:
+                        best_rate, best = slower_rate, [(Move(mover, source, target), mover_rate)]
+                        best += [(Move(returned, target, source), return_rate)] if returned is not None else []
         return best
 
-    def _near(self, serving: Sequence[tuple[float, PeerId]], at: int, target: int) -> Iterator[tuple[float, PeerId]]:
-        """Yield the nearest peers below and above a place that do not move yet, and may go to the target."""
-        for places in (range(at - 1, -1, -1), range(at, len(serving))):
-            for place in places:
-                peer = serving[place][1]
+    def _near(self, movable: Sequence[tuple[float, PeerId]], at: int, target: int) -> Iterator[tuple[float, PeerId]]:
+        """Yield the nearest peers below and above an index that do not move yet, and may go to the target."""
+        for indices in (range(at - 1, -1, -1), range(at, len(movable))):
+            for index in indices:
+                peer = movable[index][1]
                 if peer not in self.moves and self._stages.may_go(peer, target):
-                    yield serving[place]
+                    yield movable[index]
                     break
 
 

@@ -160,13 +160,13 @@ class _Swarm:
         arrived = [peer for peer, at_s in self._arrivals.items() if at_s <= now_s]
         for peer in arrived:
             del self._arrivals[peer]
-            self._put(peer, left=self._left.get(peer, ()))
+            self._put(peer, barred=self._left.get(peer, ()))
         return bool(arrived)
 
-    def _put(self, peer: PeerId, left: Collection[int] = ()) -> None:
+    def _put(self, peer: PeerId, barred: Collection[int] = ()) -> None:
         stage = self._stages.stage_of(peer)
         assert stage is not None
-        self._stages.put(peer, stage, self._alive[peer], left=left)
+        self._stages.put(peer, stage, self._alive[peer], barred=barred)
 
     def _change(self, change: Change) -> None:
         peer = change.peer
@@ -203,7 +203,7 @@ class _Swarm:
     def _plan_as_paper(self) -> list[Move]:
         """Plan by queue lengths, which are in proportion to the time that a stage or a peer takes for a sample."""
         queues = [
-            {peer: 1.0 / rate for rate, peer in self._stages.serving(index)}
+            {peer: 1.0 / rate for rate, peer in self._stages.movable(index)}
             for index in range(self._scenario.num_stages)
         ]
         queued = [1.0 / rate if rate else math.inf for rate in self._stages.rates]

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 RandomState = dict[str, Any]
 
 _WITH_SAMPLERS: Final = (DataLoader, SharedLoader)
-_READS_ITSELF: Final = "_DataLoaderIterDataFetcher"  # `training_step(self, dataloader_iter)`
+_READS_ITSELF: Final = "_DataLoaderIterDataFetcher"  # it lets `training_step(self, dataloader_iter)` read batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class BatchPosition:
     """A position in an epoch, after one of its batches."""
 
     made: RandomState  # when the epoch's iterator was made
-    first: RandomState  # before its first batch was read
+    first: RandomState  # before the epoch's first batch was read
     now: RandomState  # before the next batch is read
     num_batches: int | None  # batches read from the iterator; None if the loaders keep their position themselves
 
@@ -47,17 +47,17 @@ class DataPosition:
         on_batch: Callable[[DataPosition], None],
         on_arrival: Callable[[], None],
         *,
-        made: Callable[[], RandomState | None],
+        take_made: Callable[[], RandomState | None],
     ) -> None:
         self._loop = trainer.fit_loop.epoch_loop
         self._resume_at = resume_at  # position to resume at in the first epoch; None for Lightning's own
         self._on_batch = on_batch  # called between two batches, the next one not read yet, and before the first batch
         self._on_arrival = on_arrival  # called before the first batch that is not skipped
-        self._first_made = made  # returns the random state of the first epoch's iterator, if made before the loop
+        self._take_made = take_made  # returns the random state of the epoch's iterator, if made before the loop
         self._is_first = True  # the current epoch is the first that this object sees
         self._generators: Sequence[torch.Generator] = ()  # generators of the loop's loaders
         self._made = self._first = random_state()
-        self._num_before = 0  # batches of the epoch from before this iterator
+        self._num_before = 0  # batches of the epoch that were read before this iterator was made
         self._overrides = (
             Override(self._loop, "on_run_start", self._epoch_begins),
             Override(self._loop, "on_advance_end", self._batch_ended),
@@ -73,12 +73,14 @@ class DataPosition:
     @property
     def here(self) -> BatchPosition:
         """Return the position between two batches."""
-        knows = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
-        num_batches = None if knows else self._loop.batch_progress.current.ready - self._num_before
-        now = random_state(() if knows else self._generators)
+        # Loaders with an entry in the loop's state save their own position.
+        loaders_know = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
+        num_batches = None if loaders_know else self._loop.batch_progress.current.ready - self._num_before
+        now = random_state(() if loaders_know else self._generators)
         return BatchPosition(made=self._made, first=self._first, now=now, num_batches=num_batches)
 
     def _quietly_reset(self) -> None:
+        """Reset the loop without Lightning's warning, if the position is about to be restored."""
         with nullcontext() if self._resume_at is None else without_resume_warning():
             self._reset()
 
@@ -88,14 +90,16 @@ class DataPosition:
         combined = self._loop.trainer.fit_loop._combined_loader
         assert combined is not None
         self._generators = generators_of(combined.flattened)
-        first_made = self._first_made()
+        first_made = self._take_made()
         if position is not None:
             self._is_first = False
             self._return_to(position, data_fetcher)
             return
         iterator, made = data_fetcher.iterator, random_state(self._generators)
         self._begin(data_fetcher)
-        self._made = first_made or made if data_fetcher.iterator is iterator else made
+        # An iterator that Lightning made before the loop began has the random state of that time.
+        is_older = data_fetcher.iterator is iterator
+        self._made = (first_made or made) if is_older else made
         self._first = random_state(self._generators)
         self._num_before = self._loop.batch_progress.current.ready
         if self._is_first:
@@ -103,6 +107,7 @@ class DataPosition:
         self._is_first = False
 
     def _return_to(self, position: BatchPosition, data_fetcher: Any) -> None:
+        """Begin the epoch again, and skip its batches before a position."""
         self._made, self._first = position.made, position.first
         num_ready = self._loop.batch_progress.current.ready
         self._num_before = num_ready - (position.num_batches or 0)
@@ -137,7 +142,7 @@ def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
     if "combined_loader" in loop["state_dict"]:
         _log.warning(
             "A DataLoader that keeps its own place was read %d batches further than the weights that are saved: a run "
-            "that goes on from this checkpoint passes over them. Save where an epoch ends.",
+            "that resumes from this checkpoint skips these batches. Save where an epoch ends.",
             number,
         )
         return
@@ -170,8 +175,8 @@ def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) 
     """Set all generators to a state. Raises ConfigError if the number of the loaders' generators differs."""
     if len(state["own"]) != len(generators):
         raise ConfigError(
-            f"the training loaders drew from {len(state['own'])} generators of their own where this loop goes on, and "
-            f"have {len(generators)} here. Give every peer that may take the run over the same loaders and samplers."
+            f"the training loaders of the run draw from {len(state['own'])} generators of their own, and those here "
+            f"have {len(generators)}. Give every peer that may take the run over the same loaders and samplers."
         )
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])

@@ -373,7 +373,7 @@ def test_a_run_by_invitation_is_reachable_all_the_same(loop: VirtualLoop) -> Non
     assert meeting is None
     finding = checks.check_reach(dialed)
     assert finding.ok
-    assert finding.found.startswith("reachable; its run takes peers by invitation")
+    assert finding.found.startswith("reachable; it answers invited peers only")
     assert "`--invite FILE`" in finding.found
 
 
@@ -382,7 +382,7 @@ def test_a_run_by_invitation_is_reachable_all_the_same(loop: VirtualLoop) -> Non
     [
         (b"run", False, True, "round trip"),
         (b"run", True, True, "round trip"),
-        (b"another", True, True, "reachable; its run takes peers by invitation"),
+        (b"another", True, True, "reachable; it answers invited peers only"),
         (b"another", False, False, "it does not take the invitation that it was shown (b refuses the certificate"),
     ],
 )

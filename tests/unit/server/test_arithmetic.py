@@ -73,7 +73,7 @@ def test_two_models_with_the_same_instructions_differ(
 ) -> None:
     """The libraries choose their kernels by the model; clock rates and the like change nothing."""
     facts = tmp_path / "cpuinfo"
-    monkeypatch.setattr(arithmetic, "_FACTS", facts)
+    monkeypatch.setattr(arithmetic, "_CPUINFO", facts)
     facts.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\ncpu MHz\t\t: 2500\n\nprocessor\t: 1\n")
     before = arithmetic_of(CPU)
     facts.write_text(f"processor\t: 0\ncpu family\t: 25\nmodel\t\t: {model}\ncpu MHz\t\t: 3000\n\n")
@@ -84,7 +84,7 @@ def test_two_models_with_the_same_instructions_differ(
 def test_where_the_system_tells_no_model_there_is_a_name_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(arithmetic, "_FACTS", tmp_path / "nothing")
+    monkeypatch.setattr(arithmetic, "_CPUINFO", tmp_path / "nothing")
     assert arithmetic_of(CPU)
 
 

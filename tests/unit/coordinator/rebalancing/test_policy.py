@@ -39,7 +39,7 @@ def made(stages: StageRates, *, move_s: float = FREE, horizon_s: float = 600.0) 
     """The moves of a plan, and makes them."""
     moves = plan(stages, MoveCosts([move_s] * len(stages.rates), horizon_s))
     for move in moves:
-        rate = next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
+        rate = next(rate for rate, peer in stages.movable(move.source) if peer == move.peer)
         stages.put(move.peer, move.target, rate)
     return moves
 
@@ -64,7 +64,7 @@ def test_peers_that_fit_move() -> None:
 def test_no_stage_is_left_empty() -> None:
     stages = stages_of([10], [1, 1])
     assert made(stages) == []
-    assert [len(stages.serving(index)) for index in range(2)] == [1, 2]
+    assert [len(stages.movable(index)) for index in range(2)] == [1, 2]
 
 
 def test_an_empty_stage_gets_a_peer() -> None:
@@ -131,7 +131,7 @@ def test_what_is_lost_while_peers_move_is_won_back() -> None:
             stages = stages_of(*peers)
             before, meanwhile = min(stages.rates), list(stages.rates)
             for move in plan(stages, MoveCosts([move_s] * 4, 600.0)):
-                meanwhile[move.source] -= next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
+                meanwhile[move.source] -= next(rate for rate, peer in stages.movable(move.source) if peer == move.peer)
             num_slower[move_s] += min(meanwhile) < before
             made(stages, move_s=move_s)
             lasts = math.exp(-move_s / 600.0)
@@ -145,7 +145,7 @@ def test_rates_that_scatter_move_nobody_back() -> None:
     assert made(stages)
     for _ in range(20):
         for index in range(3):
-            for _, peer in list(stages.serving(index)):
+            for _, peer in list(stages.movable(index)):
                 stages.put(peer, index, rng.uniform(0.97, 1.03))
         assert made(stages) == []
 
@@ -178,7 +178,7 @@ def test_swarms_that_are_measured_badly_settle(num_peers: int) -> None:
 def test_nobody_goes_back_to_a_stage_that_it_left() -> None:
     stages = stages_of([1, 1, 1], [1])
     for number in range(3):
-        stages.put(PeerId(f"s0p{number}"), 0, 1.0, left={1})
+        stages.put(PeerId(f"s0p{number}"), 0, 1.0, barred={1})
     assert made(stages) == []
     stages.put(PeerId("s0p2"), 0, 1.0)
     assert made(stages) == [Move(PeerId("s0p2"), 0, 1)]
@@ -196,7 +196,7 @@ def looks_with_moves(seed: int, *, remembers: bool) -> list[int]:
         stages = StageRates(4)
         for number, stage in enumerate(where):
             rate = speeds[number] / work[stage]
-            stages.put(PeerId(str(number)), stage, rate, left=left[number] if remembers else ())
+            stages.put(PeerId(str(number)), stage, rate, barred=left[number] if remembers else ())
         for move in plan(stages, MoveCosts([30.0] * 4, 600.0)):
             where[int(move.peer)] = move.target
             left[int(move.peer)].add(move.source)
