@@ -412,7 +412,7 @@ def test_a_sampler_that_gives_others_something_else_is_named() -> None:
     seen = run(2, data=data, raises=False)
     assert seen.errors.keys() == {1}
     assert isinstance(seen.errors[1], ConfigError)
-    assert "the 13 batches of list in epoch 0 are not those of the lead" in str(seen.errors[1])
+    assert "the 13 batches of list in epoch 0 differ from those of the lead" in str(seen.errors[1])
     assert_each_once(seen, 3)
 
 
@@ -431,7 +431,7 @@ def test_a_split_that_each_trainer_draws_for_itself_is_refused(is_seeded: bool) 
         assert not seen.errors
         assert len(set(counted(seen))) == len(counted(seen)) == 40
     else:
-        assert "are not those of the lead" in str(seen.errors[1])
+        assert "differ from those of the lead" in str(seen.errors[1])
         assert "seed a `random_split`" in str(seen.errors[1])
 
 

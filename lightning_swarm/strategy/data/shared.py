@@ -1,4 +1,4 @@
-"""One trainer's view of the data that all trainers of its run share."""
+"""Reads one trainer's batches of the data that all trainers of its run share, in an order common to all of them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class EpochListing:
     """The first `num_batches` lists of indices from a batch sampler in an epoch, and a digest of them."""
 
     def __init__(
-        self, batches: Iterable[Sequence[Any]], num_batches: int, *, ends: bool = False, subset: bytes = b""
+        self, batches: Iterable[Sequence[Any]], num_batches: int, *, draws_end: bool = False, subset: bytes = b""
     ) -> None:
         drawn = iter(batches)
         listed = [list(batch) for batch in islice(drawn, num_batches)]
-        if ends:  # loaders with workers draw one batch more
+        if draws_end:  # as loaders with workers do, whose samplers may draw more random numbers
             next(drawn, None)
         lengths = [len(batch) for batch in listed]
         if not all(lengths):
@@ -73,7 +73,7 @@ class EpochListing:
         self._former_digest = hashlib.sha256(content).digest()  # older releases saved it, without the subset
 
     def is_of(self, plan: EpochPlan) -> bool:
-        """Return whether a plan has the same batches."""
+        """Return whether a plan is of these batches."""
         return self.sizes == plan.sizes and plan.digest in (self.digest, self._former_digest)
 
     def __len__(self) -> int:
@@ -115,14 +115,14 @@ class SharedData:
         self._overrides: Sequence[Override] = ()
         self._hooks: Sequence[Override] = ()
         self._origin: DataLoader[Any]  # the user's, once it is shared
-        self._loader: SharedLoader | None = None
-        self._plans: dict[int, EpochPlan] = {}
-        self._listings: dict[int, EpochListing] = {}
+        self._loader: SharedLoader | None = None  # the loader in its place
+        self._plans: dict[int, EpochPlan] = {}  # epoch -> plan
+        self._listings: dict[int, EpochListing] = {}  # epoch -> batches of its plan
         self._start: BatchNumber | None = None  # first batch of this generation of the run
         self._taken: dict[int, EpochPlan | None] = {}  # plans received from the lead that are not listed here yet
-        self._restored: dict[int, EpochPlan] = {}
-        self._restored_position: BatchNumber | None = None
-        self.number: BatchNumber | None = None  # the current batch's
+        self._restored: dict[int, EpochPlan] = {}  # plans in the checkpoint that was loaded
+        self._restored_position: BatchNumber | None = None  # first batch after that checkpoint
+        self.number: BatchNumber | None = None  # number of the current batch
         self.run_is_over = False  # True if the lead has ended the run; unused at the lead
         self._num_left = 0  # batches of the lane after the current one
 
@@ -142,15 +142,19 @@ class SharedData:
             if owner is not None and is_overridden(name, owner)
         ]
 
-    def share(self, loader: DataLoader[Any], alone: Callable[[], DataLoader[Any]]) -> SharedLoader:
-        """Return the loader that replaces the user's. If there are several loaders, it reads the result of `alone`."""
+    def share(self, loader: DataLoader[Any], divided: Callable[[], DataLoader[Any]]) -> SharedLoader:
+        """Return the loader that replaces the user's.
+
+        If the loop has several loaders, their batches have no numbers. Then the returned loader reads the loader that
+        `divided` makes, with this trainer's part of the data.
+        """
         self._origin = loader
         lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
         # Copy the loader: a new one would need its class's own arguments, and would not have the user's batch sampler.
         made = copy.copy(loader)
         vars(made).update(batch_sampler=lane, _iterator=None)
-        alone = cache(alone)
-        self._loader = SharedLoader(made, self._note_batch, lambda: alone() if self._is_one_of_several else None)
+        divided = cache(divided)
+        self._loader = SharedLoader(made, self._note_batch, lambda: divided() if self._is_one_of_several else None)
         return self._loader
 
     def open(self, session: Session) -> None:
@@ -176,17 +180,18 @@ class SharedData:
 
     @property
     def shares(self) -> bool:
-        """Return whether batches have numbers."""
+        """Return whether the trainers share one order of batches, in which each batch has a number."""
         return self._loader is not None and not self._is_one_of_several
 
     @property
     def _is_one_of_several(self) -> bool:
+        """Whether the loop has several loaders."""
         combined = self._trainer.fit_loop._combined_loader
         return combined is not None and len(combined.flattened) > 1
 
     @property
     def origin(self) -> DataLoader[Any] | None:
-        """Return the user's loader, if its batches have numbers."""
+        """Return the user's loader, if the trainers share its batches."""
         return self._origin if self.shares else None
 
     # ------------------------------------------------------------------ batches
@@ -216,6 +221,7 @@ class SharedData:
         return framework_of(trainer).call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _indices(self, number: BatchNumber) -> list[Any]:
+        """Return a batch's indices, after listing its epoch."""
         epoch, index = number
         self._plan_of(epoch)
         return self._listings[epoch][index]
@@ -234,7 +240,7 @@ class SharedData:
             yield (epoch, index), self._listings[epoch][index], num_left
 
     def _next_index(self, plan: EpochPlan, index: int) -> int:
-        """Return the next batch of the lane, as the current trainers divide the epoch, without decided batches."""
+        """Return the lane's next batch after `index` that is not decided, as the current trainers divide the epoch."""
         assert self._session is not None
         position = self._session.run.position or (0, 0)
         begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
@@ -266,6 +272,7 @@ class SharedData:
             fit_loop._data_fetcher.length = fit_loop._data_fetcher.fetched + 1 + num_left
 
     def _quietly_reset(self) -> None:
+        """Reset the loop, without Lightning's warning if the batches are shared."""
         with without_resume_warning() if self.shares else nullcontext():
             self._reset()
 
@@ -291,7 +298,7 @@ class SharedData:
         return self._plans[epoch]
 
     def _take_plan(self, epoch: int) -> EpochPlan | None:
-        """Wait, at another trainer, for the lead's plan; None if the epoch is complete or the run is over."""
+        """On a trainer that is not the lead: wait for its plan. None: the epoch is complete, or the run is over."""
         assert self._session is not None
         try:
             return self._session.take_plan(epoch)
@@ -308,7 +315,7 @@ class SharedData:
         self._advance()
 
     def _plan_epoch(self, epoch: int) -> None:
-        """List, at the lead, an epoch that begins or is resumed, and publish its plan."""
+        """On the lead: list an epoch that begins or is resumed, and publish its plan."""
         if self._start is None:
             self._start = self._first_position(epoch)
             older = sorted(older_epoch for older_epoch in self._restored if older_epoch < epoch)
@@ -367,18 +374,20 @@ class SharedData:
         return max_epochs not in (None, -1) and epoch + 1 >= max_epochs
 
     def _first_batch(self, epoch: int, num_batches: int) -> int:
+        """Return the first batch of an epoch that this generation of the run trains on."""
         assert self._start is not None
         at, index = self._start
         return index if at == epoch else num_batches if at > epoch else 0
 
     def _publish(self, plan: EpochPlan) -> None:
+        """Use a plan, and give it to the other trainers."""
         assert self._session is not None
         assert self._start is not None
         self._plans[plan.epoch] = plan
         self._session.plan(plan, self._start)
         self._forget_old_epochs()
 
-    def _list_plan(self, plan: EpochPlan, others: str = "those of the lead") -> None:
+    def _list_plan(self, plan: EpochPlan, expected: str = "those of the lead") -> None:
         """List an epoch with the plan's random numbers, and refuse the plan if the batches differ."""
         own = own_generators(self._origin)
         listing = None
@@ -388,25 +397,26 @@ class SharedData:
         if listing is None or not listing.is_of(plan):
             sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)
             what = f"{len(own)} generators" if listing is None else f"{len(listing)} batches"
-            theirs = len(plan.random.own) if listing is None else plan.num_batches
+            num_expected = len(plan.random.own) if listing is None else plan.num_batches
             raise ConfigError(
-                "trainers bring the batches of one order, which each lists with the same random numbers: the "
-                f"{what} of {type(sampler).__name__} in epoch {plan.epoch} are not {others}, of which there are "
-                f"{theirs}. Use the same dataset, batch size and sampler, and let the sampler draw from the generators "
-                "of torch, numpy or random; seed a `random_split`, by its `generator` or by `seed_everything`. Or set "
+                f"all trainers must list the same batches from the same random numbers: the {what} of "
+                f"{type(sampler).__name__} in epoch {plan.epoch} differ from {expected} ({num_expected}). Use the same "
+                "dataset, batch size and sampler, and let the sampler draw from the generators of torch, numpy or random; "
+                "seed a `random_split`, by its `generator` or by `seed_everything`. Or set "
                 "`use_distributed_sampler=False` in all trainers."
             )
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
         self._forget_old_epochs()
 
     def _list(self, epoch: int) -> EpochListing:
+        """List an epoch's batches, as a DataLoader would draw them now."""
         batches: Any = self._origin.batch_sampler
         for sampler in {id(sampler): sampler for sampler in (batches, getattr(batches, "sampler", None))}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         num_batches = self.num_batches()
-        ends = self._origin.num_workers > 0 and num_batches == len(self._origin)
-        return EpochListing(batches, num_batches, ends=ends, subset=_subset_digest(self._origin.dataset))
+        draws_end = self._origin.num_workers > 0 and num_batches == len(self._origin)
+        return EpochListing(batches, num_batches, draws_end=draws_end, subset=_subset_digest(self._origin.dataset))
 
     def _forget_old_epochs(self) -> None:
         """Forget epochs without remaining batches."""
@@ -424,6 +434,7 @@ class SharedData:
         return self._session.run.position or self._start
 
     def _save_with_plans(self) -> dict[str, Any]:
+        """Add the plans and the position in the data to the loop's state."""
         state: dict[str, Any] = self._save()
         if self.shares and self.position is not None:
             plans = [torch.frombuffer(bytearray(encode(plan)), dtype=torch.uint8) for plan in self._plans.values()]
@@ -431,6 +442,7 @@ class SharedData:
         return state
 
     def _load_with_plans(self, state_dict: dict[str, Any]) -> None:
+        """Read the plans and the position from a saved state, and load the loop's own state."""
         found = state_dict.get(STATE)
         if found is not None:
             plans = [decode(packed.numpy().tobytes(), EpochPlan) for packed in found["plans"]]
@@ -447,13 +459,15 @@ def callback_metrics(trainer: Trainer) -> dict[str, float]:
     found = {
         name: float(value) for name, value in trainer.callback_metrics.items() if name not in own and value.numel() == 1
     }
-    ends = itertools.accumulate(len(name.encode()) + 16 for name in found)  # bytes, with a number each
-    told = [name for name, end in zip(found, ends, strict=True) if len(name) <= MAX_TEXT and end <= MAX_METRIC_BYTES][
+    ends = itertools.accumulate(
+        len(name.encode()) + 16 for name in found
+    )  # bytes of names and values up to each metric
+    sent = [name for name, end in zip(found, ends, strict=True) if len(name) <= MAX_TEXT and end <= MAX_METRIC_BYTES][
         :MAX_PLAN_METRICS
     ]
-    if left := sorted(found.keys() - {*told}):
-        _log.warning("Other trainers do not get %d of the metrics of validation: %s.", len(left), left[:3])
-    return {name: found[name] for name in told}
+    if unsent := sorted(found.keys() - {*sent}):
+        _log.warning("Other trainers do not get %d of the metrics of validation: %s.", len(unsent), unsent[:3])
+    return {name: found[name] for name in sent}
 
 
 def set_callback_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -470,15 +484,15 @@ def without_resume_warning() -> Iterator[None]:
         yield
 
 
-def at_position(checkpoint: Mapping[str, Any], position: BatchNumber | None) -> None:
-    """Set the batch with which a checkpoint's run continues, which may differ from the saved position."""
+def set_position(checkpoint: Mapping[str, Any], position: BatchNumber | None) -> None:
+    """Write into a checkpoint with which batch its run continues, in place of the saved position."""
     found = checkpoint["loops"]["fit_loop"]["state_dict"].get(STATE)
     if found is not None and position is not None:
         found["position"] = list(position)
 
 
 def can_share(loader: object, trainer: Trainer) -> TypeIs[DataLoader[Any]]:
-    """Return whether a loader's batches can be numbered: it has a map-style dataset and a sampler with a length."""
+    """Return whether trainers can share a loader, which needs a map-style dataset and a sampler with a length."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     return (

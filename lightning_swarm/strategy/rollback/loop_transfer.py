@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.plain_values import Awaited, NotPlain
 from lightning_swarm.strategy import metric_states
-from lightning_swarm.strategy.data.shared import STATE, at_position
+from lightning_swarm.strategy.data.shared import STATE, set_position
 from lightning_swarm.strategy.metric_states import MetricContents
 from lightning_swarm.strategy.metrics import LOG_OPTIONS, REDUCTIONS, Pending
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
@@ -181,7 +181,7 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
 def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
     """Unpack a state for a Trainer's loop that resumes with the weights of `version`. Raises ProtocolError."""
     came = TravellingLoop.read(value)
-    at_position(came.checkpoint, came.position)
+    set_position(came.checkpoint, came.position)
     state = LoopState(
         checkpoint=came.checkpoint,
         gaps=[leaf for _, leaf in leaves(came.checkpoint) if isinstance(leaf, Awaited)],

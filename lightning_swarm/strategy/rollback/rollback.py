@@ -24,7 +24,7 @@ from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.data.shared import at_position
+from lightning_swarm.strategy.data.shared import set_position
 from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.rollback import loop_transfer
@@ -259,7 +259,7 @@ class Rollback:
     ) -> RollbackTarget:
         """Write the checkpoint of a version to a file, and make it the target."""
         checkpoint = found.state.complete(weights, optimizer)
-        at_position(checkpoint, self._position_at(version))
+        set_position(checkpoint, self._position_at(version))
         path = _write(checkpoint, f"step={version}.ckpt")
         self._forget_target()
         self._target = RollbackTarget(version=version, path=path, resume_point=found)
