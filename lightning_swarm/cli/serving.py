@@ -88,6 +88,7 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def _serve(chosen: argparse.Namespace) -> int:
+    """Serve stages of a model until a signal; return the exit status."""
     say("Importing torch.")
     with collecting_rarely():
         from lightning_swarm.model.pretrained import PretrainedFolder, device_of

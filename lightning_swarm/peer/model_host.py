@@ -158,6 +158,7 @@ class ModelHost:
         return await asyncio.to_thread(PretrainedModel, *config, dtype=card.dtype, blocks=card.blocks)
 
     async def _card_of_hosts(self) -> ModelCard:
+        """Read the model's card from the first server in `hosts` that answers."""
         problems = []
         for peer in self._options.hosts:
             try:
@@ -207,6 +208,7 @@ class ModelHost:
         return _parts(model, {index: cut[index] for index in span}, self._folder)
 
     async def _load_stage(self, model: PretrainedModel, stage: StageModule, index: int) -> None:
+        """Fill a stage with weights, which must have the digest in the card."""
         tensors, folder, wanted = stage.named_stage_tensors(), self._folder, self.models.card.stages[index].weights
         if folder is not None:
             read = folder.reader(model)
@@ -225,6 +227,7 @@ class ModelHost:
     # ------------------------------------------------------------------ announcements
 
     async def _announce(self) -> None:
+        """Announce the stages and the load of this server, if it serves any stages."""
         server = self.server
         if server is None or not self.span:
             return

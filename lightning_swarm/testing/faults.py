@@ -321,6 +321,7 @@ class FaultPlan:
         return self._add("partition", None, at, when, for_s=for_s, groups=sides)
 
     def _add(self, kind: Kind, peer: str | None, at: Phase | None, when: Moment, **options: Any) -> Self:
+        """Add a fault; `options` are further fields of `Fault`."""
         fault = Fault(kind=kind, peer=None if peer is None else PeerId(peer), at=at, when=when, **options)
         if when.get("nth", 1) < 1 or fault.for_s < 0.0 or (fault.times is not None and fault.times < 1):
             raise ConfigError(

@@ -230,6 +230,7 @@ def recording(
 def _recording(
     modules: Mapping[str, nn.Module], hooked: Mapping[str, nn.Module], description: Any, stage: int
 ) -> Iterator[dict[str, list[Any]]]:
+    """Do `recording` for modules of which some have hooks, here or on the trainer."""
     observed, changing = _checked(description, modules)
     own = {name: number for name, module in hooked.items() if (number := _num_changing(module))}
     if own != changing:

@@ -401,8 +401,8 @@ class SharedData:
             raise ConfigError(
                 f"all trainers must list the same batches from the same random numbers: the {what} of "
                 f"{type(sampler).__name__} in epoch {plan.epoch} differ from {expected} ({num_expected}). Use the same "
-                "dataset, batch size and sampler, and let the sampler draw from the generators of torch, numpy or random; "
-                "seed a `random_split`, by its `generator` or by `seed_everything`. Or set "
+                "dataset, batch size and sampler, and let the sampler draw from the generators of torch, numpy or "
+                "random; seed a `random_split`, by its `generator` or by `seed_everything`. Or set "
                 "`use_distributed_sampler=False` in all trainers."
             )
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
