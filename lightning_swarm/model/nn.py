@@ -84,6 +84,7 @@ def accepted_keywords(block: torch.nn.Module) -> frozenset[str]:
 
 
 def _keywords(forward: Callable[..., Any], *, is_bound: bool) -> frozenset[str]:
+    """Return a forward's keywords behind its first positional parameter, and behind `self` unless it is bound."""
     try:
         parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):  # it has no readable signature
