@@ -40,7 +40,7 @@ class _Source:
     """Values that a block's code reads in one place, by name, with their first values."""
 
     title: str  # the module whose code reads them
-    place: str
+    place: str  # what is read there, for messages
     values: Any  # a mapping with the present values
     first: dict[str, Any]
 
@@ -53,7 +53,7 @@ class _Block:
     module: nn.Module
     functions: list[FunctionType]
     names: frozenset[str]  # attributes that the code reads
-    modes_of: frozenset[str]
+    modes_of: frozenset[str]  # attributes whose train or eval mode the code reads
     held: Collection[int]  # ids of the stage's modules and of their tensors
 
     @classmethod
@@ -67,7 +67,7 @@ class _Block:
         return cls(title, module, functions, names, modes_of, held)
 
     def read_of(self, value: Any) -> set[str]:
-        """Return the names that the code may read of a foreign object, except names of the module's own attributes."""
+        """Return the names that the code may read of an object outside the module, without the module's own names."""
         module = self.module
         own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *OF_TORCH}
         names = self.names - own
@@ -106,13 +106,15 @@ class OutsideValues:
 
 
 def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
+    """Raise the error of a value that was changed during the run."""
     raise ConfigError(
-        "what blocks read must come to every peer: as an argument, or as a plain attribute of a block, which travels "
-        f"with each call. `{name}`, {place} that the code of {title!r} reads, was changed during the run. {remedy}"
+        "values that blocks read must reach every peer: as an argument, or as a plain attribute of a block, which is "
+        f"sent with each call. `{name}`, {place} that the code of {title!r} reads, was changed during the run. {remedy}"
     )
 
 
 def _sources(block: _Block) -> Iterator[_Source]:
+    """Yield all places outside a module from which its code may read plain values."""
     read = [reads(function.__code__) for function in block.functions]
     for kind in type(block.module).__mro__ if any(one.a_class for one in read) else ():
         if is_users(kind.__module__):
@@ -131,28 +133,28 @@ def _sources(block: _Block) -> Iterator[_Source]:
 def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
     """Yield the globals, closure variables and defaults that a function reads."""
     own, cells = function.__globals__, cells_of(function)
-    globals_ = {name: own[name] for name in read.globals if name in own and _is_left_alone(own[name], read)}
+    globals_ = {name: own[name] for name in read.globals if name in own and _is_watched(own[name], read)}
     yield _Source(block.title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
-    around = {name: value for name in cells if _is_left_alone(value := Cells(cells)[name], read)}
-    if around:
+    enclosed = {name: value for name in cells if _is_watched(value := Cells(cells)[name], read)}
+    if enclosed:
         place = f"a variable around `{function.__qualname__}`"
-        yield _Source(block.title, place, Cells(cells), _plain(around))
-    defaults = {name: value for name, value in defaults_of(function).items() if _is_left_alone(value, read)}
+        yield _Source(block.title, place, Cells(cells), _plain(enclosed))
+    defaults = {name: value for name, value in defaults_of(function).items() if _is_watched(value, read)}
     yield _Source(block.title, f"a default of `{function.__qualname__}`", defaults, _plain(defaults))
-    for name, value in (*globals_.items(), *around.items(), *defaults.items()):
+    for name, value in (*globals_.items(), *enclosed.items(), *defaults.items()):
         if type(value) is dict and not is_comparable(value):
             yield _Source(block.title, f"an entry of `{name}`", value, _plain(value))
         for item in _referred(value):
             yield from _of_object(block, item, block.read_of(item))
 
 
-def _is_left_alone(value: Any, read: Reads) -> bool:
-    """Return whether code only reads a value. Containers that it may fill itself, such as a cache, are not watched."""
+def _is_watched(value: Any, read: Reads) -> bool:
+    """Return whether changes of a value count. Code may fill containers itself, such as a cache."""
     return not (read.fills_containers and isinstance(value, _HOLDERS))
 
 
 def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
-    """Yield the attributes with these names of a foreign object, because the block's code may read them."""
+    """Yield the attributes with these names of an object outside the block, because the block's code may read them."""
     own = _attributes(block, value)
     if not own:
         return
@@ -182,7 +184,7 @@ def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:
-    """Refuse reads of a foreign module's tensors, and of trainer attributes, which exist only on the trainer."""
+    """Refuse reads of an outside module's tensors, and of trainer attributes, which exist only on the trainer."""
     tensors = [name for name in {**value._parameters, **value._buffers} if name in names]
     of_trainer = [name for name in _OF_TRAINER if name in names and "_trainer" in vars(value)]
     if found := sorted([*tensors, *of_trainer]):

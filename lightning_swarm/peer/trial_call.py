@@ -1,4 +1,4 @@
-"""Calls a model before it is served, with blocks that compute nothing, to refuse a form that cannot be served."""
+"""Calls a model before it is served, with blocks that compute nothing, to refuse a model that cannot be served."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightning_swarm.protocol import serialization
 
 _log = logging.getLogger(__name__)
 
-_ROWS, _PROMPT = 2, 3  # texts, and tokens of each
+_ROWS, _PROMPT = 2, 3  # texts of the trial, and tokens of each
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelForm:
-    """The texts from which a model is built."""
+    """The settings from which a model is built."""
 
-    config: str  # Hugging Face's, in JSON
-    generation_config: str  # likewise; empty: derived from `config`
+    config: str  # Hugging Face's `config.json`
+    generation_config: str  # Hugging Face's `generation_config.json`; empty: derived from `config`
     dtype: str
     blocks: str | None  # name of the list of blocks; None: found
 
@@ -44,7 +44,7 @@ class ModelForm:
 
 
 def servable(form: ModelForm) -> tuple[ModelForm, str]:
-    """Return the form in which clients can write text, and why it is without a cache, if it is.
+    """Return the form in which clients can write text, and the reason if that form is without a cache.
 
     Raise `ConfigError` if clients cannot write text without a cache, either.
     """
@@ -53,21 +53,24 @@ def servable(form: ModelForm) -> tuple[ModelForm, str]:
     except ConfigError as error:
         try:
             _call(form, use_cache=False)
-        except ConfigError as without:
-            raise ConfigError(f"this model cannot be served: {without}") from error
+        except ConfigError as second:
+            raise ConfigError(f"this model cannot be served: {second}") from error
         return form.without_cache(), str(error)
     return form, ""
 
 
 def _call(form: ModelForm, *, use_cache: bool) -> None:
-    """Make a client's first calls, in which blocks return their input, and all weights around them are zeros."""
+    """Make a client's first calls, with blocks that return their input and zeros as weights around the blocks.
+
+    Raise `ConfigError` if the model changes its blocks, or the number of its tokens.
+    """
     model = PretrainedModel(form.config, form.generation_config, dtype=form.dtype, blocks=form.blocks)
     around = model.around
     # Zeros that are only read take no memory.
     model.fill(around, lambda name: torch.zeros(around[name].shape, dtype=around[name].dtype), torch.device("cpu"))
     num_blocks = len(model.blocks.modules)
 
-    def write(hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
+    def grow_cache(hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         rows, length = serialization.leaves(hidden)[0].shape[:2]
         if length > _PROMPT and length % _PROMPT == 0:  # soft prompts before the text have another length
             raise ConfigError(
@@ -76,7 +79,7 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
         CacheHandle.of(cache).grow(cache, rows=rows, length=length, num_layers=num_blocks)
         return hidden
 
-    Interception(model.blocks, BlockChain(model.blocks, lambda hidden, *_, **__: hidden, write, "cpu"))
+    Interception(model.blocks, BlockChain(model.blocks, lambda hidden, *_, **__: hidden, grow_cache, "cpu"))
     root = model.blocks.root
     before = plain_attributes(root)
     try:
@@ -99,5 +102,5 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
     if changed:
         raise ConfigError(
             "a model's forward must not change its blocks, which are on servers, and this one changes "
-            f"{few(changed)}. Save the model with a config by which it does not."
+            f"{few(changed)}. Save the model with a config that avoids this."
         )

@@ -1,4 +1,4 @@
-"""Combines the values that forwards left on peers, one per microbatch, and sets them on the trainer's modules."""
+"""Combines the values that the forwards of microbatches left on servers, and sets them on the trainer's modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Place: TypeAlias = tuple[str, str, int]
 """A site, and the index of a tensor in the value there."""
 
 Trial: TypeAlias = Callable[[bool], tuple[Sequence[Left], Sequence[int]]]
-"""Computes two microbatches, in train mode or not. Returns the values of each and of both as one, and their sizes."""
+"""Computes two microbatches, in train mode or not. Returns the values of the first, of the second and of both as one,
+and the sizes of the two."""
 
 _REMEDY: Final = (
     "Keep one value for each sample there and reduce it in training_step, return it from the block, or set "
@@ -42,7 +43,7 @@ class Collected:
     tensors: dict[Place, Tensor]
     structures: dict[Site, serialization.Structure]
     refused: dict[Site, str]  # site -> reason why it has no value
-    objects: set[Site]  # refused sites whose values are no tensors
+    objects: set[Site]  # refused sites whose values hold other objects than tensors
     rules: dict[Place, Rule]
     places: list[list[Place]]  # differentiable tensors of each microbatch, in the order of its servers
     sizes: Sequence[int]
@@ -58,6 +59,7 @@ class Collected:
         return [[self._part(whole.get(place), place, i) for place in own] for i, own in enumerate(self.places)]
 
     def _part(self, gradient: Tensor | None, place: Place, index: int) -> Tensor | None:
+        """Return a microbatch's gradient of the tensor at a place, by the tensor's rule."""
         if gradient is None or len(self.sizes) < 2:
             return gradient
         rule, rows = self.rules[place], sum(self.sizes)
@@ -74,13 +76,13 @@ class Leftovers:
     modules: Mapping[str, nn.Module]  # name -> module, in all blocks
     sites: set[Site] = field(default_factory=set)  # sites of all values so far
     _rules: dict[Place, Rule | None] = field(default_factory=dict)  # None: no rule fits
-    _num_collected: int = 0
+    _num_collected: int = 0  # calls with several microbatches
 
     def collect(self, parts: Sequence[Left], sizes: Sequence[int], trial: Trial) -> Collected | None:
         """Combine the values that microbatches of these sizes left."""
         if not any(parts):
             return None
-        refused = {site: _unknown(str(kind)) for left in parts for site, kind in _sites(left.refused)}
+        refused = {site: _cannot_travel(str(kind)) for left in parts for site, kind in _sites(left.refused)}
         objects = {*refused}
         values = [{**dict(_sites(left.others)), **dict(_sites(left.differentiable))} for left in parts]
         self._check_sites([*refused, *(site for own in values for site in own)])
@@ -92,7 +94,7 @@ class Leftovers:
                 structures[site] = flat[0][0]
                 columns |= {(*site, i): list(column) for i, column in enumerate(zip(*(own for _, own in flat)))}  # noqa: B905
             else:
-                refused[site] = "some of the microbatches of a batch leave something else there. " + _REMEDY
+                refused[site] = "the microbatches of a batch leave values of different structures there. " + _REMEDY
         rules = self._found_rules(columns, structures, refused, sizes, trial)
         return Collected(
             tensors={
@@ -106,7 +108,7 @@ class Leftovers:
             sizes=sizes,
         )
 
-    def place(self, collected: Collected, tensors: Sequence[Tensor]) -> list[tuple[str, serialization.Tree]]:
+    def set_on_modules(self, collected: Collected, tensors: Sequence[Tensor]) -> list[tuple[str, serialization.Tree]]:
         """Set the attributes of the trainer's modules, with `tensors` in place of the collected tensors.
 
         Return (argument name, value) pairs for the values that blocks wrote into the call's arguments.
@@ -137,11 +139,13 @@ class Leftovers:
         return written
 
     def _set(self, site: Site, value: object) -> None:
+        """Set an attribute of a trainer's module, which the next call must not take for a change by the user."""
         self.sites.add(site)
         exempt(self.modules[site[0]], site[1])
         vars(self.modules[site[0]])[site[1]] = value
 
     def _check_sites(self, sites: Sequence[Site]) -> None:
+        """Raise `ProtocolError` for values where no forward can leave any."""
         for module, name in sites:
             if (name == OBSERVED or name.startswith(WRITTEN)) and module in self.modules:
                 continue
@@ -156,7 +160,7 @@ class Leftovers:
         sizes: Sequence[int],
         trial: Trial,
     ) -> dict[Place, Rule]:
-        """Return the tensors' rules; move sites without a rule to `refused`."""
+        """Return the rules of the tensors in `columns`; move sites without a rule to `refused`."""
         if len(sizes) < 2:
             return dict.fromkeys(columns, "same")
         self._learn(columns, structures, sizes, trial)
@@ -164,8 +168,8 @@ class Leftovers:
             rule = self._rules.get(place)
             if rule is None or not _fits(rule, column, sizes):
                 refused[place[:2]] = (
-                    "what the microbatches of a batch leave there is neither one value for each sample nor a mean or a "
-                    "sum over the samples, so the batch's value cannot be computed from it. " + _REMEDY
+                    "the values that the microbatches of a batch leave there are neither one for each sample nor a "
+                    "mean or a sum over the samples, so the batch's value cannot be computed from them. " + _REMEDY
                 )
         for site in structures:
             if self._rules.get((*site, -1), "same") is None:
@@ -181,9 +185,9 @@ class Leftovers:
     ) -> None:
         """Find the unknown rules, and check the known ones again at ever longer intervals."""
         self._num_collected += 1
-        places = {*columns, *((*site, -1) for site in structures)}  # -1: constants
+        places = {*columns, *((*site, -1) for site in structures)}  # -1: the structure, with its constants
         new = {place for place in places if place not in self._rules}
-        is_due = self._num_collected & (self._num_collected - 1) == 0
+        is_due = self._num_collected & (self._num_collected - 1) == 0  # a power of two
         todo = new | {place for place in places if is_due and self._rules.get(place) not in (None, "rows")}
         # Eval mode first, because it draws fewer random numbers; some blocks leave values only in train mode.
         for training in (False, True):
@@ -203,18 +207,20 @@ class Leftovers:
         self._rules.update(dict.fromkeys(todo & new))
 
 
-def _unknown(kind: str) -> str:
+def _cannot_travel(kind: str) -> str:
+    """Return the reason why a value of this type is not available."""
     return f"a {kind} cannot travel between peers. Keep tensors there, or return them from the block."
 
 
 def _sites(values: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[Site, object]]:
+    """Yield all values with their sites."""
     for module, own in values.items():
         for name, value in own.items():
             yield (module, name), value
 
 
 def _places(values: Values) -> Iterator[tuple[Place, Tensor | serialization.Structure]]:
-    """Yield all tensors, and the structures at index -1."""
+    """Yield all tensors with their places, and each value's structure at index -1."""
     for site, value in _sites(values):
         structure, tensors = serialization.flatten(value)
         yield (*site, -1), structure
@@ -236,7 +242,8 @@ def _agreeing(apart: Sequence[object], together: object, sizes: Sequence[int]) -
 
 
 def _matches(joined: Tensor, together: Tensor, *, by_shape: bool) -> bool:
-    # One row for each sample has only one meaning. Values need not agree, because random draws may differ.
+    """Return whether a combined tensor is that of both microbatches as one."""
+    # For one row for each sample the shape is enough. Values need not agree, because random draws may differ.
     return joined.shape == together.shape if by_shape else is_close(joined, together)
 
 
@@ -259,6 +266,7 @@ def _fits(rule: Rule, column: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _joined(column: Sequence[Tensor], sizes: Sequence[int], rule: Rule) -> Tensor:
+    """Combine the tensors of microbatches of these sizes."""
     if len(column) == 1 or rule == "same":
         return column[0]
     if rule == "rows":

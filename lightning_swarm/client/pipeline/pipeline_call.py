@@ -183,7 +183,9 @@ class PipelineCall:
         if self._collected is None:
             return serialization.unflatten(self._output_structure, tensors)
         num_left = len(self._collected.tensors)
-        for argument, written in self._pipeline.leftovers.place(self._collected, tensors[len(tensors) - num_left :]):
+        for argument, written in self._pipeline.leftovers.set_on_modules(
+            self._collected, tensors[len(tensors) - num_left :]
+        ):
             write_back(given, argument, written, _not_here)
         return serialization.unflatten(self._output_structure, tensors[: len(tensors) - num_left])
 

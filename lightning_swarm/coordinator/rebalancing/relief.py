@@ -8,7 +8,7 @@ from typing import Final
 from lightning_swarm.coordinator.rebalancing.policy import Move, StageRelease
 from lightning_swarm.network import PeerId
 
-_MAX_TRIED: Final = 2  # stages: each costs a download, and stages are mostly alike
+_MAX_TRIED: Final = 2  # stages that a server tries, because each is a download, and most stages need like memory
 
 
 def plan_relief(
@@ -33,18 +33,18 @@ def plan_relief(
     moves: list[Move] = []
     releases: list[StageRelease] = []
     for index, roster in enumerate(rosters):
-        short = [peer for peer in roster if index in too_large.get(peer, ())]
-        if len(short) == len(roster):
+        lacking = [peer for peer in roster if index in too_large.get(peer, ())]
+        if len(lacking) == len(roster):
             continue
-        for peer in (one for one in short if one not in fixed):
+        for peer in (one for one in lacking if one not in fixed):
             if sum(peer in other for other in rosters) > 1:
                 releases.append(StageRelease(peer, index))
                 continue
-            others = [
-                other
-                for other in range(len(rosters))
-                if other not in too_large[peer] and state_bytes[other] <= state_bytes[index]
+            targets = [
+                target
+                for target in range(len(rosters))
+                if target not in too_large[peer] and state_bytes[target] <= state_bytes[index]
             ]
-            if others and len(too_large[peer]) < _MAX_TRIED:
-                moves.append(Move(peer, index, min(others, key=state_bytes.__getitem__)))
+            if targets and len(too_large[peer]) < _MAX_TRIED:
+                moves.append(Move(peer, index, min(targets, key=state_bytes.__getitem__)))
     return moves, releases

@@ -40,6 +40,7 @@ def is_reading() -> bool:
 
 
 def _read(iterable: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over user data; the user's code runs inside `reading_data`, and the consumer's code outside of it."""
     with reading_data():
         iterator = iter(iterable)
     while True:
@@ -137,11 +138,12 @@ def drawing_from(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> Iter
 
 
 def _as_tensor(buffer: bytes) -> torch.Tensor:
+    """Return a generator's state in the form that torch takes."""
     return torch.frombuffer(bytearray(buffer), dtype=torch.uint8)
 
 
 class LaneSampler:
-    """The batch sampler of a loader that reads a lane."""
+    """A batch sampler that yields the indices of a lane's batches, and keeps their numbers until they are returned."""
 
     def __init__(
         self,
@@ -166,21 +168,22 @@ class LaneSampler:
 
     def __getattr__(self, name: str) -> Any:
         """Look up attributes of the user's batch sampler, such as its sampler, sizes and `set_epoch`."""
-        if name == "origin":
+        if name == "origin":  # not set yet while the sampler is unpickled or copied
             raise AttributeError(name)
         return getattr(self.origin, name)
 
 
 def _not_one_each(loader: DataLoader[Any]) -> ConfigError:
+    """Return the error of a loader that gives more or fewer batches than its batch sampler."""
     return ConfigError(
-        "trainers share a loader that gives one batch for each of its batch sampler's lists of indices, and the "
-        f"`__iter__` of {type(loader).__name__} gives another number. Read from the dataset what belongs together, or "
-        "set `Trainer(use_distributed_sampler=False)`: then each trainer reads its own data."
+        "trainers can share a loader only if it gives one batch for each list of indices from its batch sampler, and "
+        f"the `__iter__` of {type(loader).__name__} gives another number. Combine samples in the dataset or in "
+        "`collate_fn`, or set `Trainer(use_distributed_sampler=False)`: then each trainer reads its own data."
     )
 
 
 class SharedLoader:
-    """A DataLoader whose batches have numbers."""
+    """Reads a trainer's lane with the user's DataLoader, and reports the number of each batch."""
 
     def __init__(
         self,
@@ -210,6 +213,7 @@ class SharedLoader:
         return self._read(None if self.loader.num_workers else iter(self.loader))
 
     def _read(self, made: Iterator[Any] | None) -> Iterator[Any]:
+        """Yield the batches of an iterator, made now if `made` is None, and report each before it is used."""
         for batch in iter(self.loader) if made is None else made:
             if not self._lane.unread:
                 raise _not_one_each(self.loader)
@@ -222,12 +226,12 @@ class SharedLoader:
         # This process reads it, unless the user's `worker_init_fn` prepares the dataset.
         prepare = self.loader.worker_init_fn if self.loader.num_workers else None
         module_name = getattr(getattr(prepare, "func", prepare), "__module__", None)
-        works = prepare is not None and not is_of(OWN_PACKAGES, module_name)
+        needs_worker = prepare is not None and not is_of(OWN_PACKAGES, module_name)
         loader = copy.copy(self.loader)
-        alone = {"num_workers": 1} if works else {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
+        workers = {"num_workers": 1} if needs_worker else {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
         # The workers' seed is drawn from a generator of its own, because the user's must not advance.
         own = {"batch_sampler": [list(indices)], "generator": torch.Generator(), "_iterator": None}
-        vars(loader).update(alone, persistent_workers=False, **own)
+        vars(loader).update(workers, persistent_workers=False, **own)
         batches = list(iter(loader))
         if len(batches) != 1:
             raise _not_one_each(loader)
