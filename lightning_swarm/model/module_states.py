@@ -409,7 +409,7 @@ class ServerStates:
 def _keep_own_of(one: _WatchedModule, target: _Target) -> bool:
     """Have later calls not reset the attributes that a module's forward has set; return whether first values changed.
 
-    A plain value becomes the new first value of its attribute. Any other attribute is exempt from comparisons.
+    A plain value replaces the first value of its attribute. Any other attribute is exempt from now on.
     """
     first, before = one.first, one.first.plain.copy()
     for name, value in _attributes(one.own):

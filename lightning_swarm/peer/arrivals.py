@@ -89,8 +89,9 @@ class Arrivals:
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
         """Return the servers that may be first members.
 
-        Their certificates permit the announced role, their invitations are valid and have uses left, and they were not
-        convicted. If the run takes any peer, return all servers that were not convicted.
+        Their certificates permit the announced role, and they were not convicted. The invitation of a peer that did not
+        use it before is valid and has a use left. If the run takes any peer, return all servers that were not
+        convicted.
         """
         self._warned &= servers.keys()
         for peer in sorted(servers.keys() & self.convicted.keys()):

@@ -93,9 +93,7 @@ class Pipeline:
         self.config = config
         self.generation = 0  # generation of the run
         self.version = 0  # version of the weights for calls outside of a batch
-        self.evaluation_number = (
-            0  # number of the evaluation weights for calls outside of a batch; 0: those of `version`
-        )
+        self.evaluation_number = 0  # number of the evaluation weights for such calls; 0: the weights of `version`
         self.first_trained = 0  # the first stage that trains
         self.batch: GrantedBatch | None = None
         self.before_call: Callable[[bool], None] | None = None  # argument: the call is outside of a batch
