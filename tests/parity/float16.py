@@ -18,11 +18,11 @@ from tests.parity.models import DigitsMLP, Recipe, digits, loader
 
 INITIAL_SCALE = 2.0**24
 HALF = 4
-"""Rows of a microbatch, and of each of the two calls that `InHalves` makes: both trainings round and overflow alike."""
+"""Rows of a microbatch, and of each of `InHalves`'s two calls, so that both trainings round and overflow alike."""
 
 
 class InFloat16(DigitsMLP):
-    """Its loss is in float32. SGD: AdamW would divide a wrong scale out again."""
+    """Computes its loss in float32. Uses SGD, because AdamW would cancel a wrong scale."""
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__(recipe or Recipe(optimizer="sgd"))
@@ -33,7 +33,7 @@ class InFloat16(DigitsMLP):
 
 
 class InHalves(InFloat16):
-    """Each batch in two calls."""
+    """Computes each batch in two calls."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -49,7 +49,7 @@ class Scaled:
 
     @property
     def num_skipped(self) -> int:
-        """Times that the scale went down."""
+        """Count the reductions of the scale."""
         pairs = zip([INITIAL_SCALE, *self.scales], self.scales, strict=False)
         return sum(after < before for before, after in pairs)
 
@@ -62,10 +62,10 @@ def train(
     Args:
         run: `run_plain` or `run_swarm`.
         make_module: Builds the module.
-        factor: By which the scale grows after four steps, and backs off.
+        factor: Factor by which the scale grows after four steps, and backs off.
         how: Further arguments of `run`.
     """
-    # On a CPU Lightning would take bfloat16 in its place, unless it is given the plugin.
+    # Without the plugin Lightning would use bfloat16 on a CPU.
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=INITIAL_SCALE, growth_factor=factor, backoff_factor=1 / factor, growth_interval=4
     )

@@ -1,4 +1,4 @@
-"""The same training twice: by the plain Trainer, and by a swarm in this thread."""
+"""Train the same model twice, by the plain Trainer and by a swarm in this thread, and compare the runs."""
 
 from __future__ import annotations
 
@@ -57,37 +57,37 @@ QUIET: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """What a training leaves behind."""
+    """Measurements of a training run."""
 
     module: L.LightningModule
     trainer: L.Trainer | None
-    losses: list[float]  # of each batch; 0 where `training_step` returned None
+    losses: list[float]  # one per batch; 0 where `training_step` returned None
     learning_rates: list[float]  # after each batch
     global_steps: list[int]  # after each batch
-    norms: list[float]  # of the whole gradient, before it is clipped, at each step
+    norms: list[float]  # per step: of the whole gradient, before clipping
     weights: dict[str, Tensor]
 
 
 @dataclass
 class SwarmRun(Run):
-    """What is seen of a swarm besides."""
+    """Measurements that only a swarm has."""
 
     strategy: InMemoryStrategy
-    status: SwarmStatus  # at the end of training
+    status: SwarmStatus  # when training ended
     records: list[Record]
-    rosters: list[list[list[Member]]]  # after each of them
+    rosters: list[list[list[Member]]]  # after each record
     held: Held
     num_microbatches: int
-    rerouted: Counter[str] = field(default_factory=Counter)  # what went another way than straight on
+    rerouted: Counter[str] = field(default_factory=Counter)  # events: repeated calls, replays
 
     @property
     def num_clipped(self) -> int:
-        """Steps whose gradient was clipped."""
+        """Count the steps whose gradient was clipped."""
         return sum(record.clip_factor < 1.0 for record in self.records)
 
     @property
     def num_dropped_graphs(self) -> int:
-        """Forwards whose graph did not fit into a cache, over all servers."""
+        """Count the forwards whose graph did not fit into a cache, over all servers."""
         return sum(server.calls.cache.num_dropped_graphs for server in self.strategy.servers)
 
 
@@ -126,8 +126,8 @@ def run_plain_loop(
 ) -> Run:
     """Train with plain torch, where a step is at least `target_batch_size` samples in whole batches.
 
-    Samples weigh equally. What an epoch leaves over goes into the next one's first step; the last batch closes the
-    last step.
+    Samples weigh equally. The batches that an epoch leaves over go into the next epoch's first step; the last batch
+    closes the last step.
     """
     torch.manual_seed(0)
     module = make_module().double()
@@ -172,18 +172,18 @@ def run_swarm(
     exact_sums: bool = False,
     **options: Any,
 ) -> SwarmRun:
-    """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal.
+    """Train on a swarm, otherwise as in `run_plain`; check that all peers took part and ended up equal.
 
     Args:
         make_module: As in `run_plain`.
         data: As in `run_plain`.
         validation: As in `run_plain`.
-        num_stages: Of the model.
-        num_servers: That hold them from the beginning.
-        num_joiners: That a callback makes join, and that do.
-        num_gone: Of the servers, those in no roster at the end.
-        num_shed: How often a server that holds several stages gives one up.
-        exact_sums: `deterministic` of the strategy. By that name it is the Trainer's.
+        num_stages: Stages of the model.
+        num_servers: Servers at the start.
+        num_joiners: Servers that a callback starts later and that do join.
+        num_gone: Servers that are in no roster at the end.
+        num_shed: How often a server with several stages gives one up.
+        exact_sums: The strategy's `deterministic`, a name that the Trainer uses too.
         options: Further arguments of `InMemoryStrategy` and of the Trainer. Microbatches have 3 samples by default.
     """
     swarm = {name: options.pop(name) for name in _OF_THE_STRATEGY & options.keys()}
@@ -208,7 +208,7 @@ def run_swarm(
         assert run.records, "no step was decided"
     elif num_gone:
         roster = {member for stage in run.rosters[-1] for member in stage}
-        if swarm.get("role") == "trainer":  # it may hold the layers around the pipeline
+        if swarm.get("role") == "trainer":  # the trainer may hold the layers around the pipeline
             roster = {member for member in roster if member.peer_id != "peer-0"}
         assert len(roster) == num_servers + num_joiners - num_gone
     else:
@@ -217,7 +217,7 @@ def run_swarm(
 
 
 def assert_same_curve(swarm: Run, plain: Run, *, loss: float = LOSS_TOLERANCE, weight: float | None = None) -> None:
-    """Every loss within `loss` (relative), every final weight within `weight` (absolute; None: not compared)."""
+    """Check each loss within `loss` (relative), each final weight within `weight` (absolute; None: not compared)."""
     assert len(plain.losses) > 1
     assert len(swarm.losses) == len(plain.losses)
     assert swarm.global_steps == plain.global_steps
@@ -231,13 +231,13 @@ def assert_same_curve(swarm: Run, plain: Run, *, loss: float = LOSS_TOLERANCE, w
 
 
 def assert_exact(swarm: Run, plain: Run) -> None:
-    """The proof: in float64 nothing but rounding may differ."""
+    """Check that the runs differ by no more than float64 rounding."""
     assert all(one.dtype == torch.float64 for one in plain.weights.values() if one.is_floating_point())
     assert_same_curve(swarm, plain, weight=WEIGHT_TOLERANCE)
 
 
 def deviation(swarm: Run, plain: Run) -> tuple[float, float]:
-    """Largest relative difference of a loss, and largest difference of a weight."""
+    """Return the largest relative difference of a loss, and the largest difference of a weight."""
     losses = max(abs(a - b) / abs(b) for a, b in zip(swarm.losses, plain.losses, strict=True) if b)
     weights = max(float((swarm.weights[name] - tensor).abs().max()) for name, tensor in plain.weights.items())
     return losses, weights
@@ -247,7 +247,7 @@ def deviation(swarm: Run, plain: Run) -> tuple[float, float]:
 
 
 class _Watch:
-    """Writes down what happens, batch by batch."""
+    """Records losses, steps and the swarm's state, batch by batch."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -280,7 +280,7 @@ class _Watch:
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         if isinstance(trainer.strategy, written_part(SwarmStrategy)):
-            return  # where records have them
+            return  # a swarm's norms are read from its records
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
@@ -325,8 +325,8 @@ _IN_MEMORY: dict[ImportTree, Any] = {
 
 
 def _framework_of(module: Any) -> ImportTree:
-    """Whichever of Lightning's import trees the module is from, the Trainer will be from it too."""
-    module = getattr(module, "_orig_mod", module)  # a compiled one wraps it
+    """Return the import tree of Lightning that the module comes from; the Trainer must come from the same one."""
+    module = getattr(module, "_orig_mod", module)  # unwraps a compiled module
     return next(framework for framework in FRAMEWORKS if isinstance(module, framework.module))
 
 
@@ -352,7 +352,7 @@ def _run(
 
 @contextmanager
 def quiet_warnings() -> Iterator[None]:
-    """Lightning's hints about runs as short as these."""
+    """Ignore Lightning's hints about very short runs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The number of training batches")
         warnings.filterwarnings("ignore", ".*GPU available but not used")
@@ -360,14 +360,14 @@ def quiet_warnings() -> Iterator[None]:
 
 
 def _remaining(strategy: InMemoryStrategy) -> list[Peer]:
-    """All but the servers that the newest record left out."""
+    """Return all peers except servers that the newest record left out."""
     assert strategy.run is not None
     members = {member for roster in strategy.run.session._steps.run.rosters for member in roster}
     return [peer for peer in strategy.peers if peer.server is None or peer.server.membership.me in members]
 
 
 def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
-    """All replicas of a stage hold the same bits, optimizer state included."""
+    """Check that all replicas of a stage hold the same bits, optimizer state included."""
     by_stage: dict[int, set[int]] = {}
     for peer in _remaining(strategy):
         if peer.server is not None and peer.server.membership.is_member:
@@ -377,7 +377,7 @@ def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
 
 
 def assert_nothing_kept(strategy: InMemoryStrategy) -> None:
-    """When the last step is decided, no peer holds a tensor of any call."""
+    """Check that no peer holds a tensor of any call after the last step is decided."""
     for peer in _remaining(strategy):
         assert peer.server is None or peer.server.calls.cache.used_bytes == 0
         held = [name for name, entry in peer._tickets._entries.items() if entry.message is not None]
@@ -399,7 +399,8 @@ def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_
         for index in server.steps.stages
         if index < num_stages
     ]
-    servers = {id(server): server for server, _ in held}.values()  # a trainer may serve what it computes itself
+    # A trainer may also be the server of the layers around the pipeline.
+    servers = {id(server): server for server, _ in held}.values()
     assert len(servers) == num_servers + num_joiners
     assert len(held) == max(num_stages, num_servers) + num_joiners - num_shed
     assert all(server.calls.num_forwards > 0 for server in servers), "some server computed nothing"
@@ -410,7 +411,7 @@ def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_
 
 
 def comparable(state: dict[str, Any]) -> dict[str, Any]:
-    """A callback's state without folders, and with numbers that are equal up to rounding."""
+    """Return a callback's state without folders, with numbers that compare equal up to rounding."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, (float, Tensor)):

@@ -1,4 +1,4 @@
-"""The models and data of the parity tests: small, and awkward where real models are."""
+"""Models and data of the parity tests: small, with the awkward features of real models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a model is optimized."""
+    """Settings of a model's optimizer and schedule."""
 
     optimizer: Literal["sgd", "adamw"] = "adamw"
     schedule: Literal["constant", "onecycle", "cosine"] = "constant"
@@ -37,10 +37,10 @@ class Recipe:
 
 
 class Net(L.LightningModule):
-    """What the models have in common: optimizer, schedule, and a chain of blocks called `net`."""
+    """Base of the models that consist of a chain of blocks called `net`, with an optimizer and a schedule."""
 
     shared: tuple[str, ...] = ()
-    """What `SwarmStrategy` must be told of the model's keyword arguments."""
+    """Keyword arguments of the model that all microbatches share; passed to `SwarmStrategy`."""
 
     def __init__(self, net: nn.Sequential, recipe: Recipe | None = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(L.LightningModule):
 
 
 def configured(module: nn.Module, recipe: Recipe) -> Any:
-    """What `configure_optimizers` returns."""
+    """Return the result of `configure_optimizers` for a recipe."""
     optimizer = make_optimizer(module, recipe)
     schedule = make_schedule(optimizer, recipe)
     if schedule is None:
@@ -127,7 +127,7 @@ class Images(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        # It has state before its first step.
+        # The optimizer has state before its first step.
         return torch.optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
 
 
@@ -177,7 +177,7 @@ class Head(nn.Module):
 
 
 class LossHead(Head):
-    """Keeps the logits where they are made: takes the targets, returns one loss for each sample."""
+    """Computes the loss beside the logits, which then need not travel; takes targets, returns a loss per sample."""
 
     @override
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
@@ -207,7 +207,7 @@ class TinyGPTWithLosses(Net):
 
 
 class NanoGPT(L.LightningModule):
-    """As nanoGPT is written: blocks in a list in a dict, a forward of its own with the targets in it, a tied head."""
+    """Written like nanoGPT: blocks in a list in a dict, a forward that takes the targets, a tied head."""
 
     def __init__(self, recipe: Recipe | None = None, num_blocks: int = 4, width: int = 8) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class NanoGPT(L.LightningModule):
 def sentences() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (NUM_SAMPLES, LENGTH + 1), generator=generator)
-    text[:, 1::2] = (text[:, :-1:2] * 3 + 1) % VOCABULARY  # something to learn
+    text[:, 1::2] = (text[:, :-1:2] * 3 + 1) % VOCABULARY  # a pattern to learn
     return TensorDataset(text[:, :-1], text[:, 1:])
 
 
@@ -255,7 +255,7 @@ def sentences() -> TensorDataset:
 
 
 class Enter(nn.Module):
-    """A tree in, another tree out: with an integer leaf, and a leaf that passes through to the end."""
+    """Turns one tree into another, with an integer leaf, and a leaf that passes through to the end."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Enter(nn.Module):
 
 
 class Mix(nn.Module):
-    """Mixes positions by a table that is the same for all samples, and scales each sample by a number of its own."""
+    """Mixes positions by a table that all samples share, and scales each sample by a number of its own."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Mix(nn.Module):
 
 
 class Gate(nn.Module):
-    """Uses the integer leaf; gives tuples on in place of dicts."""
+    """Uses the integer leaf; returns tuples in place of dicts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class Leave(nn.Module):
 
 
 class Trees(Net):
-    """Dicts and tuples between blocks and stages, extras split and shared, an output that gets no gradient."""
+    """Passes dicts and tuples between blocks and stages; has split and shared extras; one output has no gradient."""
 
     shared = ("table", "offset")
 
@@ -313,7 +313,7 @@ class Trees(Net):
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         tokens, features, scale, labels = batch
-        # As long as a batch, on purpose: only its name says that it goes whole to every microbatch.
+        # As long as a batch, on purpose, so that only its name shows that each microbatch gets all of it.
         table = torch.ones(LENGTH, LENGTH, dtype=features.dtype).tril() / LENGTH
         out = self.net({"tokens": tokens, "features": features}, offset=0.125, table=table, scale=scale)
         assert torch.equal(out["first"], tokens[:, 0])

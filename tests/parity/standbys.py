@@ -1,4 +1,4 @@
-"""Peers that could take a run over, each with a `Trainer.fit` of its own in a thread; the network is in one loop."""
+"""Peers that could take a run over, each with a `Trainer.fit` in its own thread; one loop runs the network."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ LIMITS = Limits(
     stage_timeout=60.0,
     snapshot_interval=0.001,
 )
-"""A snapshot at every step at which the one before is through."""
+"""The interval is so short that a snapshot begins at every step if the one before is complete."""
 
 _SOMEBODY = "127.0.0.1:1/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 @dataclass
 class Swarm:
-    """Its peers, and what they did.
+    """A swarm of threads, and a log of its steps.
 
     Args:
-        num_standbys: Peers beside the lead that have data.
-        num_servers: Further peers, without.
-        make: Builds the module of each.
-        kills: By the number of the step in which it happens, once each: whom, which leads at that moment.
-        callbacks: Of each peer.
-        data: What each reads.
+        num_standbys: Peers with data beside the lead.
+        num_servers: Further peers, without data.
+        make: Builds each peer's module.
+        kills: Step -> name of the peer to kill, which leads at that time. Each kill happens once.
+        callbacks: Peer's name -> its callbacks.
+        data: Makes each peer's loader.
         swarm: Arguments of the strategy.
-        options: Of the Trainer.
+        options: Arguments of the Trainer.
     """
 
     num_standbys: int
@@ -78,25 +78,25 @@ class Swarm:
     errors: dict[str, BaseException] = field(default_factory=dict)
     killed: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
-    losses: dict[int, float] = field(default_factory=dict)  # by step; of what was done twice the second one
-    steps: list[tuple[str, int]] = field(default_factory=list)  # who did which, in order
+    losses: dict[int, float] = field(default_factory=dict)  # step -> loss; a repeated step overwrites its first loss
+    steps: list[tuple[str, int]] = field(default_factory=list)  # (peer, step) in the order of computation
     strategies: dict[str, ThreadStrategy] = field(default_factory=dict)
-    later: Sequence[str] = ()  # those that come when they are started
+    later: Sequence[str] = ()  # peers that `start` brings in during the run
     _threads: dict[str, threading.Thread] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
-        """The lead's first."""
+        """All peers' names, the first lead's first."""
         standbys = [f"standby-{number}" for number in range(self.num_standbys)]
         return ["lead", *standbys, *(f"server-{number}" for number in range(self.num_servers))]
 
     @property
     def leads(self) -> list[str]:
-        """One after the other."""
+        """The leads, in their order."""
         return list(dict.fromkeys(name for name, _ in self.steps))
 
     def fit(self) -> Swarm:
-        """Train; whoever was not killed must end without an error."""
+        """Train; raise if a peer fails that was neither killed nor frozen."""
         names = [*self.names, *self.later]
         for number, name in enumerate(names):
             torch.manual_seed(number)
@@ -115,7 +115,7 @@ class Swarm:
             for name in self.names:
                 self.start(name)
             for name, thread in self._threads.items():
-                # What a killed peer does is of no account: cut off, it looks for others to begin anew with.
+                # Do not wait for killed peers: once cut off, they look for a swarm to start a new run with.
                 deadline = time.monotonic() + 60.0
                 while thread.is_alive() and name not in self.killed:
                     thread.join(0.1)
@@ -131,7 +131,7 @@ class Swarm:
         return self
 
     def start(self, name: str) -> None:
-        """Have a peer come."""
+        """Start a peer's thread."""
         self._threads[name].start()
 
     def _one(self, name: str) -> None:
@@ -141,7 +141,7 @@ class Swarm:
             self.errors[name] = error
 
     def freeze(self, name: str) -> None:
-        """On a peer's thread: what SIGSTOP does."""
+        """Freeze a peer, called on its own thread; its network stops as under SIGSTOP."""
 
         async def freeze() -> None:
             self.network.freeze(PeerId(name))
@@ -150,7 +150,7 @@ class Swarm:
         self.runtime.run(freeze())
 
     def kill(self, name: str) -> None:
-        """On a peer's thread: what `kill -9` does."""
+        """Kill a peer, called on its own thread; its network stops as under `kill -9`."""
 
         async def kill() -> None:
             self.network.kill(PeerId(name))
@@ -159,7 +159,7 @@ class Swarm:
         self.runtime.run(kill())
 
     def has_standby(self) -> bool:
-        """Whether somebody could take the run over now."""
+        """Return whether some standby has all it needs to take the run over now."""
         lead = PeerId(self.leads[-1] if self.steps else "lead")
         peers = [one.peer for one in self.strategies.values() if one.peer is not None and one.name not in self.killed]
         servers = {one.transport.peer_id: one.server for one in peers if one.server is not None}
@@ -171,7 +171,7 @@ class Swarm:
         return choose_standby_lead(held, list(held), len(servers[lead].membership.run.rosters)) is not None
 
     def waited_for(self, reached: Callable[[], bool], *, within_s: float) -> bool:
-        """On a peer's thread: let the others go on until they come there, if they do."""
+        """On a peer's thread, let the other peers run until the condition holds; return False after `within_s`."""
 
         async def wait() -> bool:
             with contextlib.suppress(TimeoutError):
@@ -185,12 +185,12 @@ class Swarm:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Of the last lead."""
+        """Weights of the last lead."""
         return self.modules[self.steps[-1][0]].state_dict()
 
 
 class Noting(L.Callback):
-    """Writes down what is done, and kills whoever is to die."""
+    """Records each batch, and kills its own peer at the steps in `Swarm.kills`."""
 
     def __init__(self, name: str, swarm: Swarm) -> None:
         self.name = name
@@ -199,7 +199,7 @@ class Noting(L.Callback):
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         due = [step for step, name in self.swarm.kills.items() if name == self.name and step <= trainer.global_step]
-        # In the run's first steps nobody has all that it takes; then it is one of the next.
+        # In the first steps no standby has all that a takeover needs, so the kill waits for a later step.
         if due and self.name not in self.swarm.killed and self.swarm.waited_for(self.swarm.has_standby, within_s=2.0):
             del self.swarm.kills[due[0]]
             self.swarm.kill(self.name)
@@ -211,7 +211,7 @@ class Noting(L.Callback):
 
 
 class ThreadStrategy(SwarmStrategy):
-    """Of one peer of several in this process."""
+    """Strategy of one of several peers in this process."""
 
     def __init__(self, name: str, swarm: Swarm, **kwargs: Any) -> None:
         joins = {} if name == "lead" else {"initial_peers": _SOMEBODY}
@@ -237,7 +237,7 @@ class ThreadStrategy(SwarmStrategy):
 
     @override
     def start_run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._swarm.steps:  # all shall be in it from its first step on
+        if not self._swarm.steps:  # start with all peers, so that each takes part in the first step
             self._swarm.runtime.run(self._all_there())
         return super().start_run(*args, **kwargs)
 
@@ -262,5 +262,5 @@ class _ThreadLauncher(_InlineLauncher):
 
 
 def shuffled() -> DataLoader[Any]:
-    """In another order each epoch."""
+    """Return a loader whose order differs in each epoch."""
     return DataLoader(digits(), batch_size=8, shuffle=True)

@@ -1,4 +1,4 @@
-"""Texts of a served model with a client's own adapter: each token is that of peft on one machine."""
+"""A served model with a client's own adapter generates the same tokens as peft on one machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(model: Any, mode: str, **options: Any) -> Tensor:
 
 
 def save_adapter(family: str, folder: Path, *, seed: int = 1, **options: Any) -> Path:
-    """Write an adapter that changes the text: peft's own begins with none."""
+    """Write an adapter with random weights: peft's initial ones would not change the text."""
     config = peft.LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": LAYERS[family], **options})
     torch.manual_seed(seed)
     model = peft.get_peft_model(make_model(family), config)
@@ -108,7 +108,7 @@ def test_a_text_is_that_of_one_machine(tmp_path: Path, family: str, mode: str) -
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("victims", ["b", "bc"])
 def test_no_death_of_a_server_changes_a_token(tmp_path: Path, swarm: ServedSwarm, victims: str) -> None:
-    """Who comes in their place has not got the adapter."""
+    """A replacement server has no copy of the adapter, so the client must send it again."""
     adapter = save_adapter("llama", tmp_path / "adapter")
     model, killed = remote(swarm, adapter), list[str]()
 
@@ -140,7 +140,7 @@ def test_an_adapter_that_a_server_has_dropped_is_sent_again(tmp_path: Path, swar
 
 @pytest.mark.thorough
 def test_each_user_has_an_adapter_of_its_own(tmp_path: Path, swarm: ServedSwarm) -> None:
-    """Three users and one without any, token by token beside each other."""
+    """Three users with different adapters and one without any generate in turns, token by token."""
     adapters = [save_adapter("llama", tmp_path / f"adapter-{seed}", seed=seed) for seed in range(3)]
     models = [remote(swarm, adapter, name=f"user-{index}") for index, adapter in enumerate(adapters)]
     models.append(swarm.connect(name="nobody's"))
@@ -159,7 +159,7 @@ def test_each_user_has_an_adapter_of_its_own(tmp_path: Path, swarm: ServedSwarm)
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval mode", "train mode"])
 def test_an_adapter_in_training_writes_too(tmp_path: Path, swarm: ServedSwarm, *, training: bool) -> None:
-    """`generate` between steps; a cache that was begun before a step is refused after it."""
+    """`generate` works between steps; a cache that was begun before a step is refused after it."""
     swarm.connect(adapts=True)
     models = []
     for base in (swarm.client.model, make_model("llama")):  # type: ignore[union-attr]
@@ -194,7 +194,7 @@ PROMPTS_OF_PEFT: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")  # by peft, of its own call
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")  # warning caused by a call inside peft
 @pytest.mark.parametrize("kind", PROMPTS_OF_PEFT)
 def test_a_text_after_prompts_that_were_tuned(
     tmp_path: Path, swarm: ServedSwarm, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +228,7 @@ def test_adapters_of_other_kinds(tmp_path: Path, swarm: ServedSwarm, kind: str) 
 
 
 def test_a_server_that_takes_no_adapter_is_replaced(tmp_path: Path, swarm: ServedSwarm) -> None:
-    """And users who share room for the adapter of one get their texts all the same."""
+    """A server without room for adapters is replaced; users who share the room for one still get their texts."""
     for name, room in (("a", 100), ("b", 7000), ("c", 7000), ("d", 7000)):
         server = swarm.hosts[name].server
         assert server is not None

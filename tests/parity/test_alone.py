@@ -1,4 +1,4 @@
-"""A trainer that trains alone asks who coordinates once a batch, and its curve is one machine's."""
+"""A single trainer calls the coordinator once per batch, and its curve equals that of one machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def digits_net() -> DigitsMLP:
 
 
 class Sizes(IterableDataset[list[Tensor]]):
-    """Batches whose next one's size nobody can know."""
+    """Batches of irregular sizes, so that the size of the next one cannot be predicted."""
 
     @override
     def __iter__(self) -> Iterator[list[Tensor]]:
@@ -44,7 +44,7 @@ class Sizes(IterableDataset[list[Tensor]]):
 
 @contextmanager
 def asked() -> Iterator[list[str]]:
-    """What the trainer asked who coordinates."""
+    """Collect the methods that the trainer calls at the coordinator."""
     found: list[str] = []
     call = CoordinatorCalls.call
 
@@ -78,7 +78,7 @@ def test_one_call_a_batch(window: int, target_batch_size: int | None) -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("window", [1, 2])
 def test_steps_that_are_late_wait_for_one_call_a_batch(window: int) -> None:
-    """Beside its first microbatches the lead says that it trains."""
+    """While the first microbatches are under way the lead also announces that it trains."""
     data = loader(digits())
     late = run_late(digits_net, list(data)[:PER_EPOCH], max_steps=NUM_BATCHES // window, window=window)
     with asked() as calls:

@@ -1,4 +1,4 @@
-"""Small models of all architectures that write text are served: the same tokens, or refused, as the page says."""
+"""Small models of all text architectures are served with the same tokens, or refused, as the documentation says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_table_is_complete() -> None:
 
 
 FIRST = ["afmoe", "gemma3", "jamba", "mamba2", "zaya", "nemotron_h", "big_bird"]
-"""Their blocks are of several kinds or have other names in files; or they are refused."""
+"""These have blocks of several kinds, have other names in files, or are refused."""
 
 
 @pytest.mark.first_cells(len(FIRST))

@@ -1,4 +1,4 @@
-"""A forward of the user's own around a list of blocks: the trainer computes what stands there, the swarm trains it."""
+"""A user's own forward around a list of blocks: the trainer computes the code around it, the swarm the blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scheduled() -> NanoGPT:
 def both(
     make: Callable[[], L.LightningModule], data: Callable[[], Any] = sentences, *validation: Any, **options: Any
 ) -> tuple[SwarmRun, Run]:
-    """Trained by a swarm and by the plain Trainer, to the same curve."""
+    """Train with a swarm and with the plain Trainer, and check that the curves are equal."""
     of_both = {name: options.pop(name) for name in options.keys() & {"accumulate_grad_batches", "gradient_clip_val"}}
     of_both |= {name: options.pop(name) for name in options.keys() & {"max_steps", "max_epochs", "precision"}}
     of_both |= {name: options.pop(name) for name in options.keys() & {"gradient_clip_algorithm", "limit_val_batches"}}
@@ -83,7 +83,8 @@ def test_curve_equals_the_plain_trainers(options: dict[str, Any]) -> None:
     steps = 12 // options.get("accumulate_grad_batches", 1)
     swarm, plain = both(scheduled, max_steps=steps, gradient_clip_val=0.45, **options)
     assert 0 < swarm.num_clipped < steps, "the norm of all stages did not decide anything"
-    if "accumulate_grad_batches" not in options:  # else the plain ones are noted after each batch
+    # With accumulation, the plain norms are recorded per batch, not per step.
+    if "accumulate_grad_batches" not in options:
         assert swarm.norms == pytest.approx(plain.norms, rel=1e-9)
     (around,) = {server.steps.stage(index) for server in swarm.strategy.servers for index in on_trainers(server)}
     assert sorted(around.parameters) == sorted(
@@ -102,14 +103,14 @@ def test_clipping_by_value() -> None:
 
 @pytest.mark.thorough
 def test_samples_weigh_equally_with_a_target() -> None:
-    """Batches of 8 and of 4 in one step: each sample's gradient is one of 52, also around the pipeline."""
+    """A step of batches of 8 and 4 samples weighs each sample 1/52, also in the layers around the pipeline."""
     whole = run_plain(scheduled, loader(sentences(), 52), max_epochs=5)
     swarm = run_swarm(scheduled, loader(sentences()), max_epochs=5, target_batch_size=52, **LIST)
     torch.testing.assert_close(swarm.weights, whole.weights, rtol=0.0, atol=1e-10)
 
 
 class Finetuned(NanoGPT):
-    """The blocks are as they were; embeddings and head are trained."""
+    """Freezes the blocks; trains embeddings and head."""
 
     frozen = ("h",)
 
@@ -120,7 +121,7 @@ class Finetuned(NanoGPT):
 
 
 class OnlyItsHead(Finetuned):
-    """Nothing before the head wants a gradient: no batch comes back to the pipeline."""
+    """Trains only the head, so that no gradient returns to the pipeline."""
 
     frozen = ("h", "wte", "wpe")
 
@@ -130,7 +131,7 @@ class OnlyItsHead(Finetuned):
 
 
 class NoGradient(NanoGPT):
-    """A head on what the blocks say; nobody asks them for a gradient."""
+    """Trains a head on the blocks' outputs, computed without gradients."""
 
     @override
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +144,7 @@ class NoGradient(NanoGPT):
 
 
 class NowAndThen(NanoGPT):
-    """Batches that do not call the pipeline, and batches that do not train."""
+    """Has batches that do not call the pipeline, and batches that do not train."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -154,7 +155,7 @@ class NowAndThen(NanoGPT):
 
 
 class Looped(NanoGPT):
-    """The list twice."""
+    """Runs the list of blocks twice."""
 
     @override
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -168,7 +169,7 @@ class Looped(NanoGPT):
 
 
 class Penalised(NanoGPT):
-    """A loss may reach by other ways what the trainer computes itself."""
+    """Adds a penalty on the head's weight to the loss, which does not pass through the pipeline."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -176,7 +177,7 @@ class Penalised(NanoGPT):
 
 
 class DropsOut(NanoGPT):
-    """Masks around the list are drawn where they always were; there are none inside."""
+    """Has dropout around the list only, so that its masks are drawn by the trainer as in the plain run."""
 
     @override
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +212,7 @@ def weights_of(make: Callable[[], L.LightningModule]) -> Mapping[str, Tensor]:
 
 
 class Staged(Images):
-    """Most is in stages; the temperature is used outside of them."""
+    """Keeps most layers in stages; uses the temperature outside of them."""
 
     def configure_stages(self) -> Any:
         return [nn.Sequential(nn.Flatten(), self.enter[0]), self.body, self.leave]
@@ -253,7 +254,7 @@ def test_validation_sees_the_weights_and_buffers_of_the_last_step() -> None:
 
 
 class Phases(BaseFinetuning):
-    """First the head and half of the blocks; then the embeddings, in a group of their own; then all."""
+    """Trains the head and half of the blocks first, then embeddings in a group of their own, then all."""
 
     @override
     def freeze_before_training(self, pl_module: Any) -> None:
@@ -289,7 +290,7 @@ def test_the_curve_is_close_in_bfloat16(precision: Any) -> None:
 
 
 class InFloat16(InHalves):
-    """A layer before the pipeline, a layer after it."""
+    """Has a layer before the pipeline and a layer after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +311,7 @@ def test_scaled_gradients_around_the_pipeline() -> None:
 
 
 class Looks(L.Callback):
-    """At the module's own weights and the stage's, and at who may compute with them."""
+    """Checks the module's and the stage's weights around the pipeline, and which peers may compute with them."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -377,7 +378,7 @@ PLANTED_AT = 5
 
 @pytest.fixture(params=["twice", "not at all"])
 def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
-    """The gradient of one batch around the pipeline is added twice, or never."""
+    """Add the gradient of one batch around the pipeline twice, or never."""
     struck: list[CallKey] = []
     add_batch = StepHandlers.add_batch
 
@@ -407,7 +408,7 @@ def test_a_batch_that_its_trainer_did_not_add_fails_the_step(planted: list[CallK
 @pytest.mark.thorough
 @pytest.mark.parametrize("planted", ["twice"], indirect=True)
 def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], caplog: pytest.LogCaptureFixture) -> None:
-    """The sum begins anew, and the batch that was in it runs again."""
+    """The sum is discarded, and the batch in it runs again."""
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
     swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
     assert len(planted) == 1
@@ -418,7 +419,7 @@ def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], cap
 @pytest.mark.first_cells(1)
 def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
-    # The closing would strike the batch.
+    # Without this, the closing would strike the batch.
     monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: ReplayPlan((), (), {}, ()))
     monkeypatch.setattr(GradientSums, "bind", bind_anyway)
     swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
@@ -498,7 +499,7 @@ def test_what_cannot_be_is_refused(make: type[NanoGPT], options: dict[str, Any],
 
 @pytest.mark.thorough
 def test_a_run_that_goes_back_takes_it_along(tmp_path: Path) -> None:
-    """A learning rate finder changes what stands around the pipeline as well; afterwards it is as before."""
+    """A learning rate finder also changes the layers around the pipeline; rollback restores them."""
 
     class Tunable(NanoGPT):
         learning_rate = 1e-3
@@ -522,7 +523,7 @@ def test_a_run_that_goes_back_takes_it_along(tmp_path: Path) -> None:
 
 
 class Attends(Block):
-    """Gives its attention's weights as well, or what stands for them."""
+    """Returns its attention's weights as well; a softmax of the output stands for them."""
 
     @override
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Adapters tuned over servers: losses, weights and files are those of peft on one machine with the plain Trainer."""
+"""Adapters tuned over servers have the losses, weights and files of peft with the plain Trainer on one machine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KINDS |= {"p-tuning": p_tuning, "a head": head}
 
 
 class Tuning(L.LightningModule):
-    """As its author would write it, with a model that is handed in."""
+    """An ordinary module that takes the model as an argument."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def swarm(tmp_path: Path) -> Iterator[ServedSwarm]:
 def attached(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, name: str = "client", **options: Any
 ) -> AttachStrategy:
-    """A strategy that is connected over the in-memory network."""
+    """Return a strategy that is connected over the in-memory network."""
 
     def connect(address: str, **more: Any) -> Any:
         more = {key: value for key, value in more.items() if key in ("weights", "adapts", "microbatch_size")}
@@ -164,7 +164,7 @@ def test_an_adapter_is_that_of_one_machine(
 def test_graphs_of_clients_that_are_gone_are_dropped(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lora(attached(swarm, monkeypatch).base_model())
     ids = next(iter(data()))[0]
-    model(input_ids=ids, labels=ids, use_cache=False)  # no backward comes
+    model(input_ids=ids, labels=ids, use_cache=False)  # a forward without a backward
     servers = [host.server for host in swarm.hosts.values() if host.server is not None]
     assert sum(server.tuning.kept_bytes for server in servers) > 0
     swarm.network.kill(PeerId("client"))
@@ -173,7 +173,7 @@ def test_graphs_of_clients_that_are_gone_are_dropped(swarm: ServedSwarm, monkeyp
 
 
 def test_what_raises_no_version_is_noticed(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused optimizer, and a hook that writes into `data`: the servers get the new values."""
+    """A fused optimizer and a hook that writes into `data` raise no tensor's version; servers get the new values."""
 
     class Fused(Tuning):
         @override
@@ -208,7 +208,7 @@ def test_places_of_served_weights_take_no_memory(swarm: ServedSwarm, monkeypatch
 def test_no_death_of_a_server_changes_a_gradient(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
-    """It is killed between a forward and its backward, with the graph."""
+    """The server is killed between a forward and its backward, and its graph is lost."""
     killed: list[str] = []
     backward, num = Chain._backward, 0
 
@@ -233,7 +233,7 @@ def test_no_death_of_a_server_changes_a_gradient(
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("broken", ["forward", "backward"])
 def test_a_server_that_fails_is_replaced(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """Its machine, not the model. Where all servers fail, their error is raised."""
+    """A failure of one machine is not the model's. If all servers fail, their error is raised."""
     strategy = attached(swarm, monkeypatch)
     failed: list[str] = []
 
@@ -265,7 +265,7 @@ def test_a_server_that_fails_is_replaced(swarm: ServedSwarm, monkeypatch: pytest
 
 @pytest.mark.thorough
 def test_users_in_turns_disturb_nobody(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of them, step by step beside each other over the same stages, each with an adapter and data of its own."""
+    """Three users with their own adapters and data train in turns, step by step, over the same stages."""
 
     def steps(model: Any, seed: int) -> Iterator[float]:
         torch.manual_seed(seed)
@@ -305,7 +305,7 @@ def test_little_room_for_adapters_and_graphs_costs_only_time(
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_files_are_ordinary_ones(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder of peft that plain peft loads, and a checkpoint of Lightning that both resume from."""
+    """Write a folder that plain peft loads, and a checkpoint of Lightning from which both resume."""
     strategy = attached(swarm, monkeypatch)
     files = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     torch.manual_seed(1)
@@ -325,7 +325,7 @@ def test_files_are_ordinary_ones(swarm: ServedSwarm, monkeypatch: pytest.MonkeyP
     plain = Tuning(lora(plain_base(swarm)))
     assert not plain.load_state_dict(state, strict=False).unexpected_keys
     again = {"accelerator": "auto", "callbacks": [ModelCheckpoint(tmp_path / "files", every_n_train_steps=4)]}
-    # The accelerator is the strategy's by now, as with each of Lightning's.
+    # The accelerator belongs to the strategy by now, as with each of Lightning's.
     resumed = tune(tuned.model, strategy, steps=8, **files, **again, ckpt_path=tmp_path / "files" / "step=4.ckpt")
     assert resumed.losses == pytest.approx(tuned.losses[8:], rel=LOSS_TOLERANCE)
 
@@ -357,7 +357,7 @@ def test_a_forward_that_may_train_leaves_no_cache_to_go_on_with(
 
 
 def _initialised(model: Any, by: str) -> Any:
-    """As if by another method: those that look at weights take no float64."""
+    """Set another initialization method's name afterwards: methods that read the weights do not support float64."""
     model.peft_config["default"].init_lora_weights = by
     return model
 
@@ -405,7 +405,7 @@ def test_wrong_options_are_refused(
 
 
 def keyed(model: Any, num_stages: int) -> None:
-    """Have the blocks of a plain model draw as the servers' do: by a seed of each call and stage."""
+    """Seed the blocks of a plain model as servers do: by call and stage."""
     layers = model.base_model.model.model.layers
     of_stage = len(layers) // num_stages
     calls, draws = 0, dict[int, int]()
@@ -431,7 +431,7 @@ def keyed(model: Any, num_stages: int) -> None:
 
 @pytest.mark.thorough
 def test_dropout_is_that_of_a_keyed_reference(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peft on one machine, whose blocks draw by the same keys."""
+    """The reference is peft on one machine, whose blocks draw with the same keys."""
     strategy = attached(swarm, monkeypatch, microbatch_size=6)
     runs = []
     for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
@@ -447,7 +447,7 @@ def test_dropout_is_that_of_a_keyed_reference(swarm: ServedSwarm, monkeypatch: p
 def test_dropout_is_that_of_the_call_wherever_it_is_computed(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same draws where a server computes for the first time, and again after another one's death; else others."""
+    """Dropout draws depend on the call alone: a server without cached graphs and a replacement draw the same masks."""
     losses = []
     for kills in (False, True):
         strategy = attached(swarm, monkeypatch, f"client-{kills}")

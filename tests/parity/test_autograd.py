@@ -1,4 +1,4 @@
-"""Autograd's corners: what a `training_step` may do with a module, it may do with a pipelined one."""
+"""Uses of autograd that `training_step` may make of a plain module also work with a pipelined module."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Digits(Net):
 
 
 def run_both(make_module: Callable[[], Net], **options: Any) -> tuple[Run, SwarmRun]:
-    """Train both ways, and compare."""
+    """Train with the plain Trainer and a swarm, and compare the runs."""
     steps = {"max_steps": STEPS, **options}
     swarm_only = {key: steps.pop(key) for key in ("split", "num_stages", "num_servers") if key in steps}
     plain = run_plain(make_module, loader(digits()), **steps)
@@ -67,7 +67,7 @@ def test_two_calls_in_one_step() -> None:
 
 
 class Chained(Net):
-    """Its output is its own input again."""
+    """Feeds its output to itself again."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 64)))
@@ -156,11 +156,11 @@ SEEN: dict[int, tuple[list[Any], Callable[[Tensor], Any]]] = {}
 
 
 class Spy(nn.Module):
-    """Writes down under which flags a stage computes."""
+    """Records the flags under which a stage computes."""
 
     def __init__(self, seen: list[Any], look: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self._key = id(seen)  # copies, too, write down in one place, which is no part of the block
+        self._key = id(seen)  # an id, so that copies of the block share one record that is no part of the block
         SEEN[self._key] = seen, look
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class Spy(nn.Module):
 
 @pytest.fixture
 def flags() -> Iterator[None]:
-    """Lightning leaves the process deterministic."""
+    """Restore PyTorch's flags: Lightning leaves the process deterministic."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
@@ -191,7 +191,7 @@ def test_the_trainers_flags_hold_in_the_stages(option: str, flags: None) -> None
 
 class Root(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + (hidden * 0.0).sqrt()  # whose gradient is 0 / 0
+        return hidden + (hidden * 0.0).sqrt()  # the gradient of sqrt at zero is 0 / 0
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in SqrtBackward0")
@@ -224,7 +224,7 @@ def test_autocast_inside_training_step() -> None:
 
 
 class HalfInEval(nn.Module):
-    """Shows whether it is in train or eval mode, without draws."""
+    """Shows whether it is in train or eval mode, without random draws."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden if self.training else 0.5 * hidden
@@ -278,7 +278,7 @@ def test_two_validations_and_what_they_log(inference_mode: bool) -> None:
     assert_exact(swarm, plain)
     assert isinstance(plain.module, Validated)
     assert isinstance(swarm.module, Validated)
-    assert len(plain.module.history) == 3  # the sanity check is one
+    assert len(plain.module.history) == 3  # includes the sanity check
     assert len({metrics["val_loss"] for metrics in plain.module.history}) == 3
     for ours, metrics in zip(swarm.module.history, plain.module.history, strict=True):
         assert ours == pytest.approx(metrics, rel=1e-11)
@@ -386,7 +386,7 @@ def test_an_input_gets_its_gradient() -> None:
 
 
 class SameDraw(Digits):
-    """Takes each gradient of a call with dropout twice, from the forward's graph and from one that is made anew."""
+    """Takes each gradient of a call with dropout twice, from the kept graph and from a recomputed one."""
 
     def __init__(self) -> None:
         super().__init__(nn.Dropout(0.5))
@@ -505,7 +505,7 @@ def test_frozen_parameters_stay(frozen: tuple[int, ...]) -> None:
 
 
 class Branch(nn.Module):
-    """Two layers, of which the call names the one that computes."""
+    """Has two layers, of which an argument of the call selects one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -531,7 +531,7 @@ class Branching(Digits):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
 def test_parameters_without_a_gradient_are_passed_over(optimizer: Any, accumulate_grad_batches: int) -> None:
-    # Neither weight decay nor momentum may move them.
+    # Neither weight decay nor momentum may change unused weights.
     recipe = Recipe(optimizer=optimizer, learning_rate=1e-2)
     run_both(lambda: Branching(recipe), accumulate_grad_batches=accumulate_grad_batches, num_servers=4)
 

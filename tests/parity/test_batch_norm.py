@@ -1,6 +1,6 @@
-"""A ResNet whose batch norms are in stages: as a plain loop over the same microbatches, whatever dies.
+"""A ResNet with batch norms in its stages equals a plain loop over the same microbatches, also when servers die.
 
-The reference is the plain Trainer with a module whose network goes over each batch in the swarm's microbatches.
+The reference is the plain Trainer with a module whose network runs over each batch in the swarm's microbatches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Residual(nn.Module):
 
 
 class ResNet(L.LightningModule):
-    """Makes microbatches of `size` in its own forward, or leaves that to a swarm."""
+    """Cuts each batch into microbatches of `size` in its own forward, or leaves that to a swarm."""
 
     def __init__(self, size: int | None = None, width: int = 4, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_running_statistics_are_those_of_a_plain_loop(plain: Run, num_stages: in
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_servers", [1, 4])
 def test_cumulative_averages(num_servers: int) -> None:
-    """`momentum=None` weighs all microbatches alike, so their number counts."""
+    """`momentum=None` weighs all microbatches equally, so their number matters."""
     make = partial(ResNet, momentum=None)
     plain = run_plain(partial(make, MICROBATCH), loader(digits()), **options())
     run = run_swarm(make, loader(digits()), num_servers=num_servers, **options(microbatch_size=MICROBATCH))
@@ -111,7 +111,7 @@ def test_cumulative_averages(num_servers: int) -> None:
 
 
 class Uncounted(ResNet):
-    """Makes train-mode calls that are not backpropagated, or by the input alone."""
+    """Makes train-mode calls without backward, or with a backward to the input only; these update no statistics."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -144,7 +144,7 @@ class WithoutLoss(ResNet):
 
 
 class Reestimated(ResNet):
-    """Estimates the statistics of the trained weights, as `update_bn` does for averages."""
+    """Re-estimates the statistics with the trained weights, as `update_bn` does for averaged weights."""
 
     @override
     def on_train_end(self) -> None:
@@ -158,7 +158,7 @@ def test_statistics_change_in_training_step_only(module: type[ResNet]) -> None:
 
 
 class ByCopy(ResNet):
-    """Estimates the statistics anew at each epoch's end, by a copy."""
+    """Re-estimates the statistics with a copy of the model at the end of each epoch."""
 
     @override
     def on_train_epoch_end(self) -> None:
@@ -179,7 +179,7 @@ def test_a_warning_says_which_forwards_do_not_count(caplog: pytest.LogCaptureFix
     assert "running statistics do not count that" in caplog.text
 
 
-# Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
+# Peers 0 and 2 hold the first stage, 1 and 3 the second. Peer 0 trains and coordinates.
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("plan", "num_gone"),
@@ -211,7 +211,7 @@ def test_servers_that_join(plain: Run, count: int) -> None:
 
 
 def test_what_is_computed_again_is_seen_once(plain: Run) -> None:
-    """No graph is kept, so each backward computes the forward again."""
+    """No graph is kept, so each backward computes the forward again, which must not update the statistics twice."""
     run = swarm(limits=Limits(cache_bytes=1 << 14))
     assert run.num_dropped_graphs > 0
     assert_exact(run, plain)
@@ -219,7 +219,7 @@ def test_what_is_computed_again_is_seen_once(plain: Run) -> None:
 
 
 class Frozen(ResNet):
-    """Its first stage trains nothing, and its statistics go on."""
+    """Freezes the first stage's parameters; its statistics are still updated."""
 
     def __init__(self, size: int | None = None) -> None:
         super().__init__(size)
@@ -263,7 +263,7 @@ def test_one_warning_says_what_they_mean(caplog: pytest.LogCaptureFixture) -> No
 
 
 class InEval(ResNet):
-    """Its norms are fixed, what trains of them included, as their statistics come from elsewhere."""
+    """Keeps its batch norms in eval mode, with statistics from elsewhere, while it trains."""
 
     @override
     def train(self, mode: bool = True) -> InEval:

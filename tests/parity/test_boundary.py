@@ -1,4 +1,4 @@
-"""Boundary layers: a swarm that sends half a layer's output computes what one machine does with the whole layer."""
+"""Boundary layers: a swarm that sends half of a layer's output equals one machine that has the whole layer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ AFTER = ["transformer.h.0", "transformer.h.2"]
 
 
 WIDTH = 16
-"""Of two numbers a LayerNorm leaves little but their order, and of its gradient little but noise: a quarter is more."""
+"""Half the width is two numbers: a LayerNorm leaves only their order and a noisy gradient, so use a quarter."""
 
 
 def gpt() -> NanoGPT:
@@ -74,7 +74,7 @@ def gpt_with_losses() -> TinyGPTWithLosses:
 
 
 class Restoring(NanoGPT):
-    """Loads what a swarm with boundary layers has saved."""
+    """Loads checkpoints of swarms with boundary layers."""
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def test_the_curve_of_the_same_model_on_one_machine(
     batch = list(sentences()[:3])
     pipelines = [one if model is gpt else one.net for one in (run.module, plain.module)]
     ours, theirs = (one(batch[0], targets=batch[1]) for one in pipelines)
-    torch.testing.assert_close(ours, theirs)  # by a plain forward, after the run
+    torch.testing.assert_close(ours, theirs)  # the plain forward after the run
 
 
 def test_only_some_features_travel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_only_some_features_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_one_curve_through_a_swarm_one_machine_and_a_swarm_of_fewer_stages(tmp_path: Path) -> None:
-    """Layers that no stage ends at any more are computed whole; who has them from the file is told of them nowhere."""
+    """Boundary layers away from the new cuts are computed whole; they come from the file, without any setting."""
     plain = run_plain(lambda: inserted(restoring()), loader(sentences()), max_epochs=4)
     parts = [
         go(run_swarm, ordinary, sentences(), tmp_path, 1, num_stages=3, num_servers=4, boundary=HALF, **IN_LIST),
@@ -223,7 +223,7 @@ def test_halves_are_compiled_with_their_stages(boundary: Boundary) -> None:
 
 @pytest.mark.thorough
 def test_several_trainers_train_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Layers are made from the process's seed, which is all trainers' here, as they are threads.
+    # Layers are initialized from the process's seed, which all trainers share here because they are threads.
     monkeypatch.setattr(extra_trainers, "reseed", lambda rank: None)
     after = ["transformer.h.1"]
     seen = train(
@@ -237,7 +237,7 @@ def test_several_trainers_train_the_layers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Own(Net):
-    """Layers from the beginning, so that callbacks copy them, too; trained by whom the user says."""
+    """Has boundary layers from its construction, so that callbacks copy them; its user selects parameters to train."""
 
     def __init__(self, trains: str = "all") -> None:
         super().__init__(nn.Sequential(nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10)))

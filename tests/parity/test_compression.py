@@ -1,4 +1,4 @@
-"""With codecs a swarm trains as one machine does whose layers exchange what these make of each microbatch."""
+"""With codecs a swarm equals one machine whose layers exchange each microbatch through the same codecs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.wire import wired
 NUM_STEPS = 16
 MICROBATCH = 3
 CUTS = (3, 6)
-"""Where the stages of three begin, as `split` says it below."""
+"""First blocks of the stages if `split` cuts the model into three."""
 
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models' tensors are too small to be encoded else."""
+    """Lower the size from which tensors are encoded, because these models' tensors are small."""
     monkeypatch.setattr(wire_compression, "SMALLEST", 1)
 
 
 def on_one_machine(compression: Compression) -> Net:
-    """The model with its layers' wires in it."""
+    """Return the model with codecs between its layers."""
     module = DigitsMLP()
     wired(module.net, compression, CUTS, MICROBATCH)
     return module
@@ -51,7 +51,7 @@ def run_both(compression: Compression, **swarm: Any) -> tuple[Run, SwarmRun]:
 @pytest.mark.parametrize("num_servers", [2, 4])
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "8bit", "6bit", "4bit"])
 def test_activations_and_gradients_are_what_the_codecs_make_of_them(codec: CodecName, num_servers: int) -> None:
-    """Whoever computes what: also where one peer holds two stages, and nothing travels."""
+    """The codecs apply in every arrangement, also where one peer holds two stages and no tensor travels."""
     plain, swarm = run_both(Compression(activations=codec, gradients=codec), num_servers=num_servers)
     assert_exact(swarm, plain)
     bare = run_plain(DigitsMLP, loader(digits()), max_steps=NUM_STEPS, max_epochs=-1)

@@ -1,4 +1,4 @@
-"""Servers that die or fall silent in the middle of a run: the curve is the plain Trainer's all the same."""
+"""Servers die or fall silent in the middle of a run, and the curve remains the plain Trainer's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 
 STEPS = 6
 STEP = 2
-"""In which the fault strikes."""
+"""The step with the fault."""
 VICTIM = "peer-3"
-"""One of two servers of the second stage. The first peer trains, and coordinates."""
+"""One of two servers of the second stage. The first peer trains and coordinates."""
 
 
 def digits_net() -> Net:

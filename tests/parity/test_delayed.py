@@ -1,4 +1,4 @@
-"""`delay_optimizer_step`: each step computes on the weights before the newest ones, as in a plain loop that does."""
+"""`delay_optimizer_step`: each step computes with weights that are one step old, as a plain loop does with a delay."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PHASES = [
 
 @dataclass
 class LateRun(Run):
-    """And the weights before each step, and after the last."""
+    """A run with the weights before each step and after the last."""
 
     history: list[dict[str, Tensor]] = field(default_factory=list)
 
@@ -61,14 +61,14 @@ def run_late(
     gradient_clip_val: float | None = None,
     window: int = 1,
 ) -> LateRun:
-    """Train with plain torch: every gradient but the first is of the weights one step before those it is applied to.
+    """Train with plain torch, where each gradient but the first is computed with weights that are one step old.
 
     Args:
         make_module: As in `run_plain`.
-        data: Likewise.
-        max_steps: Likewise.
-        gradient_clip_val: Likewise.
-        window: Batches of a step.
+        data: As in `run_plain`.
+        max_steps: As in `run_plain`.
+        gradient_clip_val: As in `run_plain`.
+        window: Batches per step.
     """
     torch.manual_seed(0)
     module = make_module().double()
@@ -101,7 +101,7 @@ def run_late(
 
 
 def assert_late(swarm: SwarmRun, late: Run) -> None:
-    """As `assert_exact`; counters lag by a step, and are whole at the end."""
+    """Compare as `assert_exact` does; counters lag by a step, and are complete at the end."""
     num_steps = len(late.norms)
     assert swarm.global_steps[-1] == num_steps
     swarm.global_steps, late.global_steps = [], []
@@ -112,7 +112,7 @@ def assert_late(swarm: SwarmRun, late: Run) -> None:
 
 @contextmanager
 def _lates() -> Iterator[list[int]]:
-    """Steps whose records came while the steps after them took batches."""
+    """Collect the steps whose records came while later steps took batches."""
     found: list[int] = []
     decide = CoordinatorGeneration._decide_due
 
@@ -147,7 +147,7 @@ def test_gradients_are_one_step_late(num_servers: int, options: dict[str, Any]) 
 
 
 VICTIM = "peer-3"
-"""One of two servers of the second stage. The first peer trains, and coordinates."""
+"""One of two servers of the second stage. Peer 0 trains and coordinates."""
 
 
 @pytest.fixture(scope="module")
@@ -218,17 +218,17 @@ def test_what_stands_around_the_pipeline_is_late_too() -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_servers", [1, 3, 5])
 def test_what_every_stage_has_is_late_in_all(num_servers: int) -> None:
-    """One server has it in three stages, and one object for all."""
+    """A shared tensor is delayed in all three stages of one server, which holds a single object for it."""
     late = run_late(Repeated, loader(sentences()))
     assert_late(train(Repeated, loader(sentences()), num_stages=3, num_servers=num_servers), late)
 
 
 class Validated(DigitsMLP):
-    """Writes down what it sees when it validates."""
+    """Records losses in validation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[int, float]] = []  # after so many steps
+        self.seen: list[tuple[int, float]] = []  # (global step, loss)
 
     @override
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -236,7 +236,7 @@ class Validated(DigitsMLP):
 
 
 def test_windows_validations_and_epochs() -> None:
-    """Who validates sees the weights after as many steps as were counted; and after an epoch, all of that epoch's."""
+    """Validation uses the weights of the counted steps; after an epoch all of its steps are counted."""
     data = loader(digits())
     late = run_late(Validated, data, max_steps=2 * (len(data) // 2), window=2)
     swarm = run_swarm(
@@ -265,7 +265,7 @@ def test_windows_validations_and_epochs() -> None:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_checkpoint_in_mid_epoch_lacks_no_batch(tmp_path: Path) -> None:
-    """Its loop goes on before the batches of the step that was under way; what loads it is Lightning's own, too."""
+    """The saved loop stands before the batches of the step in progress; Lightning's own Trainer can resume from it."""
     data, at = loader(digits()), 5
     assert at < len(data)
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=at, save_top_k=-1)
@@ -280,7 +280,7 @@ def test_a_checkpoint_in_mid_epoch_lacks_no_batch(tmp_path: Path) -> None:
     options = {"ckpt_path": path, "enable_checkpointing": True, "callbacks": [saving]}
     resumed, plain = train(digits_net, data, **options), run_plain(digits_net, data, max_steps=STEPS, **options)
     assert len(resumed.losses) == len(plain.losses) == STEPS - at
-    # The second step computes on the same weights as the first.
+    # The second step computes with the same weights as the first, because a delay begins anew.
     assert resumed.losses[0] == pytest.approx(plain.losses[0], rel=1e-10)
     assert resumed.losses[1] != pytest.approx(plain.losses[1], rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""With `delay_optimizer_step`, what `training_step` does with gradients sees the weights before the newest ones."""
+"""With `delay_optimizer_step`, gradients that `training_step` takes also use the weights of one step before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Net(DigitsMLP):
 
 
 class Adversarial(Net):
-    """Trains on inputs that are moved along their gradients, and has a penalty by a second one."""
+    """Trains on inputs moved along their gradients, with a penalty by a second derivative."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -41,7 +41,7 @@ class Adversarial(Net):
 
 
 class Attacked(Net):
-    """Freezes all weights for the call that finds the attack, and calls a `.backward()` that is cleared."""
+    """Freezes all weights while it computes the attack, and calls a `.backward()` whose gradients are cleared."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -55,7 +55,7 @@ class Attacked(Net):
 
 
 class Imitating(Net):
-    """Has targets of a call without gradients."""
+    """Has targets from a call without gradients."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -65,7 +65,7 @@ class Imitating(Net):
 
 
 class Leaving(nn.Module):
-    """Keeps a loss of its own, of each sample."""
+    """Keeps a loss of its own for each sample."""
 
     penalty: Tensor
 
@@ -76,7 +76,7 @@ class Leaving(nn.Module):
 
 
 class Auxiliary(Net):
-    """Adds a loss that a block keeps, and one of a part of the batch."""
+    """Adds a loss that a block keeps, and a loss of a part of the batch."""
 
     def __init__(self) -> None:
         super().__init__()

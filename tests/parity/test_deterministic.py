@@ -1,4 +1,4 @@
-"""`SwarmStrategy(deterministic=True)`: the same bits in the end, however a run was wired and whoever died in it."""
+"""`SwarmStrategy(deterministic=True)` ends with the same bits for every arrangement of peers and every failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def digits_net() -> DigitsMLP:
 def train(
     make: Callable[[], L.LightningModule] = digits_net, data: Callable[[], Any] = digits, **options: Any
 ) -> SwarmRun:
-    """In float32, of which most additions round."""
+    """Train in float32, where most additions round."""
     settings: dict[str, Any] = {
         "max_steps": STEPS,
         "max_epochs": -1,
@@ -51,7 +51,7 @@ def train(
 
 
 def bits(run: SwarmRun) -> dict[str, Tensor]:
-    """All that a run comes to: losses, norms, weights, and the optimizer's state of each stage."""
+    """Return all results of a run: losses, norms, weights, and the optimizer's state of each stage."""
     found = {f"weight {name}": tensor for name, tensor in run.weights.items()}
     found["losses"] = torch.tensor(run.losses, dtype=torch.float64)
     decided = [(record.squared_norm, record.clip_factor, record.closing.total_weight) for record in run.records]
@@ -69,7 +69,7 @@ def bits(run: SwarmRun) -> dict[str, Tensor]:
 
 
 def different(one: SwarmRun, other: SwarmRun, of: tuple[str, ...] = ("",)) -> list[str]:
-    """What is not the same bits, of what is called so."""
+    """Return the names beginning with `of` whose tensors differ in any bit."""
     ours, theirs = ({name: tensor for name, tensor in bits(run).items() if name.startswith(of)} for run in (one, other))
     assert ours.keys() == theirs.keys()
     assert all(tensor.isfinite().all() for tensor in ours.values())
@@ -77,17 +77,17 @@ def different(one: SwarmRun, other: SwarmRun, of: tuple[str, ...] = ("",)) -> li
 
 
 def holders(run: SwarmRun) -> list[Any]:
-    """By step and stage: who held which microbatches when it was averaged."""
+    """By step and stage: the members that averaged, and their microbatches."""
     return [run.held.by_stage(record) for record in run.records]
 
 
 def num_computed_again(run: SwarmRun) -> int:
-    """Calls that were sent once more, and microbatches whose gradients were lost."""
+    """Count calls that were sent again, and microbatches whose gradients were lost."""
     return run.rerouted["repeated"] + sum(peer.events.counts["replay"] for peer in run.strategy.peers)
 
 
-# In the second step one of the two servers of the second stage dies with what it has added up, and all of that is
-# computed anew by the other one.
+# In the second step one of the two servers of the second stage dies with its sum, and the other one computes all of it
+# again.
 def deadly(phase: Phase) -> dict[str, Any]:
     return {"num_servers": 4, "num_gone": 1, "faults": FaultPlan().kill("peer-3", at=phase, step=2)}
 
@@ -149,7 +149,7 @@ def test_the_same_bits(reference: SwarmRun, wired: Callable[[], dict[str, Any]])
 
 @pytest.mark.thorough
 def test_other_bits_without_it() -> None:
-    """The proof above can fail."""
+    """Without `deterministic` the bits differ, so the tests above can fail."""
     runs = [train(exact_sums=False, **wired()) for wired in WIRED[:5]]
     for one, other in itertools.combinations(runs[1:], 2):
         found = different(one, other)
@@ -164,7 +164,7 @@ def test_exact_in_float64() -> None:
 
 
 class Poisoned(DigitsMLP):
-    """One gradient is not finite."""
+    """Has one gradient that is not finite."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -174,7 +174,7 @@ class Poisoned(DigitsMLP):
 
 
 class Huge(Poisoned):
-    """Or it is finite, and too large."""
+    """Has one gradient that is finite but overflows in the sum."""
 
     poison = 1e12
 
@@ -223,7 +223,7 @@ def test_a_run_that_went_back_to_a_snapshot() -> None:
         assert not killing.left, "nobody was killed"
         return found
 
-    # The second stage is that of the peers 1 and 3.
+    # Peers 1 and 3 hold the second stage.
     runs = [fit(Killing([5], [[1, 3]])), fit(Killing([], []), seed=1)]
     assert [run.num_went_back for run in runs] == [1, 0]
     for name, tensor in runs[0].weights.items():

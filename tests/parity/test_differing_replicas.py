@@ -1,4 +1,4 @@
-"""Replicas whose weights come to differ: the run goes on with those of the reference, and the others are left out."""
+"""Replicas whose weights come to differ: the run keeps the reference's weights and excludes the other replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 9
 AT = 3
 
 Spoil = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
-"""Changes a stage's weights, given those of one step before."""
+"""Changes a stage's weights; its second argument is the weights of one step before."""
 
 
 def make() -> DigitsMLP:
@@ -36,7 +36,7 @@ def make() -> DigitsMLP:
 
 
 def flip_bit(weights: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
-    """The last bit of one number."""
+    """Flip the last bit of one number."""
     next(iter(weights.values())).view(-1).view(torch.int64)[:1] ^= 1
 
 
@@ -57,7 +57,7 @@ def spoil_server(server: Server, spoil: Spoil, before: Mapping[str, Tensor] | No
 
 
 class Spoiling(L.Callback):
-    """Spoils the weights of some servers before a step, once."""
+    """Corrupts the weights of some servers before a step, once."""
 
     def __init__(self, *servers: int, spoil: Spoil = flip_bit, at: int = AT) -> None:
         self.servers, self.spoil, self.at = servers, spoil, at
@@ -91,7 +91,7 @@ def left_out(records: Sequence[Record]) -> list[tuple[int, Vacancy]]:
     return [(record.step, one) for record in records for one in record.left if one.reason]
 
 
-# Of four servers 1 and 3 hold the first stage, 0 and 2 the second; of six 1, 3, 5 and 0, 2, 4. Server 0 coordinates.
+# Servers 1, 3 (and 5) hold the first stage, 0, 2 (and 4) the second. Server 0 coordinates.
 @pytest.mark.each_value
 @pytest.mark.parametrize(("number", "spoil"), [(2, flip_bit), (3, step_twice_as_far), (2, miss_a_step)])
 def test_of_two_the_older_one_stays(number: int, spoil: Spoil, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ def test_of_two_the_older_one_stays_though_it_is_the_wrong_one(number: int) -> N
     run = swarm(Spoiling(number), 4)
     ((step, vacancy),) = left_out(run.records)
     assert (step, vacancy.member.peer_id) == (AT, f"peer-{number + 2}")
-    assert_exact(run, plain())  # a last bit is no more than rounding
+    assert_exact(run, plain())  # a flipped last bit is within rounding
 
 
 @pytest.mark.parametrize(("number", "spoil"), [(0, miss_a_step), (1, flip_bit), (5, miss_a_step)])
@@ -142,13 +142,14 @@ def test_steps_that_are_late() -> None:
     options: dict[str, Any] = {"delay_optimizer_step": True, "max_steps": STEPS + 3}
     run = swarm(Spoiling(2), 4, **options)
     sound = run_swarm(make, loader(digits()), num_servers=2, max_epochs=-1, **options)
-    run.global_steps = sound.global_steps  # the record that leaves a server out is not late
+    # The record that excludes a server does not lag, so the sound run's counters differ.
+    run.global_steps = sound.global_steps
     assert_exact(run, sound)
     assert [one.member.peer_id for _, one in left_out(run.records)] == ["peer-2"]
 
 
 def test_a_step_of_several_batches_of_one_trainer_keeps_them() -> None:
-    """The trainer has only its newest batch still, so what went through the server counts."""
+    """The trainer keeps only its newest batch, so earlier batches that passed through the server still count."""
     run = swarm(Spoiling(2), 4, accumulate_grad_batches=2)
     assert_exact(run, plain(accumulate_grad_batches=2))
     assert [one.member.peer_id for _, one in left_out(run.records)] == ["peer-2"]
@@ -158,7 +159,7 @@ def test_a_step_of_several_batches_of_one_trainer_keeps_them() -> None:
 
 
 class SpoilingJoiners(Joining):
-    """Has servers join, and spoils those of the first stage before each step."""
+    """Starts servers, and corrupts joiners of the first stage before each step."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -171,7 +172,7 @@ class SpoilingJoiners(Joining):
         assert isinstance(strategy, InMemoryStrategy)
         assert strategy.peer is not None
         assert strategy.run is not None
-        strategy.peer.runtime.run(asyncio.sleep(2.0))  # for servers that were left out to notice it, and join again
+        strategy.peer.runtime.run(asyncio.sleep(2.0))  # excluded servers need time to notice it and to join again
         for joiner in self.joiners:
             if joiner.membership.me in strategy.run.session.run.rosters[0]:
                 spoil_server(joiner, flip_bit)
@@ -205,7 +206,7 @@ def test_newcomers_that_differ_alike_outvote_nobody(count: int) -> None:
 
 
 class KillingTheCoordinator(SpoilingJoiners):
-    """Kills the coordinator once, when newcomers are in a roster and no closing has compared them."""
+    """Kills the coordinator once, while newcomers are in a roster that no closing has compared."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -224,7 +225,7 @@ class KillingTheCoordinator(SpoilingJoiners):
 
 
 def test_who_takes_over_knows_the_newcomers() -> None:
-    """Of one server and two newcomers that differ from it alike the server stays."""
+    """If one server and two newcomers differ from it alike, the successor still keeps the server."""
     joining = KillingTheCoordinator(at=1, count=2)
     options: dict[str, Any] = {"max_steps": 12, "max_epochs": -1}
     run = run_swarm(
@@ -249,7 +250,7 @@ def test_who_takes_over_knows_the_newcomers() -> None:
 
 
 class SpoilingItself(L.Callback):
-    """Spoils the weights of the trainer's own server before a step, once."""
+    """Corrupts the weights of the trainer's own server before a step, once."""
 
     def __init__(self, seen: list[Seen], rank: int) -> None:
         self.seen, self.rank, self.done = seen, rank, False
@@ -281,7 +282,7 @@ def test_trainers_of_a_model_that_is_not_cut(num_trainers: int, rank: int) -> No
 
 
 def test_the_leads_own_copy_of_a_model_that_is_not_cut() -> None:
-    """The others' loops follow the lead's, so the run says at once that this machine cannot be relied on."""
+    """The other trainers' loops follow the lead's, so the run fails with an error that names the lead's machine."""
     kept: list[Seen] = []
 
     def making(seen: Seen) -> Branches:

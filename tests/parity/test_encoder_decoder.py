@@ -1,4 +1,4 @@
-"""An encoder and a decoder, whose hidden states go through the stages side by side; embeddings tied to the head."""
+"""An encoder and a decoder, whose hidden states pass the stages side by side; embeddings tied to the head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 8
 
 
 class Embed(nn.Module):
-    """Of a pair of texts: what is read, and what is written after it."""
+    """Embeds the source text and the target text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Leave(nn.Module):
 
 
 class Translator(L.LightningModule):
-    """Its own layers know nothing of stages; composites say what goes from one to the next."""
+    """An ordinary model whose layers have no code for stages; wrappers define the tensors between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Translator(L.LightningModule):
 
 
 def pairs() -> list[tuple[Tensor, Tensor]]:
-    """Of many lengths."""
+    """Return pairs of texts of many lengths."""
     generator = torch.Generator().manual_seed(11)
     texts = []
     for length in torch.randint(2, 8, (26,), generator=generator).tolist():

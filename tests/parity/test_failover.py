@@ -1,4 +1,4 @@
-"""The lead dies: a peer that was started with data takes the run over, and it learns what one machine learns."""
+"""If the lead dies, a peer that was started with data takes the run over, with the curve of one machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_standby_dies_too() -> None:
 
 
 class Freezing(L.Callback):
-    """Cuts the lead off in mid-epoch."""
+    """Freezes the lead in mid-epoch."""
 
     def __init__(self, swarm: Callable[[], Swarm]) -> None:
         self.swarm = swarm
@@ -72,7 +72,7 @@ class Freezing(L.Callback):
 
 @pytest.mark.thorough
 def test_a_lead_that_is_cut_off_does_not_go_on_alone() -> None:
-    """It has the whole model in snapshots, and cannot know that the others live."""
+    """The lead has the whole model in snapshots but cannot know whether the other peers live, so it must stop."""
     swarm = Swarm(1, 1, make_digits, {}, lambda name: [Freezing(lambda: swarm)], options={"max_steps": STEPS})
     swarm.fit()
     assert swarm.frozen == ["lead"]
@@ -85,7 +85,7 @@ def test_a_lead_that_is_cut_off_does_not_go_on_alone() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [14, 36])
 def test_a_lead_is_cut_off_and_many_calls_come_too_late(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all calls after that a seventh has its request or its answer lost, as far as its timeout tells."""
+    """After the freeze a seventh of the calls lose their request or their answer and time out."""
     rng, late = random.Random(seed), []
     send = MemoryTransport._send_call
     swarm = Swarm(1, 1, make_digits, {}, lambda name: [Freezing(lambda: swarm)], options={"max_steps": STEPS})
@@ -108,7 +108,7 @@ def test_a_lead_is_cut_off_and_many_calls_come_too_late(seed: int, monkeypatch: 
 
 
 class Returning(L.Callback):
-    """Where the standby leads, the old lead's program is started again; once it could lead, the standby is killed."""
+    """Restarts the old lead's program while the standby leads; kills the standby once the old lead could lead."""
 
     def __init__(self, swarm: Callable[[], Swarm], name: str) -> None:
         self.swarm = swarm
@@ -133,7 +133,7 @@ class Returning(L.Callback):
             swarm.kill("standby-0")
 
     def _may_go_on(self) -> bool:
-        """Whether the next record lets it in, or did."""
+        """Return whether the next record admits it, or an earlier one did."""
         again, own = (self.swarm().strategies[name].peer for name in ("again", "standby-0"))
         if again is None or again.server is None or own is None or own.server is None:
             return False
@@ -174,7 +174,7 @@ def test_other_kinds_of_steps(options: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 def test_layers_around_the_pipeline_are_inherited() -> None:
-    """Servers keep them as soon as somebody could take the run over."""
+    """Servers keep the layers around the pipeline as soon as a standby could take the run over."""
 
     def sentences_twice() -> DataLoader[Any]:
         return loader(sentences())
@@ -194,7 +194,7 @@ def test_layers_around_the_pipeline_are_inherited() -> None:
 
 
 class Watched(Net):
-    """Logs by epoch, counts with a metric, draws in its own step and is validated."""
+    """Logs by epoch, counts with a metric, draws random numbers in its step, and is validated."""
 
     def __init__(self) -> None:
         super().__init__(DigitsMLP().net, Recipe(schedule="onecycle"))
@@ -222,7 +222,7 @@ class Watched(Net):
 
 
 class Counting(L.Callback):
-    """Has a state that travels."""
+    """Has a state that JSON can represent, so that the next lead gets it."""
 
     def __init__(self) -> None:
         self.num_batches = 0
@@ -241,7 +241,7 @@ class Counting(L.Callback):
 
 
 class Hoarding(L.Callback):
-    """Has a state that nobody but pickle could send."""
+    """Has a state that only pickle could send, so the next lead does not get it."""
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class Hoarding(L.Callback):
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_callbacks_loggers_and_schedulers_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Against a swarm that nothing happened to: data, random numbers, averages of the epoch, decisions."""
+    """Compared with a swarm without failures: data, random numbers, averages of the epoch, decisions."""
 
     def callbacks(folder: Path) -> Sequence[L.Callback]:
         return [

@@ -1,4 +1,4 @@
-"""Scaled gradients: the plain Trainer's scales and skipped steps, in all stages alike."""
+"""Scaled gradients: all stages have the plain Trainer's scales and skipped steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_scales_and_weights_are_the_plain_trainers(options: dict[str, Any]) -> N
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
 def test_what_overflows_is_skipped_with_a_codec_too(codec: CodecName, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No codec takes an infinity, and it travels as it is."""
+    """No codec represents an infinity, so a tensor that has one travels unencoded."""
     monkeypatch.setattr(wire_compression, "SMALLEST", 1)
     swarm = train(run_swarm, max_steps=STEPS, microbatch_size=HALF, compression=codec)
     outcomes = [record.outcome for record in swarm.run.records]
@@ -65,13 +65,13 @@ def test_what_overflows_is_skipped_with_a_codec_too(codec: CodecName, monkeypatc
 def test_the_norm_that_clips_is_of_the_unscaled_gradient() -> None:
     plain = train(run_plain, max_steps=STEPS, gradient_clip_val=0.5)
     swarm = train(run_swarm, max_steps=STEPS, gradient_clip_val=0.5, microbatch_size=HALF)
-    # The factor rounds otherwise here, and float16 makes more of it.
+    # A large factor amplifies the codec's error, so the tolerance is wider.
     assert_same(swarm, plain, loss=1e-2, weight=1e-2, norm=2e-2)
     assert swarm.run.num_clipped > 10
 
 
 def test_microbatches_of_another_size() -> None:
-    """What overflows in the sum over a batch may not do so in its parts; here the scales are far from such cases."""
+    """A sum over a batch may overflow where its microbatches do not, so the scale is kept far below that."""
     plain = train(run_plain, InFloat16, factor=256.0, max_steps=STEPS)
     swarm = train(run_swarm, InFloat16, factor=256.0, max_steps=STEPS, num_stages=3, num_servers=4)
     assert_same(swarm, plain, loss=3e-2, weight=3e-2, norm=1e-1)
@@ -80,7 +80,7 @@ def test_microbatches_of_another_size() -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("wrong", [lambda scale: 1.0, lambda scale: scale * scale], ids=["never", "twice"])
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
-    """Means that were divided by the scale not at all, or twice."""
+    """Means are not divided by the scale, or divided twice."""
     plain = train(run_plain, max_steps=STEPS)
     current = LossScale.current
     monkeypatch.setattr(LossScale, "current", lambda self: wrong(current(self)))
@@ -102,7 +102,7 @@ class _Spoil(torch.autograd.Function):
 
 
 class Spoil(nn.Module):
-    """A weight whose gradient is sometimes not finite; what goes on to other stages always is."""
+    """Has a weight whose gradient is sometimes not finite; the gradient for earlier stages always is."""
 
     def __init__(self) -> None:
         super().__init__()

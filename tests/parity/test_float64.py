@@ -1,8 +1,7 @@
-"""The proof: in float64, over 50 steps, a swarm trains as one machine does.
+"""In float64, over 50 steps, a swarm trains as one machine does.
 
 Models, cuts, servers, optimizers, schedules, clipping and windows are combined pairwise: any two values meet in some
-cell of the table. Each value has a cell that goes all the 50 steps; the other cells, which differ from those only in
-what meets, go a third of them.
+cell of the table. Each value has a cell of all 50 steps; the other cells test combinations, and run a third of them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CLIP_NORMS = {"digits": 1.0, "gpt": 0.5, "gpt-losses": 0.5, "trees": 0.25}
 
 @dataclass(frozen=True)
 class Window:
-    """When a step ends: after so many batches, or so many samples."""
+    """Ends a step after a number of batches, or of samples."""
 
     num_batches: int = 1
     target_batch_size: int | None = None
@@ -68,7 +67,7 @@ class Cell:
 
 
 TABLE = [
-    # model, stages, servers, optimizer, schedule, clip, window; how many steps
+    # model, stages, servers, optimizer, schedule, clip, window, steps
     Cell("digits", 1, 1, "adamw", "constant", False, batches(3)),
     Cell("gpt", 1, 1, "sgd", "onecycle", True, batches(1), NUM_STEPS),
     Cell("gpt-losses", 1, 1, "adamw", "cosine", True, samples(20)),
@@ -151,7 +150,7 @@ def _run_both(cell: Cell) -> tuple[Run, SwarmRun]:
     if target is None:
         limits: dict[str, Any] = {"max_steps": cell.num_steps, "accumulate_grad_batches": cell.window.num_batches}
         return run_plain(make_module, loader(data()), gradient_clip_val=clip, **limits), swarm(**limits)
-    # Seven batches an epoch, three a step: a remainder is left at the end of most epochs, and of the last one.
+    # With seven batches an epoch and three a step, most epochs leave a remainder, and so does the last one.
     max_epochs = cell.num_steps * 3 // 7 + 1
     reference = run_plain_loop(
         make_module, loader(data()), target_batch_size=target, max_epochs=max_epochs, gradient_clip_val=clip

@@ -1,4 +1,4 @@
-"""Text that a model of Hugging Face generates while its blocks are on servers: each token is that of one machine."""
+"""A Hugging Face model whose blocks are on servers generates the same tokens as on one machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = {"use_cache": True, "pad_token_id": 0, "eos_token_id": None, "bos_token
 
 
 def generating(model: Model, **options: Any) -> Model:
-    """A model that has a cache, and never comes to an end by itself."""
+    """Return a model that has a cache and never emits an end token."""
     return replace(model, options={**model.options, **TOKENS, **options})
 
 
@@ -67,7 +67,7 @@ class Writing(Finetuned):
 
 
 def write(model: Any, mode: str, *, training: bool = False, **options: Any) -> Tensor:
-    """Two prompts of different lengths, but where a mode takes one."""
+    """Generate from two prompts of different lengths, or from one if the mode allows no batch."""
     prompts = torch.tensor([[0, 0, 5, 3, 7, 3], [4, 11, 2, 9, 2, 6]])
     if mode in ("prompt lookup", "assisted"):
         prompts = prompts[1:]
@@ -86,7 +86,7 @@ _Module = TypeVar("_Module", bound=Writing)
 
 
 def made(family: str, mode: str, kind: type[_Module]) -> _Module:
-    """A module around a new model of a family, which generates in a mode."""
+    """Return a module around a new model of a family, which generates in a mode."""
     model = FAMILIES[family]
     config = getattr(transformers, model.config)(**model.options)
     return kind(getattr(transformers, model.kind), config, mode)
@@ -109,7 +109,7 @@ def test_each_token_is_that_of_one_machine(family: str, mode: str) -> None:
 
 
 class InTrainMode(Writing):
-    """Generates in the modes of training, also within a step."""
+    """Generates in train mode, also within a step."""
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -138,7 +138,7 @@ def test_text_is_generated_in_train_mode_as_on_one_machine(family: str, mode: st
 
 
 class DropsBlock(nn.Module):
-    """A block whose output tells what was dropped."""
+    """A block whose output shows which values were dropped."""
 
     def __init__(self, number: int, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def kind_of(kind: type[nn.Module]) -> nn.Module:
 
 
 class Flat(nn.Module):
-    """Between [rows, tokens, width] of one token and [rows, width]."""
+    """Converts between [rows, tokens, width] of one token and [rows, width]."""
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def test_dropout_is_drawn_where_text_is_generated_in_train_mode() -> None:
     swarm = run_swarm(partial(Drops, nn.Dropout), loader(), max_steps=2, num_stages=2, pipeline="blocks")
     assert isinstance(swarm.module, Drops)
     first, second = swarm.module.found
-    assert first.unique().tolist() == second.unique().tolist() == [0.0, 4.0]  # two dropouts of one half
+    assert first.unique().tolist() == second.unique().tolist() == [0.0, 4.0]  # two dropouts, each of one half
     assert 0.2 < float((first > 0).double().mean()) < 0.3
     assert not torch.equal(first, second)
 
@@ -211,7 +211,7 @@ def test_text_in_train_mode_that_changes_the_model_is_refused() -> None:
 
 
 class OwnBlock(nn.Module):
-    """A block of one's own, which takes a cache, and a parameter that is none of its own."""
+    """A user's own block, which takes a cache and a parameter that belongs to the model."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class OwnBlock(nn.Module):
 
 
 class OwnModel(L.LightningModule):
-    """What the page on inference shows; the parameter `bias` goes to all blocks as it is."""
+    """The model of the documentation's page on inference; all blocks take the parameter `bias` unsplit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,8 @@ class OwnModel(L.LightningModule):
     @override
     def on_train_batch_end(self, *_: Any) -> None:
         self.eval()
-        ids = torch.tensor([[5, 3, 7], [2, 9, 4]])  # as many rows as values that travel with the hidden state, and one
+        # As many rows as values that travel, hidden state included, so that the two cannot be confused unnoticed.
+        ids = torch.tensor([[5, 3, 7], [2, 9, 4]])
         cache, new = transformers.DynamicCache(), ids
         with torch.no_grad():
             for _ in range(6):
@@ -276,7 +277,7 @@ def test_blocks_of_ones_own_generate_with_a_cache() -> None:
 
 
 class FrozenBlocks(Writing):
-    """Trains what is before the blocks, with Hugging Face's default of a cache: the gradient would be cut."""
+    """Trains the layers before frozen blocks with Hugging Face's default of a cache, which would cut the gradient."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""All hooks of module and callback are called as by the plain Trainer: as often, in its order, at its steps."""
+"""Hooks of module and callback are called as by the plain Trainer: as often, in the same order, at the same steps."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ OF_MODULE = {
     *("setup", "teardown", "prepare_data", "configure_model", "configure_callbacks", "configure_optimizers"),
     *("training_step", "validation_step", "backward", "lr_scheduler_step", "transfer_batch_to_device"),
 }
-OF_OTHERS = ("test", "predict", "exception", "on_load_checkpoint")  # no part of this fit
+OF_OTHERS = ("test", "predict", "exception", "on_load_checkpoint")  # hooks that `fit` does not call
 STOP_AT = 10  # batches, of 14
 
 Call = tuple[str, int, tuple[int, ...]]
-"""The hook, the global step, and its arguments that are numbers: a batch's number, say."""
+"""The hook, the global step, and its integer arguments, such as the batch index."""
 
 
 OF_SNAPSHOTS = {"state_dict", "on_save_checkpoint"}
-"""What the run's own snapshots call besides."""
+"""Hooks that the run's snapshots call in addition."""
 
 
 def recording(base: type[Any], names: set[str]) -> type[Any]:
-    """A class whose objects write the calls of their hooks into `calls`, and those by snapshots into `by_snapshots`."""
+    """Derive a class that records its hooks' calls in `calls`, and the calls by snapshots in `by_snapshots`."""
 
     def recorded(name: str) -> Callable[..., Any]:
         own = getattr(base, name)
@@ -60,7 +60,7 @@ def recording(base: type[Any], names: set[str]) -> type[Any]:
 
 
 class Stops(L.Callback):
-    """Ends training in the middle of an epoch, and of a window of accumulation."""
+    """Ends training in the middle of an epoch, and of an accumulation window."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.should_stop or trainer.fit_loop.total_batch_idx + 1 == STOP_AT
@@ -79,11 +79,11 @@ class Validates(L.LightningModule):
 
 
 class Cut(Validates, DigitsMLP):
-    """A chain of blocks."""
+    """A module that is a chain of blocks, so it can be cut."""
 
 
 class Whole(Validates, Branches):
-    """No chain of blocks."""
+    """A module that is no chain of blocks, so it is trained without a cut."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ def fit(run: Callable[..., Any], make: type[Any], folder: Path) -> Seen:
     by_snapshots: list[str] = []
 
     def recorder(base: type[Any], names: set[str]) -> Any:
-        made = recording(base, names)()  # a copy of it, for a server, writes into lists of its own
+        made = recording(base, names)()  # a server's copy of the object records into lists of its own
         made.calls, made.by_snapshots = calls, by_snapshots
         return made
 

@@ -1,4 +1,4 @@
-"""The HTTP endpoint under OpenAI's stock client: each answer is that of the model in this process."""
+"""The HTTP endpoint under OpenAI's own client: each answer equals that of the model in this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def http(served: ServedText, access: Access) -> AsyncIterator[httpx.AsyncC
 
 
 def ask(served: ServedText, act: Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, Any]], **access: Any) -> Any:
-    """What a client gets."""
+    """Run a client's calls against the endpoint, and return their result."""
 
     async def run() -> Any:
         async with http(served, Access(**access)) as own:
@@ -65,7 +65,7 @@ EXTRA |= {"include_stop_str_in_output", "skip_special_tokens", "add_special_toke
 
 
 def text_of(served: ServedText, prompt: str = PROMPT, num_tokens: int = 12, **options: Any) -> str:
-    """What the model writes."""
+    """Return the text that the model in this process generates."""
     ids = served.tokenizer(prompt, return_tensors="pt").input_ids
     options = {"do_sample": False, "max_new_tokens": num_tokens, **options}
     found = served.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -73,7 +73,7 @@ def text_of(served: ServedText, prompt: str = PROMPT, num_tokens: int = 12, **op
 
 
 def logprobs_of(served: ServedText, text: str) -> Tensor:
-    """Of each token after the first one, by all tokens."""
+    """Return each token's log probabilities over the vocabulary, from the second token on."""
     ids = served.tokenizer(text, return_tensors="pt").input_ids
     with torch.no_grad():
         return served.model(ids).logits[0, :-1].log_softmax(dim=-1)
@@ -123,7 +123,7 @@ def test_repetition_penalty(served: ServedText) -> None:
 
 
 def test_presence_and_frequency_penalties(served: ServedText) -> None:
-    """By hand: the first counts a token that is in the text once, the second each time."""
+    """Computed by hand: the presence penalty counts a token of the text once, the frequency penalty each time."""
     for presence, frequency in [(2.0, 0.0), (0.0, 1.5), (-2.0, 1.0)]:
         ids = served.tokenizer(PROMPT, return_tensors="pt").input_ids
         for _ in range(12):
@@ -197,7 +197,7 @@ def test_logprobs_are_the_models(served: ServedText) -> None:
 
 
 def test_a_prompt_with_its_logprobs(served: ServedText) -> None:
-    """As harnesses score texts: nothing new is written."""
+    """Evaluation harnesses score texts with zero new tokens."""
     found = complete(served, max_tokens=0, echo=True, logprobs=1).choices[0]
     assert found.text == PROMPT
     ids = served.tokenizer(PROMPT).input_ids
@@ -228,7 +228,7 @@ def test_a_connection_that_sends_no_request_is_closed(served: ServedText, monkey
     server = threading.Thread(
         target=http_server.run, args=([served],), kwargs={"host": "127.0.0.1", "port": address[1]}
     )
-    server.daemon = True  # uvicorn ends by signals, which only the main thread gets
+    server.daemon = True  # uvicorn ends by signals, which only the main thread receives
     server.start()
     while True:
         assert server.is_alive()

@@ -1,4 +1,4 @@
-"""Models of Hugging Face, built from configs and as they are, cut by the names of their lists of layers."""
+"""Unchanged Hugging Face models, built from configs, and cut by the names of their lists of layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CLASSIFIER = {**LAYERS, "num_labels": 3, "pad_token_id": 0}
 
 
 class Finetuned(L.LightningModule):
-    """What anybody writes around such a model."""
+    """The usual module around such a model."""
 
     def __init__(self, kind: Callable[[Any], Any], config: Any) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Finetuned(L.LightningModule):
 
 
 def texts(count: int = 26) -> list[Tensor]:
-    """Of many lengths."""
+    """Return texts of many lengths."""
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(3, LONGEST + 1, (count,), generator=generator).tolist()
     return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
 def collate(sequences: Sequence[Tensor], *, classes: int | None = None) -> dict[str, Tensor]:
-    """A batch as long as the longest of its texts; the last batch is smaller."""
+    """Pad a batch to its longest text; the last batch is smaller."""
     ids = pad_sequence(list(sequences), batch_first=True)
     mask = (ids > 0).long()
     labels = ids.masked_fill(mask == 0, -100) if classes is None else ids.sum(1) % classes
@@ -75,7 +75,7 @@ def loader(classes: int | None = None) -> DataLoader[Any]:
 
 @dataclass(frozen=True)
 class Model:
-    """How it is built, and where it is cut."""
+    """Builds a model, and says where it is cut."""
 
     kind: str
     config: str
@@ -89,12 +89,12 @@ class Model:
 
 
 MODELS = {
-    # Rotary tables of one row for all samples, a mask for each sample.
+    # Rotary tables have one row for all samples; each sample has a mask.
     "llama": Model("LlamaForCausalLM", "LlamaConfig", DECODER, "model.model.layers"),
     "tied llama": Model(
         "LlamaForCausalLM", "LlamaConfig", {**DECODER, "tie_word_embeddings": True}, "model.model.layers"
     ),
-    # Layers of two kinds, each with a mask of its own.
+    # It has layers of two kinds, each with its own mask.
     "qwen": Model(
         "Qwen2ForCausalLM",
         "Qwen2Config",
@@ -106,7 +106,7 @@ MODELS = {
         },
         "model.model.layers",
     ),
-    # Keyword arguments that its blocks take by `**kwargs`; tied embeddings.
+    # Its blocks take keyword arguments by `**kwargs`; its embeddings are tied.
     "gpt2": Model(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -123,14 +123,14 @@ MODELS = {
         },
         "model.transformer.h",
     ),
-    # Blocks that give tuples, of which the forward takes the first.
+    # Its blocks return tuples, of which the forward uses the first element.
     "falcon": Model(
         "FalconForCausalLM",
         "FalconConfig",
         {**DECODER, "max_position_embeddings": LONGEST},
         "model.transformer.h",
     ),
-    # An encoder on the trainer, whose output all layers of the decoder attend to.
+    # The encoder is on the trainer, and all layers of the decoder attend to its output.
     "bart": Model(
         "BartForConditionalGeneration",
         "BartConfig",
@@ -151,7 +151,7 @@ MODELS = {
         },
         "model.model.decoder.layers",
     ),
-    # One bias of positions for all layers and samples, which is learned.
+    # A learned position bias is shared by all layers and samples.
     "mpnet": Model(
         "MPNetForSequenceClassification",
         "MPNetConfig",
@@ -210,7 +210,7 @@ def test_layers_that_are_computed_again_in_the_backward() -> None:
 
 
 class Losses(torch.nn.Module):
-    """Keeps the logits where they are made."""
+    """Computes the losses next to the logits, so that these need not travel."""
 
     def __init__(self, head: torch.nn.Linear) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Losses(torch.nn.Module):
 
 
 class AllInStages(Finetuned):
-    """Nothing is left on the trainer: embeddings and head are in stages, by one weight."""
+    """Leaves no layer on the trainer: embeddings and head are in stages and share one weight."""
 
     def configure_stages(self) -> list[torch.nn.Module]:
         inner = self.model.model

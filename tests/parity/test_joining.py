@@ -1,4 +1,4 @@
-"""Servers that join a run under way: they hold what its servers hold, compute, and change nothing of the curve."""
+"""Servers that join during a run download the state, compute, and leave the curve unchanged."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ STEPS = 12
 
 
 class Joining(L.Callback):
-    """Has servers join when a batch begins.
+    """Starts servers when a batch begins.
 
     Args:
-        at: Which batch.
-        prepare: Called before, with the strategy; what it returns is called with the server that joins.
+        at: The global step.
+        prepare: Called with the strategy before that; its result, if any, is called with each joining server.
         count: How many servers.
-        module: What they build; None: the run's model.
+        module: The servers' model; None: the run's.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Joining(L.Callback):
         self.count = count
         self.module = module
         self.joiners: list[Server] = []
-        self.entered_at: list[int] = []  # before which batch each was first seen to be a member
+        self.entered_at: list[int] = []  # per joiner: the step before which it was first a member
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -96,7 +96,7 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
     assert_exact(run, plain())
     (joiner,) = joining.joiners
     (entered,) = joining.entered_at
-    # Messages take time, steps as well. Both sides first ask which peer answers at the joiner's addresses.
+    # Messages and steps take time. Both sides first ask which peer answers at the joiner's addresses.
     assert at < entered <= at + 4
     assert joiner.steps.stages == (0,), "both stages have one server, so it takes the first"
     assert [record.step for record in run.records if record.newcomers] == [entered - 1]
@@ -127,7 +127,7 @@ def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.Log
 
 
 class ComingAndGoing(Joining):
-    """Has a server join when a batch begins, and leave when a later one does."""
+    """Starts a server when a batch begins, and stops it when a later batch begins."""
 
     def __init__(self, leave_at: int) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ PAUSE_S = 0.5
 
 
 class Timed(Joining):
-    """Notes what each step takes, in seconds of the virtual clock, between pauses as a slow loader makes them.
+    """Measures each step in seconds of the virtual clock, with pauses between steps as under a slow loader.
 
     Args:
-        line: What a peer sends waits in one line, and leaves it at this rate, in bytes/s.
-        options: Of `Joining`.
+        line: Upload rate of each peer's single line, in bytes/s.
+        options: Arguments of `Joining`.
     """
 
     def __init__(self, line: float, **options: Any) -> None:
@@ -196,7 +196,7 @@ class Timed(Joining):
 
 
 def narrow(strategy: InMemoryStrategy, bytes_per_s: float) -> None:
-    """Give each peer one line out, of this rate."""
+    """Limit each peer's upload to one line of this rate."""
     network = strategy.network
     assert network is not None
     carry, free_s = network.carry, dict[PeerId, float]()
@@ -213,8 +213,9 @@ def narrow(strategy: InMemoryStrategy, bytes_per_s: float) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("share", [10, 20])
 def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
-    """No step takes twice as long while they come as when they are there and twelve have to average."""
-    monkeypatch.setattr(donor_module, "_MIN_PIECE_BYTES", 1024)  # the model is small, too
+    """No step with joiners under way takes twice as long as one when all twelve are there and average."""
+    # Let the small model travel in several pieces, too.
+    monkeypatch.setattr(donor_module, "_MIN_PIECE_BYTES", 1024)
     line = 1_000_000.0
     joining = Timed(line, count=10)
     run = swarm(joining, limits=Limits(max_upload=int(line / share)), max_steps=40)
@@ -227,7 +228,7 @@ def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -
 
 
 def test_downloads_of_ten_joiners_hold_no_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take what they took before anyone came, in which there was room for all that they send."""
+    """With a limit on uploads, steps take no longer than before the joiners came."""
     monkeypatch.setattr(donor_module, "_MIN_PIECE_BYTES", 1024)
     line = 1_000_000.0
     joining = Timed(line, count=10)
@@ -251,7 +252,7 @@ def test_ten_servers_join_at_once() -> None:
 
 
 def test_a_joiner_of_a_larger_model_with_clipping_computes_all_it_needs() -> None:
-    """Three stages, extras, per-sample losses: whatever a stage holds, its newcomer takes over."""
+    """A newcomer takes over every kind of state: three stages, extras, per-sample losses, Adam, clipping."""
 
     def make() -> Net:
         return TinyGPTWithLosses(Recipe(optimizer="adamw"))
@@ -267,7 +268,7 @@ def test_a_joiner_of_a_larger_model_with_clipping_computes_all_it_needs() -> Non
 
 
 def slowly(bytes_per_s: float) -> Callable[[InMemoryStrategy], Callable[[Server], None]]:
-    """Limits what reaches the joiners."""
+    """Limit the download rate of the joiners."""
 
     def prepare(strategy: InMemoryStrategy) -> Callable[[Server], None]:
         network = strategy.network
@@ -299,7 +300,7 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
 
 
 class Unsteady(DigitsMLP):
-    """What trains changes with every step."""
+    """Trains another set of parameters in each step."""
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -325,7 +326,7 @@ def test_who_needs_more_records_than_are_kept_begins_again() -> None:
 
 
 def dying(strategy: InMemoryStrategy) -> Callable[[Server], None]:
-    """The joiner's process ends between its word that it is ready and the record."""
+    """The joiner's process ends after it reported that it is ready, and before the record."""
 
     def noted(server: Server) -> None:
         async def die(caller: PeerId, body: bytes) -> bytes:
@@ -349,7 +350,7 @@ def test_a_joiner_that_vanishes_before_its_record_is_left_out() -> None:
 
 
 class Asked:
-    """A joiner that does not answer in its rounds, or not in time."""
+    """A joiner that answers the rounds late or never."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -383,7 +384,7 @@ def test_who_is_still_joining_is_told_of_the_end() -> None:
 
 
 def spoiling(strategy: InMemoryStrategy) -> Callable[[Server], None]:
-    """What the joiner downloaded goes bad in its memory."""
+    """The joiner's downloaded state is corrupted in its memory."""
 
     def noted(server: Server) -> None:
         follow = server.admission.follow
@@ -405,7 +406,7 @@ def test_weights_that_differ_by_a_bit_do_not_get_in(caplog: pytest.LogCaptureFix
 
 
 class Wider(DigitsMLP):
-    """Another model by one field."""
+    """A model that differs in one field."""
 
     def __init__(self) -> None:
         super().__init__(Recipe())
@@ -425,7 +426,7 @@ def test_another_model_is_refused_by_the_field() -> None:
 
 
 class Projected(DigitsMLP):
-    """A layer keeps random numbers that no buffer holds."""
+    """A layer keeps random numbers that are in no buffer, so a joiner could not download them."""
 
     def __init__(self, drawn: str, seed: int = 0) -> None:
         super().__init__(Recipe())
@@ -452,7 +453,7 @@ def test_other_numbers_in_attributes_are_refused(drawn: str, seed: int) -> None:
 
 
 def test_another_optimizer_is_refused() -> None:
-    """Its state would be another one, and records would set hyperparameters that it does not have."""
+    """Its state would be different, and records would set hyperparameters that it does not have."""
     run = swarm(Joining(module=DigitsMLP(Recipe(optimizer="sgd"))), num_joiners=0)
     assert_exact(run, plain())
     (refusal,) = run.strategy.refusals

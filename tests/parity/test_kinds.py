@@ -1,4 +1,4 @@
-"""Kinds of projects that do more than forward and backward: the plain Trainer's result on one, two and four servers."""
+"""Unusual kinds of projects have the plain Trainer's result on one, two and four servers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.parity.test_written_weights import Hook, Momentum, clamp, load
 
 STEPS = 6
 WHOLE = 8
-"""The rows of a batch of digits."""
+"""Reshapes images into the rows of pixels."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
 
 class Renormed(DigitsMLP):
-    """An embedding whose rows are kept short in a hook, in place of `max_norm`."""
+    """Shortens the rows of an embedding in a hook, in place of `max_norm`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Renormed(DigitsMLP):
 
 
 class TimeFirst(L.LightningModule):
-    """An encoder that has time in dimension 0, torch's default."""
+    """An encoder with time in dimension 0, torch's default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Compared(Centred):
 
 
 class Digits(L.LightningDataModule):
-    """Knows the data's shape once it is set up."""
+    """Knows the data's shape only after `setup`."""
 
     @override
     def setup(self, stage: str) -> None:
@@ -92,7 +92,7 @@ class Digits(L.LightningDataModule):
 
 
 class ShapedByData(DigitsMLP):
-    """Makes its blocks when it sees the data module."""
+    """Creates its blocks from the shape that the data module reports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class ShapedByData(DigitsMLP):
 
 @dataclass(frozen=True)
 class Kind:
-    """A project of one kind, and what its swarm and both Trainers get."""
+    """A project, and the arguments of its swarm and of both Trainers."""
 
     make: Callable[[], L.LightningModule]
     swarm: dict[str, Any] = field(default_factory=dict)

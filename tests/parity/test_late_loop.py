@@ -1,4 +1,4 @@
-"""What a training loop does between and within batches where steps are late: saving, validating, freezing, failing."""
+"""With delayed steps, the loop still saves, validates, freezes and fails between and within batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(make: Any, data: Any, *validation: Any, **options: Any) -> SwarmRun:
 
 
 class Reassigning(torch.optim.Optimizer):
-    """Gives parameters other memory, as some optimizers do."""
+    """Assigns new tensors to `data`, as some optimizers do."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -68,7 +68,7 @@ def test_only_averaging_that_is_late_waits_for_a_lull(late: bool, monkeypatch: p
 
 
 def test_a_checkpoint_between_windows_lacks_no_batch(tmp_path: Path) -> None:
-    """A record is counted in the middle of the next window, whose first batch is in no update then."""
+    """A record is counted in the middle of the next window, whose first batch is in no saved update."""
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     options = {"accumulate_grad_batches": 2, "limit_train_batches": 6, "max_steps": 3}
     train(DigitsMLP, loader(digits()), enable_checkpointing=True, callbacks=[saving], **options)
@@ -81,7 +81,7 @@ def test_a_checkpoint_between_windows_lacks_no_batch(tmp_path: Path) -> None:
 
 
 class Saving(Callback):
-    """After each batch; what the checkpoint says of the batches that are through, and how many are in no update."""
+    """Saves after each batch; records where each checkpoint resumes, and the late batches at epoch ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -124,7 +124,7 @@ def test_what_trains_changes_in_mid_epoch() -> None:
 
 
 class Around(NanoGPT):
-    """Writes down what it sees when it validates."""
+    """Records step and loss in validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_validation_between_batches_of_a_window_with_parameters_around() -> None
 
 
 class Reading(Callback):
-    """In the middle of a batch, when the record of the step before may be there or not."""
+    """Reads weights in the middle of a batch, whether or not the previous step's record has come."""
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:

@@ -1,4 +1,4 @@
-"""The lead of several trainers dies: one of the others leads from then on, and the curve is that of one trainer."""
+"""If the lead of several trainers dies, another trainer takes over, and the curve remains that of one trainer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ LIMITS = Limits(
     stage_timeout=60.0,
     snapshot_interval=0.001,
 )
-"""A snapshot at every step at which the one before is through."""
+"""The interval is so short that a snapshot begins at every step if the one before is complete."""
 
 NUM_EPOCHS = 3
 
 
 @pytest.fixture(autouse=True)
 def one_more_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that of two trainers and this one most of the voters live when the lead dies."""
+    """With a server beside two trainers, most of the voters survive the lead."""
     make_peer = ThreadStrategy.make_peer
 
     def with_server(strategy: ThreadStrategy) -> None:
@@ -60,11 +60,11 @@ def one_more_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Several(DigitsMLP):
-    """Validated, and kills whoever leads.
+    """A validated module that kills the lead.
 
     Args:
-        seen: Of the run.
-        kills: Where, by the number of records after which; each once.
+        seen: Observations of the run.
+        kills: Number of records -> place in the loop where the lead is killed then, once.
     """
 
     def __init__(self, seen: Seen, kills: dict[int, str] | None = None) -> None:
@@ -72,7 +72,7 @@ class Several(DigitsMLP):
         self.seen = seen
         self.kills = kills or {}
         self.num_samples = SumMetric()
-        self.steps: dict[int, tuple[float, float]] = {}  # what was logged of all that were in it
+        self.steps: dict[int, tuple[float, float]] = {}  # step -> sums over all its samples, as logged
         self.epochs: dict[int, tuple[int, float, float]] = {}
 
     def at(self, place: str) -> None:
@@ -80,7 +80,7 @@ class Several(DigitsMLP):
             return
         self.seen.wait_for(lambda: standby_of(self.seen) is not None)
         if place == "behind" and not comes_with_records(self.seen):
-            return  # it is one of the next
+            return  # a later batch will do
         del self.kills[next(at for at, where in self.kills.items() if where == place)]
         self.seen.kill(f"peer-{rank_of(self.trainer)}")
 
@@ -89,7 +89,7 @@ class Several(DigitsMLP):
         return lives and any(where == place and len(self.seen.records) >= at for at, where in self.kills.items())
 
     def fall_behind(self) -> None:
-        """Let the others have a step full, where it is full without the batch in hand."""
+        """Wait until the other trainers have filled a step without the current batch."""
         server = self.seen.peers[0].server
         assert server is not None
         coordinator, until_s = server.admission.leadership.coordinator, time.monotonic() + 0.3
@@ -145,7 +145,7 @@ def dead(seen: Seen) -> Collection[int]:
 
 
 def standby_of(seen: Seen) -> tuple[Peer, int] | None:
-    """Who would take the run over if its lead died now, and from which step."""
+    """Return the standby that would take over if the lead died now, and the step it would resume from."""
     peers = [one for one in seen.peers if one.server is not None and one.transport.peer_id not in seen.killed]
     lead = next(one for one in peers if one.lead.run is not None)
     assert lead.server is not None
@@ -163,7 +163,7 @@ def standby_of(seen: Seen) -> tuple[Peer, int] | None:
 
 
 def comes_with_records(seen: Seen) -> bool:
-    """Whether the loop that is gone on with had not counted all records, and not shared all that it had logged."""
+    """Whether the standby's loop state is older than its records and has logged values that no record shares yet."""
     chosen = standby_of(seen)
     assert chosen is not None
     peer, version = chosen
@@ -173,7 +173,7 @@ def comes_with_records(seen: Seen) -> bool:
 
 
 def under_way(seen: Seen) -> None:
-    """What one that comes waits for."""
+    """Wait for the run's first record, as trainers do that join later."""
     seen.wait_for(lambda: len(seen.records) > 0)
 
 
@@ -186,16 +186,16 @@ def run(
     roles: dict[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> Seen:
-    """Train; the first leads, and the others come to it by themselves. The run's cut is the lead's alone.
+    """Train; the first trainer leads, and the other trainers join. Only the lead configures the cut.
 
     Args:
-        num_trainers: That come at all.
-        kills: As of `Several`.
-        come: By rank, what those wait for that wait for something else than the run.
-        gone: Who may end with an error, but for those that are killed.
+        num_trainers: Trainers in the whole run.
+        kills: As in `Several`.
+        come: Rank -> condition that its start waits for, in place of the first record.
+        gone: Ranks that may end with an error, besides the killed.
         make: Makes the module.
-        roles: As of `train`.
-        options: As of `train`.
+        roles: As in `train`.
+        options: As in `train`.
     """
     due, rank = kills, vars(rank_zero_only)["rank"]
     try:
@@ -210,7 +210,7 @@ def run(
             **{"max_steps": -1, "max_epochs": NUM_EPOCHS, **options},
         )
     finally:
-        vars(rank_zero_only)["rank"] = rank  # of the process, which each of these trainers has for itself elsewhere
+        vars(rank_zero_only)["rank"] = rank  # a global of the process, which these trainers share as threads only
     for number, error in seen.errors.items():
         if number not in (*dead(seen), *gone):
             raise error
@@ -222,7 +222,7 @@ ALONE = Weights()
 
 
 def one_trainer(callbacks: list[L.Callback], make: type[Several] = Several, **options: Any) -> Seen:
-    """Whom nothing happens to."""
+    """Train with a single trainer and no failures, as the reference."""
     options = {"max_steps": -1, "max_epochs": NUM_EPOCHS, **options}
     return train(1, make, callbacks=lambda rank: callbacks, validation=validation, **options)
 
@@ -233,12 +233,12 @@ def alone() -> Seen:
 
 
 def standbys(seen: Seen) -> list[int]:
-    """Who led, one after the other, but for the first."""
+    """Return the leads' ranks in their order, without the first."""
     return [rank for rank in dict.fromkeys(seen.validated) if rank]
 
 
 def assert_right(seen: Seen, alone: Seen, *, gone: Collection[int] = (0,)) -> None:
-    """Weights and losses are those of one trainer, and all that live train on beside the last standby."""
+    """Check for one trainer's weights and losses, and that all live trainers train on under the last standby."""
     standby = standbys(seen)[-1]
     seen.weights = seen.modules[standby].state_dict()
     assert_same(seen, alone)
@@ -253,7 +253,10 @@ def assert_right(seen: Seen, alone: Seen, *, gone: Collection[int] = (0,)) -> No
 
 
 def assert_logged(seen: Seen, standby: int) -> None:
-    """What the epochs of who led last have of the samples is what was counted by then, its own by its epochs."""
+    """Check the new lead's logged counts per epoch.
+
+    They include the samples that were counted when it took over; its own later samples count by its own epochs.
+    """
     former, module, back = seen.modules[0], seen.modules[standby], seen.went_back[0]
     assert isinstance(former, Several)
     assert isinstance(module, Several)
@@ -285,7 +288,7 @@ def assert_logged(seen: Seen, standby: int) -> None:
     [(2, 6, "between batches"), (2, 3, "in a batch"), (4, 7, "in a batch"), (4, 2, "behind")],
 )
 def test_another_one_leads(alone: Seen, num_trainers: int, at: int, place: str) -> None:
-    """Behind: it was between two batches before the records that the snapshot is the outcome of."""
+    """Behind: the lead dies with its loop between two batches, before the records that its snapshot includes."""
     weights = Weights()
     seen = run(num_trainers, {at: place}, callbacks=lambda rank: [weights])
     assert seen.killed == ["peer-0"]
@@ -299,7 +302,7 @@ def test_another_one_leads(alone: Seen, num_trainers: int, at: int, place: str) 
 
 
 class AtTheSeam(Several):
-    """The others go back to where an epoch ends with a step."""
+    """Kills the lead where the run resumes from the end of an epoch that is also the end of a step."""
 
     @override
     def is_due(self, place: str) -> bool:
@@ -309,7 +312,7 @@ class AtTheSeam(Several):
 
 @pytest.mark.thorough
 def test_it_goes_on_between_two_epochs() -> None:
-    """The next one's order is drawn where the generator of the loader would have been."""
+    """The loader's generator is restored, so the next epoch has the order it would have had."""
 
     def data() -> DataLoader[Any]:
         return shuffled(TensorDataset(*(part[:48] for part in digits().tensors)))
@@ -324,7 +327,7 @@ def test_it_goes_on_between_two_epochs() -> None:
 
 
 class Deciding(Several):
-    """Brings a callback of its own, which only who validates can answer."""
+    """Adds a callback with a decision that depends on validation, which only the lead runs."""
 
     @override
     def configure_callbacks(self) -> EarlyStopping:
@@ -332,7 +335,7 @@ class Deciding(Several):
 
 
 class Bar(ProgressBar):
-    """As in Lightning's own example: `enable` is no method."""
+    """As in Lightning's own example, with an `enable` that is no method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +348,7 @@ class Bar(ProgressBar):
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_it_validates_saves_and_decides_from_there_on(alone: Seen, tmp_path: Path) -> None:
-    """Also where the lead dies while it validates."""
+    """The lead may also die while it validates."""
 
     def callbacks(folder: str) -> list[L.Callback]:
         return [ModelCheckpoint(tmp_path / folder, "{epoch}-{step}", monitor="val_loss", save_top_k=2), Bar()]
@@ -396,7 +399,7 @@ def test_the_lead_and_its_standby_die_at_once(alone: Seen) -> None:
 
 @pytest.mark.thorough
 def test_the_run_keeps_its_starters_settings(alone: Seen) -> None:
-    """Where the starter's word holds for those who come, it does so for the one that leads in its place."""
+    """Settings that the lead imposes on later trainers are kept by its successor, although its own arguments differ."""
     seen = run(2, {4: "in a batch"}, roles={1: {"microbatch_size": 1, "compression": "8bit", "rebalancing": "none"}})
     assert standbys(seen) == [1]
     assert_right(seen, alone)
@@ -424,7 +427,7 @@ def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.thorough
 def test_a_standby_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has released the others, who wait for the run that it would begin."""
+    """It has already released the other trainers, which wait for the run that it would begin."""
     begin = startup.start_as_lead
 
     def dying(strategy: Any, *args: Any) -> Any:
@@ -443,7 +446,7 @@ def test_a_standby_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pyt
 
 @pytest.mark.thorough
 def test_a_standby_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ends the run of nobody else."""
+    """A standby that fails to take over does not end any other trainer."""
     unpack, tried = loop_transfer.unpack, []
 
     def failing(value: Any, version: int, trainer: L.Trainer) -> Any:
@@ -461,7 +464,7 @@ def test_a_standby_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch:
 
 
 def is_member(seen: Seen, name: str) -> bool:
-    """Whether a peer's server is in the run."""
+    """Return whether a peer's server is in the run."""
     peer = next((one for one in seen.peers if one.transport.peer_id == name), None)
     return peer is not None and peer.server is not None and peer.server.membership.is_member
 
@@ -470,7 +473,7 @@ def is_member(seen: Seen, name: str) -> bool:
 def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(
     alone: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is released with the others, and its loop was at nothing."""
+    """A trainer that had not trained yet is released as well, although its loop has no progress."""
     late, waiting = PeerId("peer-2"), TrainerMembership.waiting
     released: list[Seen] = []
 
@@ -496,7 +499,7 @@ def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(
 
 
 class Awaiting(L.Callback):
-    """Where the run has gone back, the lead waits for a trainer before its last steps."""
+    """After the rollback the lead waits for a trainer before its last steps."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -509,7 +512,7 @@ class Awaiting(L.Callback):
             seen.wait_for(lambda: self.comes(trainer, seen))
 
     def comes(self, trainer: L.Trainer, seen: Seen) -> bool:
-        """Whether the next record lets it in, or one did."""
+        """Return whether the next record admits it, or an earlier one did."""
         strategy, lives = trainer.strategy, set(seen.trainers) - set(dead(seen))
         assert isinstance(strategy, ThreadStrategy)
         assert strategy.peer is not None
@@ -521,7 +524,7 @@ class Awaiting(L.Callback):
 
 @pytest.mark.thorough
 def test_the_leads_script_started_again_trains_along(alone: Seen) -> None:
-    """Beside the one that leads by now."""
+    """The restarted process joins the standby's run as a trainer."""
 
     def gone_back(seen: Seen) -> None:
         seen.wait_for(lambda: bool(seen.went_back) and len(seen.records) > seen.went_back[0])
@@ -556,7 +559,7 @@ def test_a_lead_that_was_frozen_learns_who_leads(alone: Seen) -> None:
 
 @pytest.mark.thorough
 def test_a_server_with_data_may_take_it_over_too(alone: Seen) -> None:
-    """`role="auto"`: it serves, and reads no data until then. The other trainer could not."""
+    """`role="auto"`: it serves, and reads no data until the takeover. The other trainer could not take over."""
     roles = {1: {"role": "auto"}, 2: {"state_dict_type": "sharded"}}
     seen = run(3, {3: "behind"}, {2: lambda seen: seen.wait_for(lambda: is_member(seen, "peer-1"))}, roles=roles)
     assert standbys(seen) == [1]
@@ -565,7 +568,7 @@ def test_a_server_with_data_may_take_it_over_too(alone: Seen) -> None:
 
 @pytest.mark.thorough
 def test_one_that_holds_no_stage_comes_again(alone: Seen) -> None:
-    """`role="trainer"`: nobody tells it that the run goes back, with another lead."""
+    """`role="trainer"`: no call reports the rollback to it, and another peer leads."""
     roles = {2: {"role": "trainer"}}
     seen = run(3, {6: "in a batch"}, callbacks=lambda rank: [Awaiting("peer-2")], roles=roles)
     assert standbys(seen) == [1]
@@ -573,7 +576,7 @@ def test_one_that_holds_no_stage_comes_again(alone: Seen) -> None:
 
 
 def has_snapshot(seen: Seen) -> bool:
-    """Whether the lead alone has what the run could go back to; snapshots travel while the steps go on."""
+    """Return whether the lead alone has a snapshot to roll back to; further snapshots travel during the steps."""
     peer = next(one for one in seen.peers if one.lead.run is not None)
     assert peer.server is not None
     held = {(one.version, one.stage_index) for one in peer.server.snapshots.store.held}

@@ -1,4 +1,4 @@
-"""What a block's forward leaves in attributes is on the trainer's module, as the whole batch would have left it."""
+"""Attributes that a block's forward sets appear on the trainer's module, with their values for the whole batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 64
 
 
 class Layer(nn.Module):
-    """A block that leaves what a test wants."""
+    """A block that sets the attributes that a test chooses."""
 
     def __init__(self, leave: Callable[[Layer, Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Keeping(Layer):
-    """A block whose code shows what it leaves."""
+    """A block that sets an attribute in its own forward."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: None)
@@ -51,7 +51,7 @@ class Keeping(Layer):
 
 
 class Model(L.LightningModule):
-    """Blocks that leave something, which `read` makes a part of the loss."""
+    """Has blocks that set attributes, which `read` makes a part of the loss."""
 
     def __init__(
         self, leave: Callable[[Layer, Tensor, Tensor], None], read: Callable[[Any], Tensor] = lambda block: block.kept
@@ -78,7 +78,7 @@ def keep(value: Callable[[Tensor, Tensor], Any]) -> Callable[[Layer, Tensor, Ten
 
 
 def both(make: Callable[[], L.LightningModule], **options: Any) -> tuple[Run, Run]:
-    """The curves of a swarm and of the plain Trainer, which are the same."""
+    """Train with a swarm and with the plain Trainer, and check that the curves are equal."""
     swarm = run_swarm(make, loader(digits()), max_steps=STEPS, **options)
     plain = run_plain(make, loader(digits()), max_steps=STEPS)
     assert_same_curve(swarm, plain)
@@ -103,7 +103,7 @@ def test_left_tensors_and_their_gradients(value: Any, read: Any) -> None:
 
 
 class Seen(Model):
-    """Keeps a layer's output, which the next layer overwrites."""
+    """Keeps a layer's output, which the next layer overwrites in place."""
 
     def __init__(self, kept: Callable[[Tensor], Tensor]) -> None:
         super().__init__(lambda *_: None)
@@ -170,7 +170,7 @@ def test_nobody_reads_it() -> None:
 
 
 class Loop(L.LightningModule):
-    """Reads what a block left as soon as it was called."""
+    """Reads a block's attribute immediately after its call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_caches_stay_on_the_peers() -> None:
 
 
 class Hooked(Model):
-    """Takes features by a hook that only the trainer has."""
+    """Takes features by a hook that only the trainer's module has."""
 
     def __init__(self, *, on_start: bool = True) -> None:
         super().__init__(lambda *_: None)
@@ -251,7 +251,7 @@ def test_a_hook_observes_the_whole_batch(on_start: bool) -> None:
 
 
 class Before(Model):
-    """Looks at what a layer is given, before or after that layer writes into it."""
+    """Reads a layer's input before or after the layer overwrites it in place."""
 
     def __init__(self, register: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__(lambda *_: None)
@@ -275,7 +275,7 @@ def test_a_hook_looks_at_what_its_layer_overwrites() -> None:
 
 
 class Ordered(Model):
-    """Its hooks write into one list, on a block and on layers in it, one of which is called twice."""
+    """Its hooks append to one list, on a block and on its layers, one of which is called twice."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: None)
@@ -300,7 +300,7 @@ def test_hooks_observe_calls_in_their_order() -> None:
 
 
 class ObservesFirst(Model):
-    """Its first hook looks at what the second one changes."""
+    """Its first hook reads an input that its second hook replaces."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: None, lambda block: torch.zeros(()))
@@ -310,7 +310,7 @@ class ObservesFirst(Model):
 
 
 class Storing(Model):
-    """Its hook keeps a value and returns one."""
+    """Its hook both keeps a value and returns a value."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: None, lambda block: torch.zeros(()))
@@ -324,7 +324,7 @@ class Storing(Model):
 
 
 class Backward(Model):
-    """Its hook takes note of a gradient."""
+    """Its hook records a gradient."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: None, lambda block: torch.zeros(()))

@@ -1,4 +1,4 @@
-"""What went another way than straight on is in the Trainer's loggers."""
+"""Repeated calls, replays and rollbacks are reported to the Trainer's loggers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.parity.models import digits, loader
 from tests.parity.test_rollback import Fit, Killing, make_digits
 
 COORDINATOR = "peer-1"
-"""Of the runs here, whose first peer trains only."""
+"""Settings of these runs, in which the first peer trains only."""
 
 
 def trained(plan: FaultPlan) -> Lines:
@@ -30,7 +30,7 @@ def test_a_takeover_and_what_is_replayed() -> None:
 
 
 def test_a_run_that_went_back() -> None:
-    """Once, though the Trainer's function runs twice."""
+    """The rollback is logged once, though the Trainer's function runs twice."""
     lines = Lines()
     killing = Killing([5], [[1]])
     Fit(killing, logger=lines)

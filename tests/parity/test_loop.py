@@ -1,4 +1,4 @@
-"""Lightning's loop around a swarm: counters, schedules, checkpoints, and what is refused."""
+"""Lightning's loop around a swarm: counters, schedules, checkpoints, and refused arguments."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_new_version_is_there_when_a_batch_ends() -> None:
 
 
 class AsksAhead(DigitsMLP):
-    """Its hooks ask whether the batch in hand ends a step, as Lightning's own loop does afterwards."""
+    """Its hooks ask whether the current batch ends a step, as Lightning's own loop does afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_batch_above_the_target_is_a_step() -> None:
     reference = run_plain_loop(DigitsMLP, loader(digits()), **options)
     swarm = run_swarm(DigitsMLP, loader(digits()), **options)
     assert_exact(swarm, reference)
-    # The last batch of an epoch has 4 samples: it waits for the first of the next.
+    # The last batch of an epoch has 4 samples, so it waits for the first batch of the next epoch.
     assert [record.closing.num_samples for record in swarm.records] == [*6 * [8], 12, *5 * [8], 4]
 
 
@@ -162,7 +162,7 @@ def test_samples_weigh_equally_with_a_target() -> None:
 
 
 class Endless(IterableDataset[Any]):
-    """Has no length: the Trainer learns that an epoch is over when it is."""
+    """Has no length, so the Trainer finds the end of an epoch only by reaching it."""
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -223,7 +223,7 @@ class OnPlateau(DigitsMLP):
 
 
 def test_a_schedule_by_what_validation_found() -> None:
-    # Validation falls into the middle of accumulation windows.
+    # Validation comes in the middle of accumulation windows.
     options = {"max_epochs": 4, "accumulate_grad_batches": 3, "val_check_interval": 2}
     plain = run_plain(OnPlateau, loader(digits()), loader(digits(), 20), **options)
     swarm = run_swarm(OnPlateau, loader(digits()), loader(digits(), 20), **options)
@@ -279,7 +279,7 @@ def saving(folder: Path, **options: Any) -> list[L.Callback]:
 
 
 def assert_close(ours: Any, theirs: Any, where: str = "checkpoint") -> None:
-    """Equal trees; floats and tensors but for rounding."""
+    """Compare two trees: floats and tensors up to rounding, all else exactly."""
     assert type(ours) is type(theirs), where
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs), where
@@ -316,7 +316,8 @@ def test_checkpoints_are_those_of_the_plain_trainer(
         theirs = torch.load(tmp_path / "plain" / file, weights_only=False)
         ours = torch.load(tmp_path / "swarm" / file, weights_only=False)
         for checkpoint in (ours, theirs):
-            checkpoint["callbacks"] = list(checkpoint["callbacks"])  # what is in them are paths
+            # The callbacks' states contain paths, so compare their names only.
+            checkpoint["callbacks"] = list(checkpoint["callbacks"])
         assert theirs["optimizer_states"][0]["state"], "nothing to compare"
         assert_close(ours, theirs)
 
@@ -337,7 +338,8 @@ def test_a_plain_trainer_goes_on_where_a_swarm_stopped(tmp_path: Path) -> None:
     options: dict[str, Any] = {"enable_checkpointing": True}
 
     def double() -> L.LightningModule:
-        return scheduled().double()  # before weights are restored: the Trainer would convert them only afterwards
+        # Convert before weights are restored, because the Trainer would convert only afterwards.
+        return scheduled().double()
 
     plain = run_plain(double, loader(digits()), max_epochs=3)
     run_swarm(
@@ -348,7 +350,7 @@ def test_a_plain_trainer_goes_on_where_a_swarm_stopped(tmp_path: Path) -> None:
         num_servers=3,
         **options,
     )
-    # It wants the callback back whose state the file holds.
+    # The file holds this callback's state, so loading requires the callback.
     options["callbacks"] = saving(tmp_path, every_n_epochs=1)
     rest = run_plain(double, loader(digits()), max_epochs=3, ckpt_path=tmp_path / "step=14.ckpt", **options)
     assert rest.global_steps == plain.global_steps[14:]
@@ -382,7 +384,7 @@ def test_saving_after_the_end_is_saving_what_was_trained(tmp_path: Path) -> None
 
 
 def test_loading_after_the_end_is_loading_into_the_trainer(tmp_path: Path) -> None:
-    """As cluster environments do, which restore a Trainer that is done. No server is there any more to be told."""
+    """Cluster environments restore a Trainer that is done, when no server is left to be notified."""
     found = []
     for run in (run_plain, run_swarm):
         trainer = run(scheduled, loader(digits()), max_steps=STEPS).trainer
@@ -399,7 +401,7 @@ def test_loading_after_the_end_is_loading_into_the_trainer(tmp_path: Path) -> No
 
 
 def test_a_loop_has_its_own_methods_after_a_fit() -> None:
-    """And the module trains on with a plain Trainer."""
+    """The module also trains on with a plain Trainer."""
     run = run_swarm(DigitsMLP, loader(digits()), max_steps=3)
     assert run.trainer is not None
     epoch_loop = run.trainer.fit_loop.epoch_loop
@@ -445,7 +447,7 @@ def test_what_has_no_parameters_validates_and_predicts(options: dict[str, Any]) 
 
 
 def test_a_checkpoint_that_is_not_there_is_lightnings_error(tmp_path: Path) -> None:
-    """Scripts that begin anew in that case catch this."""
+    """Scripts that begin anew in that case catch this error."""
     options: dict[str, Any] = {"max_steps": 1, "ckpt_path": str(tmp_path / "nowhere.ckpt")}
     for run in (run_plain, run_swarm):
         with pytest.raises(FileNotFoundError):
@@ -454,7 +456,7 @@ def test_a_checkpoint_that_is_not_there_is_lightnings_error(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("hook", ["optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad"])
 def test_a_hook_that_is_wrapped_in_its_object_is_refused(hook: str) -> None:
-    """Nobody would call it."""
+    """The swarm's loop would never call it."""
 
     def make() -> DigitsMLP:
         module = DigitsMLP()
@@ -475,7 +477,7 @@ def test_saving_after_the_end_is_refused_when_nothing_was_gathered(tmp_path: Pat
 
 
 class BreaksOff(L.Callback):
-    """Stops a run by an exception, and keeps what the module was then."""
+    """Stops a run by an exception, and keeps the module."""
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
@@ -541,9 +543,9 @@ class NoChain(DigitsMLP):
 
 
 Case = tuple[Callable[[], L.LightningModule], dict[str, Any], dict[str, Any], str]
-"""A module, arguments of the Trainer and of the strategy, and what the error says: rule, value, remedy."""
+"""A module, arguments of the Trainer and of the strategy, and the error with its rule, value and remedy."""
 
-# Seen in the Trainer and the module's class, before the first peer is there.
+# These errors are found by the Trainer's arguments and the module's class, before the first peer starts.
 AT_ONCE: dict[str, Case] = {
     "manual optimization": (
         Manual,
@@ -569,7 +571,7 @@ AT_ONCE: dict[str, Case] = {
     ),
     "nobody serves": (DigitsMLP, {"devices": 1}, {"role": "trainer"}, r"`role='trainer'`.*at least 2, got 1.*Raise"),
 }
-# Seen when the model and its optimizer are there.
+# These errors need the module and its optimizer.
 AT_SETUP: dict[str, Case] = {
     "too few blocks": (DigitsMLP, {}, {"num_stages": 9}, r"`num_stages` must be 1..8.*got 9.*Lower it"),
     "two optimizers": (TwoOptimizers, {}, {}, r"must return one optimizer, got several.*parameter groups"),

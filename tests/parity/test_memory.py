@@ -1,4 +1,4 @@
-"""Little memory makes a swarm slower, never different: what was dropped is computed again, with the same draws."""
+"""Little memory makes a swarm slower but no different: dropped tensors are recomputed with the same random draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parity.models import DigitsMLP, Net, Recipe, TinyGPTWithLosses, Trees
 
 STEPS = 9
 MIDDLING_BYTES = 3_000
-"""Holds some of the inputs and graphs that a server has under way, but not all."""
+"""Some of a server's pending inputs and graphs fit, but not all."""
 
 DATA: dict[Callable[..., Net], Callable[[], TensorDataset]] = {
     DigitsMLP: digits,

@@ -1,4 +1,4 @@
-"""A model that is built on torch's meta device trains as if one machine had held it, and no peer ever does."""
+"""A model built on torch's meta device trains as on one machine, though no peer ever holds all of it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists a
 
 STEPS = 9
 DRAWS: list[float] = []
-"""What is drawn right after a model was built."""
+"""Random numbers drawn immediately after a model was built, which show the generator's state."""
 
 
 class Block(nn.Module):
-    """Parameters that are drawn, drawn again, tied together, computed and copied; and buffers of all kinds."""
+    """Has drawn, redrawn, tied, computed and copied parameters, and buffers of all kinds."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Net(L.LightningModule):
-    """Blocks between layers that the trainers compute, built in `configure_model`."""
+    """Has blocks between layers that the trainers compute, all built in `configure_model`."""
 
     def __init__(self, on_meta: bool, num_blocks: int = 4, width: int = 12) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def real_names(module: nn.Module) -> set[str]:
 
 
 def assert_held_in_stages(swarm: SwarmRun, *, num_stages: int) -> None:
-    """Each copy of the model has the parameters of its stages, and those around the blocks."""
+    """Check that each peer's model has only its stages' parameters and those around the blocks."""
     strategy = swarm.strategy
     names = {name for name, _ in swarm.module.named_parameters()}
     around = {name for name in names if not name.startswith("net.")}
@@ -144,7 +144,7 @@ def saving(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.thorough
 def test_a_file_holds_all_of_it_and_goes_on_elsewhere(tmp_path: Path) -> None:
-    """Whole weights come together in a file only; here, where there is room for it."""
+    """All weights are together in a checkpoint only, whose machine must have room for them."""
     plain = run_plain(in_memory, loader(digits()), max_epochs=3)
     first = run_swarm(on_meta, loader(digits()), max_epochs=1, pipeline="net", **saving(tmp_path))
     file = tmp_path / "007.ckpt"
@@ -224,7 +224,7 @@ def test_init_module() -> None:
 
 
 class Outside(Net):
-    """Built where nobody writes down what is done."""
+    """Built outside of `configure_model`, where no operation is recorded."""
 
     def __init__(self) -> None:
         super().__init__(on_meta=True)

@@ -1,4 +1,4 @@
-"""What hooks set on modules of blocks reaches the servers: modes and plain attributes, as on one machine."""
+"""Modes and plain attributes that hooks set on modules of blocks reach the servers, as on one machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scaled(nn.Module):
 
     @property
     def skips(self) -> bool:
-        """Whether the block does nothing."""
+        """Return whether the block does nothing."""
         return self._skips
 
     @skips.setter
@@ -91,7 +91,7 @@ class Frozen(Net):
 
 
 class HalfFrozen(Frozen):
-    """A stage has a norm in eval mode and one in train mode, whose momentum changes."""
+    """One stage has a norm in eval mode and one in train mode, whose momentum changes."""
 
     def __init__(self, size: int | None = None) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class HalfFrozen(Frozen):
 
 
 class Annealed(Frozen):
-    """Changes attributes wherever a module can, back to their first values too."""
+    """Changes attributes in every hook where a module can, also back to their first values."""
 
     @override
     def setup(self, stage: str) -> None:
@@ -169,7 +169,7 @@ def test_a_norm_in_eval_mode_beside_one_that_sees(num_servers: int) -> None:
 
 
 def test_a_death_changes_nothing() -> None:
-    """What is computed again is computed with the attributes of then, whatever they are by now."""
+    """Recomputation uses the attributes of the first computation, even if they have changed since."""
     plan = FaultPlan().kill("peer-3", at=Phase.BACKWARD_DONE, step=2)
     plain = run_plain(Annealed, loader(digits()), **OPTIONS)
     run = run_swarm(Annealed, loader(digits()), num_servers=4, num_gone=1, faults=plan, latency_s=0.001, **OPTIONS)

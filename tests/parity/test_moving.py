@@ -1,4 +1,4 @@
-"""Servers move to where they are needed, by records, and change nothing of the curve but how fast it comes."""
+"""Servers move, by records, to stages that need them; the curve keeps its values and comes sooner."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BATCH = 104
 MICROBATCH_S = 0.1
 INTERVAL_S = 0.5
 SPEEDS = (8, 3, 1, 10, 2, 1, 1)
-"""Of the peers; their stages in the beginning are 2, 1, 0, 2, 1, 0, 2: rates of 2, 5 and 19."""
+"""Speeds of the peers. Their initial stages are 2, 1, 0, 2, 1, 0, 2, with rates of 2, 5 and 19."""
 
 BEST = 8.0
-"""The slowest stage's rate where that is as high as can be: 10, 8, and the others together."""
+"""The highest possible rate of the slowest stage; the stages then have 10, 8, and the sum of the other peers."""
 
 
 class Timeline(L.Callback):
-    """When each batch was done, on the swarm's clock, and who was where then."""
+    """Records when each batch was done on the swarm's clock, and each stage's members at that time."""
 
     def __init__(self) -> None:
         self.at_s: list[float] = []
@@ -46,11 +46,11 @@ class Timeline(L.Callback):
         self.rosters.append([{int(one.peer_id.partition("-")[2]) for one in roster} for roster in run.rosters])
 
     def rate(self, begin: int) -> float:
-        """Samples/s of the batches from here on, in the unit of `SPEEDS`."""
+        """Return the samples/s of all batches from `begin` on, in the unit of `SPEEDS`."""
         return self.rate_between(begin, len(self.at_s) - 1)
 
     def rate_between(self, begin: int, end: int) -> float:
-        """Likewise, of some."""
+        """Return the samples/s between two batches."""
         return (end - begin) * BATCH / (self.at_s[end] - self.at_s[begin]) * MICROBATCH_S
 
 
@@ -59,7 +59,7 @@ def net() -> Net:
 
 
 def data() -> DataLoader[Any]:
-    """One batch an epoch: large, for who is slow gets few microbatches of it, and these round its share."""
+    """One large batch an epoch: a slow peer gets few microbatches of it, and rounding distorts its share."""
     images, labels = load_digits(return_X_y=True)
     return loader(TensorDataset(torch.tensor(images[:BATCH] / 16), torch.tensor(labels[:BATCH])), BATCH)
 
@@ -120,9 +120,9 @@ def test_nobody_moves_if_nobody_shall() -> None:
 
 STEPS = 8
 FEW = (4, 1, 3.5, 1, 4)
-"""Two hold stage 0, the slow ones; of the others one moves there."""
+"""The two slow servers hold stage 0; one of the other servers moves there."""
 MOVER = "peer-4"
-"""With it the two stages come nearest to each other."""
+"""The server whose move makes the two stages' rates most nearly equal."""
 
 
 def few(*callbacks: L.Callback, **options: Any) -> SwarmRun:
@@ -151,7 +151,7 @@ def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", [Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.FOLLOW_DONE])
 def test_a_mover_arrives_though_its_donor_dies(phase: Phase) -> None:
-    plan, timeline = FaultPlan().kill(None, at=phase, of=MOVER), Timeline()  # whoever answers it
+    plan, timeline = FaultPlan().kill(None, at=phase, of=MOVER), Timeline()  # the donor, whichever server that is
     run = few(timeline, faults=plan, num_gone=1)
     plan.check()
     assert_exact(run, plain(STEPS))
@@ -159,7 +159,7 @@ def test_a_mover_arrives_though_its_donor_dies(phase: Phase) -> None:
 
 
 def begun_alone(*callbacks: L.Callback, num_joiners: int, **options: Any) -> SwarmRun:
-    """One server holds all stages as the run begins; the others join while it trains."""
+    """Train with one server that holds all stages as the run begins; more servers join later."""
     joining = Joining(at=2, count=num_joiners)
     settings = {"speeds": [4.0] * (1 + num_joiners), "num_servers": 1, "microbatch_size": 4, **options}
     return swarm(STEPS, joining, *callbacks, num_joiners=num_joiners, **settings)
@@ -187,7 +187,7 @@ def test_nothing_is_given_up_where_nobody_moves() -> None:
 
 
 SHED = 4
-"""By this step's record the first server gives up stage 0, which two others have then."""
+"""This step's record has the first server give up stage 0, which two others hold by then."""
 
 
 @pytest.mark.thorough
@@ -206,12 +206,12 @@ def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: i
 @pytest.mark.parametrize(
     ("phase", "after"),
     [
-        (Phase.DECIDE, [{2, 4}, {3}]),  # its successor's record lets it go from both
-        (Phase.APPLY, [{2, 4}, {1, 3}]),  # its own, which its successor finishes
+        (Phase.DECIDE, [{2, 4}, {3}]),  # its successor's record releases it from both
+        (Phase.APPLY, [{2, 4}, {1, 3}]),  # its own record, which its successor finishes
     ],
 )
 def test_a_stage_is_given_up_or_not_though_the_coordinator_dies(phase: Phase, after: list[set[int]]) -> None:
-    """It is who gives it up. Dead it has none in the end, and those who came hold one each."""
+    """The coordinator itself gives the stage up. Dead, it holds none at the end, and the joiners hold one each."""
     plan, timeline = FaultPlan().kill("peer-1", at=phase, step=SHED), Timeline()
     run = begun_alone(timeline, num_joiners=3, num_stages=2, role="trainer", faults=plan, num_gone=1)
     plan.check()
@@ -222,7 +222,7 @@ def test_a_stage_is_given_up_or_not_though_the_coordinator_dies(phase: Phase, af
 
 
 def led(*callbacks: L.Callback, **options: Any) -> SwarmRun:
-    """It helps most that peer-1 moves, which coordinates: from 2 and 10 to 1."""
+    """The most useful move is that of peer-1, the coordinator: from 2 and 10 to 1."""
     settings = {"speeds": (1, 2, 1, 10), "num_servers": 3, "num_stages": 2, "microbatch_size": 4, "role": "trainer"}
     return swarm(STEPS, *callbacks, **{**settings, **options})
 

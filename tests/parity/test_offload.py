@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists a
 
 @pytest.fixture
 def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the parameters are on another device than the copies that are stepped."""
+    """Simulate a GPU, where the parameters are on another device than the copies that are stepped."""
 
     def make(*args: Any, **options: Any) -> StageOptimizer:
         return StageOptimizer(*args, **{**options, "offload": True})
@@ -64,7 +64,7 @@ def test_what_stands_around_the_pipeline_is_the_same() -> None:
 
 
 class Unfreezes(L.Callback):
-    """The first layer trains from the fourth step on."""
+    """Trains the first layer from the fourth step on."""
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

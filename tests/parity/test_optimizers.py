@@ -1,4 +1,4 @@
-"""Each optimizer of torch and of pytorch_optimizer: the plain Trainer's steps, or refused before the first one."""
+"""Each optimizer of torch and of pytorch_optimizer steps as in the plain Trainer, or is refused before it steps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from tests.parity.trainers import default_dtype
 STEPS = 7
 JOINS_AT = 2
 ROUNDS_OTHERWISE = 100.0
-"""An optimizer that magnifies rounding may differ by so many times as much as two plain trainings that round unlike."""
+"""Largest error, in multiples of the difference between two plain runs that round differently, of unstable optimizers.
+"""
 MATRICES = ("torch.Muon", "spectralsphere")
-"""These take matrices only."""
+"""These optimizers take matrices only."""
 HYBRID = ("adago", "adamuon", "muon", "muonclip", "normuon")
-"""These take matrices and other parameters in groups apart."""
+"""These optimizers take matrices and other parameters in separate groups."""
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "ranger21": {"num_iterations": STEPS},
     "fadam": {"momentum_dtype": torch.float64, "fim_dtype": torch.float64},
@@ -47,13 +48,13 @@ OTHERWISE = {
     "sophiah": "second derivatives",
     "torch.SparseAdam": "sparse gradients",
 }
-"""What optimizers ask for that a closure and a gradient do not give: the plain loop of this test does not step them."""
+"""Errors of optimizers that need more than a closure and a gradient; this test's plain loop cannot step them."""
 
 Make = Callable[[nn.Module], Optimizer]
 
 
 def optimizers() -> Iterator[tuple[str, Make]]:
-    """All of both libraries, and some that are wrapped or look at all parameters by an argument."""
+    """Yield all optimizers of both libraries, and some that are wrapped or use all parameters."""
     for name in torch.optim.__all__:
         kind = getattr(torch.optim, name, None)
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
@@ -111,7 +112,7 @@ def distance(one: Run, other: Run) -> float:
 
 
 def verdict(name: str, swarm: dict[str, Any]) -> str:
-    """Say that a swarm's weights are the plain Trainer's, or why the optimizer is refused."""
+    """Check that a swarm's weights equal the plain Trainer's, or return the reason why the optimizer is refused."""
     joining = Joining(at=JOINS_AT)
     try:
         run = run_swarm(
@@ -120,7 +121,8 @@ def verdict(name: str, swarm: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     assert joining.joiners
-    # A trainer of an uncut model has the precision's default dtype all the time, and what optimizers make has it, too.
+    # An uncut model's trainer has the precision's default dtype throughout, and so has state that its optimizer
+    # creates.
     with default_dtype(torch.float64) if swarm is UNCUT else nullcontext():
         plain = run_plain(lambda: Digits(name), loader(digits()), max_steps=STEPS)
     found = distance(run, plain)
@@ -167,7 +169,7 @@ def test_it_steps_as_in_one_process_or_is_refused(name: str) -> None:
 
 
 def documented() -> dict[str, Sequence[str]]:
-    """The table of docs/optimizers.md."""
+    """Return the table of docs/optimizers.md."""
     text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     return {name.strip("`"): tuple(found) for name, *found in rows}

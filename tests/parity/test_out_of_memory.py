@@ -1,4 +1,4 @@
-"""Servers that run out of memory: every microbatch counts once, whoever computes it, and the curve stays the same."""
+"""Servers that run out of memory: each microbatch counts once on any server, and the curve stays the same."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.small_memory import SmallMemory, check_ran_out, limit_memory
 
 STEPS = 4
 NO_GRAPH = 700
-"""Bytes: too few for the graph of one microbatch of stage 0 (704) or stage 1 (720)."""
+"""In bytes: too few for the graph of one microbatch of stage 0 (704) or stage 1 (720)."""
 ONE_GRAPH = 800
 TWO_GRAPHS = 1_500
 FEW_FAIL, MANY_FAIL = 0.25, 0.4
 
 
 def train(*memories: SmallMemory, **options: Any) -> SwarmRun:
-    """Train on servers of these memories, all of which run out, to what the plain Trainer comes to."""
+    """Train on servers with these memories, all of which run out; compare with the plain Trainer."""
     plain = run_plain(DigitsMLP, loader(digits()), max_steps=STEPS)
     swarm = run_small(*memories, **options)
     assert_exact(swarm, plain)
@@ -48,7 +48,7 @@ def run_small(*memories: SmallMemory, **options: Any) -> SwarmRun:
 
 
 def refused(swarm: SwarmRun) -> int:
-    """How often a server had no memory for one microbatch."""
+    """Count how often a server had no memory for one microbatch."""
     return sum(server.events.counts["out_of_memory"] for server in swarm.strategy.servers)
 
 
@@ -89,7 +89,7 @@ def test_what_fits_nowhere_ends_with_the_rule_the_value_and_the_remedy(num_serve
 @pytest.mark.thorough
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_computations_that_fail_at_random_half_way(everywhere: bool) -> None:
-    """Most find memory in the second attempt; others are sent to another server, or once more alone."""
+    """Most calls find memory in the second attempt; the rest go to another server, or run once more alone."""
     fails = FEW_FAIL if everywhere else MANY_FAIL
     names = [f"peer-{i}" for i in range(4)] if everywhere else ["peer-0", "peer-1"]
     memories = [SmallMemory(name, fails=fails, seed=number) for number, name in enumerate(names)]
@@ -107,7 +107,7 @@ def test_late_steps() -> None:
 
 
 LONG: dict[str, Any] = {"rebalancing": "gain", "latency_s": 0.01, "microbatch_s": [1.0], "max_steps": 14}
-"""Virtual time passes, in which servers look whether they can stay."""
+"""Let virtual time pass, so that servers check whether they can stay."""
 
 
 def test_a_server_without_memory_for_its_stage_moves_to_another_one() -> None:
@@ -131,7 +131,7 @@ def test_a_server_without_memory_for_any_stage_leaves_and_says_why() -> None:
 
 
 def failing_once(honest: Callable[..., Any], at: int) -> tuple[Callable[..., Any], list[int]]:
-    """A method that finds no memory, half-way, in one of its calls; and the calls so far."""
+    """Return a method that runs out of memory half-way in one of its calls, and the list of its calls."""
     calls: list[int] = []
 
     def fail(*args: Any, **options: Any) -> Any:

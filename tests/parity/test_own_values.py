@@ -1,4 +1,4 @@
-"""What code of several trainers reads and sets: the run's counters and metrics, and values that each has for itself."""
+"""Values that several trainers' code reads and sets: the run's counters and metrics, and each trainer's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity.trainers import numbered, train
 
 
 class Counting(DigitsMLP):
-    """Its loss depends on what is counted, or on what the lead's validation logged."""
+    """Its loss depends on a counter, or on a value that the lead's validation logged."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Noise:
 
 
 class OnValidation(L.Callback):
-    """Of the user's: what it does where validation ends."""
+    """A user's callback that acts at the end of validation."""
 
     def __init__(self, act: Callable[[L.Trainer, Any], None]) -> None:
         self.act = act
@@ -106,7 +106,7 @@ def lower_weight(trainer: L.Trainer, module: Any) -> None:
 
 
 def nothing(trainer: L.Trainer, module: Any) -> None:
-    """For a run in which validation changes nothing."""
+    """Do nothing, for a run in which validation changes no weight."""
 
 
 class Validated(Watching):

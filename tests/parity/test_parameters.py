@@ -1,4 +1,4 @@
-"""Which parameters are trained, counted and saved: those that one machine would train, count and save."""
+"""The swarm trains, counts and saves the same parameters as one machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Digits(Net):
 
 
 class WithoutBiases(Digits):
-    """Its optimizer was not given all parameters."""
+    """Its optimizer has no biases."""
 
     @override
     def configure_optimizers(self) -> Any:
@@ -88,7 +88,7 @@ class Magnitude(nn.Module):
 
 
 class Spectrum(Digits):
-    """Complex numbers cross the boundary, and their gradients come back."""
+    """Complex numbers cross the stage boundary, and so do their gradients."""
 
     @override
     def build(self) -> nn.Sequential:
@@ -102,7 +102,7 @@ def test_complex_activations_between_stages() -> None:
 
 
 class Doubling(nn.Module):
-    """Works in place on an extra."""
+    """Changes an extra in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_what_would_be_lost_without_a_word_is_refused(module: type[Digits], mess
 
 
 class LooksInside(Digits):
-    """Asks one of its blocks, past the pipeline."""
+    """Calls one of its blocks directly, not through the pipeline."""
 
     @override
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -177,7 +177,7 @@ def test_a_block_with_old_weights_is_not_asked() -> None:
         trainer = L.Trainer(**{**QUIET, "devices": 2, "max_epochs": 1}, strategy=InMemoryStrategy(num_stages=2))
         with pytest.raises(ConfigError, match=r"by themselves.*got a call of Linear.*Call the pipelined module"):
             trainer.fit(module, loader(digits()), loader(digits()))
-    module.net[0](torch.zeros(1, 64, dtype=torch.float64))  # the run is over
+    module.net[0](torch.zeros(1, 64, dtype=torch.float64))  # allowed after the run
 
 
 def test_a_broken_run_is_torn_down_whatever_can_be_gathered(

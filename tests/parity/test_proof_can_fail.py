@@ -1,4 +1,4 @@
-"""Bugs that were planted on purpose are seen by the comparison in float64, so that passing it means something."""
+"""The comparison in float64 detects bugs that are planted on purpose, so it is a proof if it passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.parity.models import DigitsMLP, digits, loader
 MAX_NORM = 1.0
 OPTIONS: dict[str, Any] = {"max_steps": 20, "gradient_clip_val": MAX_NORM}
 STEP = 5
-"""In which the bug strikes: one microbatch of one step is enough."""
+"""The step with the bug: one microbatch of one step is enough."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def train() -> SwarmRun:
 
 
 def assert_seen(swarm: SwarmRun, plain: Run) -> None:
-    """The comparison fails, and not by a hair."""
+    """Check that the comparison fails by far more than rounding."""
     with pytest.raises(AssertionError, match=r"batch \d+: loss"):
         assert_exact(swarm, plain)
     assert deviation(swarm, plain)[0] > 1e3 * LOSS_TOLERANCE
@@ -55,7 +55,7 @@ def test_without_a_bug_nothing_is_seen(plain: Run) -> None:
 
 @pytest.mark.parametrize("num_servers", [1, 4])
 def test_the_trainers_own_copy_of_the_weights_is_poisoned(num_servers: int) -> None:
-    """So a swarm that computes with it in one process, where two would differ, does not pass."""
+    """In one process the trainer's copy could serve as the weights by mistake, so it is poisoned."""
     poisoned: list[bool] = []
 
     class Looking(DigitsMLP):
@@ -74,7 +74,7 @@ def test_the_trainers_own_copy_of_the_weights_is_poisoned(num_servers: int) -> N
 
 @pytest.fixture
 def double_count(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
-    """A backward whose answer came is sent to the stage's other replica too, as a careless retry would."""
+    """Send a completed backward to the stage's other replica as well, as a careless retry would."""
     planted: list[CallKey] = []
     backward = MicrobatchRun.backward
 
@@ -113,7 +113,7 @@ def test_a_double_count_is_seen(plain: Run, double_count: list[CallKey], disarme
 
 @pytest.fixture
 def lost_microbatch(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
-    """One gradient is acknowledged but never added."""
+    """Acknowledge one gradient without adding it."""
     planted: list[CallKey] = []
     add = GradientSums.add
 
@@ -143,7 +143,7 @@ def test_a_lost_microbatch_is_seen(plain: Run, lost_microbatch: list[CallKey], d
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[ReplayPlan]:
-    """What closings had to do."""
+    """Collect the replay plans of closings that found something to repair."""
     found: list[ReplayPlan] = []
 
     def plan(*arguments: Any, **settings: Any) -> ReplayPlan:
@@ -158,7 +158,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[ReplayPlan]:
 
 @pytest.fixture
 def disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The closing would mend it."""
+    """Disable the closing's repair, which would hide the bug."""
     monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: ReplayPlan((), (), {}, ()))
 
 

@@ -1,4 +1,4 @@
-"""The same proof for ``import pytorch_lightning``, in the process that runs it for `lightning.pytorch`."""
+"""The comparison for ``import pytorch_lightning``, in the process that runs it for `lightning.pytorch`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_curve_validation_and_checkpoints_equal_the_plain_trainers(tmp_path: Pat
         ours, theirs = (run.trainer.callback_metrics[name].item() for run in (swarm, plain))
         assert ours == pytest.approx(theirs, rel=1e-11)
 
-    # Either one's file goes on in the other. Lightning loads weights before it applies the precision.
+    # Each resumes from the other's file. Lightning loads weights before it applies the precision.
     for run, name in ((run_plain, "swarm"), (run_swarm, "plain")):
         path = tmp_path / name / "epoch=0.ckpt"
         options = saving(f"from {name}")
@@ -80,7 +80,7 @@ def test_curve_validation_and_checkpoints_equal_the_plain_trainers(tmp_path: Pat
 
 
 class Tuning(pl.LightningModule):
-    """Tunes a model that is handed in."""
+    """Tunes a model that it takes as an argument."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Tuning(pl.LightningModule):
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # caused by peft
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 def test_an_adapter_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama").save_pretrained(tmp_path / "base")

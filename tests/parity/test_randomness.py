@@ -1,4 +1,4 @@
-"""Who computes what changes no draw, and the user's own generators are left alone."""
+"""Random draws do not depend on the arrangement of peers, and the user's own generators keep their state."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_seed_of_the_script_decides_the_draws() -> None:
 @pytest.mark.thorough
 def test_the_seed_of_the_network_replays_a_run() -> None:
     def routes(run: SwarmRun) -> list[list[dict[PeerId, set[Receipt]]]]:
-        """For each step and stage, which replica held which microbatch."""
+        """Return, for each step and stage, the replica of each microbatch."""
         return [run.held.by_stage(record) for record in run.records]
 
     first, again, other = (
@@ -66,7 +66,7 @@ class _Reseed(L.Callback):
 
 
 class Noisy(DigitsMLP):
-    """Draws in `training_step`, from all the generators there are; builds its layers late."""
+    """Draws in `training_step` from all generators that exist; builds its layers late."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints both ways: one curve, whoever goes on with whose file; and evaluation through a swarm."""
+"""Swarm and plain Trainer resume from each other's checkpoints with the same curve; a swarm evaluates too."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, Trees, digits, 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 EPOCH = 7
-"""Batches of an epoch. Somebody else goes on where one ends: an ordinary DataLoader cannot resume in its middle."""
+"""Batches of an epoch. Resuming starts at an epoch's end, because an ordinary DataLoader cannot resume in its middle.
+"""
 
 
 def make_digits() -> Net:
-    return DigitsMLP(Recipe(schedule="onecycle")).double()  # before weights are restored, as its file holds float64
+    # Convert before weights are restored, as its file holds float64.
+    return DigitsMLP(Recipe(schedule="onecycle")).double()
 
 
 def make_trees() -> Net:
@@ -53,7 +55,7 @@ def make_gpt() -> NanoGPT:
 
 
 def go(run: Any, make: Any, data: Any, folder: Path, num_epochs: int, **options: Any) -> Run:
-    """Train until epoch `num_epochs`, from the newest file in `folder` if there is one, and leave a file there."""
+    """Train until epoch `num_epochs`, from the newest file in `folder` if there is one, and save a file there."""
     files = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem))
     done: Run = run(
         make,
@@ -95,7 +97,7 @@ def test_one_curve_through_swarm_plain_swarm(
 
 
 class Matrices(L.LightningModule):
-    """A model that every optimizer takes, by one of them."""
+    """A model with matrices only, which every optimizer accepts."""
 
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class Matrices(L.LightningModule):
 
 
 def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """It saves its state in another form than it has it in."""
+    """Return an optimizer that saves its state in another form than it keeps it."""
     from bitsandbytes.optim import Adam8bit
 
     return Adam8bit(parameters, lr=lr, min_8bit_size=1)
@@ -140,9 +142,10 @@ def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
 )
 @pytest.mark.parametrize("first", [run_plain, run_swarm])
 def test_every_optimizer_goes_on_as_the_plain_trainers(first: Any, optimizer: Any, tmp_path: Path) -> None:
-    """Some have state before their first step; some keep it in another dtype than their parameters, until they load.
+    """Optimizers keep their state in different ways.
 
-    Some count their steps in the parameter groups.
+    Some have state before their first step. Some keep it in another dtype than their parameters' until they load. Some
+    count their steps in the parameter groups.
     """
 
     def make() -> L.LightningModule:
@@ -157,12 +160,12 @@ def test_every_optimizer_goes_on_as_the_plain_trainers(first: Any, optimizer: An
     assert_exact(swarm, plain)
     files = [torch.load(tmp_path / name / f"{2 * EPOCH:03}.ckpt", weights_only=True) for name in ("plain", "swarm")]
     theirs, ours = (file["optimizer_states"] for file in files)
-    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=WEIGHT_TOLERANCE)  # dtypes, too
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=WEIGHT_TOLERANCE)  # compares dtypes, too
 
 
 @pytest.mark.thorough
 def test_a_resumed_swarm_draws_the_same_masks(tmp_path: Path) -> None:
-    """A draw is named by its step, and steps go on where the file's run stopped."""
+    """A draw is keyed by its step, and steps continue from the file's."""
 
     def make() -> Net:
         return DigitsMLP(Recipe(), dropout=0.2).double()
@@ -189,7 +192,7 @@ def test_a_second_fit_goes_on() -> None:
 
 
 class Evaluated(DigitsMLP):
-    """All that a Trainer can be asked for beside fit."""
+    """Has all steps that a Trainer runs beside `fit`."""
 
     def evaluate(self, batch: list[Tensor], name: str) -> None:
         logits = self.net(batch[0])
@@ -253,7 +256,7 @@ def test_predictions_of_a_loaded_file_are_the_swarms(tmp_path: Path) -> None:
 
 
 class Broken(Exception):
-    """What a user's code raises."""
+    """An error in a user's code."""
 
 
 @pytest.mark.each_value
@@ -261,7 +264,7 @@ class Broken(Exception):
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("batches", [3, 4, EPOCH])
 def test_what_is_logged_after_a_resume_has_the_plain_trainers_steps(tmp_path: Path, window: int, batches: int) -> None:
-    """Also where an epoch or a window was cut off, and the loop's state is the plain Trainer's, too."""
+    """The loop's state also equals the plain Trainer's if an epoch or a window was cut off."""
 
     class Saves(L.Callback):
         @override
@@ -275,7 +278,7 @@ def test_what_is_logged_after_a_resume_has_the_plain_trainers_steps(tmp_path: Pa
     for run in (run_plain, run_swarm):
         lines = Lines()
         run(Trained, loader(digits()), max_epochs=2, logger=lines, ckpt_path=tmp_path / "mid.ckpt", **options)
-        # A swarm logs its own numbers, too.
+        # A swarm logs further values of its own.
         rows = zip(lines.steps, lines.lines, strict=True)
         found.append([step for step, row in rows if "swarm/peers" not in row])
     assert found[1] == found[0]
@@ -303,7 +306,7 @@ def test_an_exception_leaves_the_plain_trainers_progress(tmp_path: Path, window:
 
 
 class _Came(L.Callback):
-    """Has the run count somebody who came by an invitation, as runs of invited peers do, and looks who did before."""
+    """Records the use of an invitation in the run, and keeps the uses that the file had recorded before."""
 
     def __init__(self) -> None:
         self.before: Any = None

@@ -1,4 +1,4 @@
-"""All servers of a stage die: the run goes back to a snapshot, and what it learns is what one machine learns."""
+"""If all servers of a stage die, the run rolls back to a snapshot, and its curve remains that of one machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.parity.test_batch_norm import ResNet
 
 STEPS = 12
 SHORT = Limits(call_timeout=30.0, snapshot_interval=0.001, revive_timeout=5.0, stage_timeout=60.0)
-"""A snapshot at every step at which the one before is through. What cannot go back is not waited for all day."""
+"""A snapshot begins at every step if the one before is complete. Short timeouts end a failed rollback soon."""
 
 
 def make_digits() -> Net:
@@ -40,15 +40,15 @@ class Killing(L.Callback):
     """Kills peers when a batch begins.
 
     Args:
-        at: Before which steps; each once.
-        peers: By their numbers, one after the other.
+        at: Steps before which peers die, each once.
+        peers: Numbers of the peers that die then, per entry of `at`.
     """
 
     def __init__(self, at: Sequence[int], peers: Sequence[Sequence[int]]) -> None:
         self.left = list(zip(at, peers, strict=True))
         self.num_killed = 0
         self.steps: list[int] = []  # `global_step` before each batch
-        self.losses: dict[int, float] = {}  # by step; of what was done twice the second one
+        self.losses: dict[int, float] = {}  # step -> loss; a repeated step overwrites its first loss
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -74,7 +74,7 @@ class Killing(L.Callback):
 
 
 class Fit:
-    """A swarm's."""
+    """A training run in a swarm, with its observations."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Fit:
         return self.strategy.peers[0].events.counts["went_back"]
 
     def went_back_to(self) -> list[int | None]:
-        """Which steps; each once."""
+        """Return the steps to which the run rolled back."""
         events = self.strategy.peers[0].events
         return [event.step for event in events.newest if event.kind == "went_back"]
 
@@ -124,7 +124,7 @@ def plain(make: Callable[[], L.LightningModule] = make_digits, data: Any = None,
 
 
 def stages_of(fit: Fit) -> dict[str, tuple[int, ...]]:
-    """What the servers of the last run held at its end."""
+    """Return the stages of the last run's servers at its end."""
     members = [server for server in fit.strategy.servers if server.membership.is_member]
     generation = max(server.membership.run.manifest.generation for server in members)
     assert generation > 0
@@ -136,7 +136,7 @@ def stages_of(fit: Fit) -> dict[str, tuple[int, ...]]:
 
 
 class KillingLate(Killing):
-    """Kills where a step's batches are through, and its record is waited for."""
+    """Kills peers when a step's batches are through and its record is awaited."""
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -161,7 +161,7 @@ def test_it_dies_while_a_step_closes(at: int) -> None:
 @pytest.mark.first_cells(2)
 @pytest.mark.parametrize("at", [2, 5, 7, 8])
 def test_the_only_server_of_a_stage_dies(at: int) -> None:
-    """Epochs have 7 batches: it goes back in the middle of one, at its end, and beyond."""
+    """With epochs of 7 batches, it rolls back in the middle of an epoch, at its end, and across epochs."""
     killing = Killing([at], [[1]])
     fit = Fit(killing)
     assert killing.num_killed == 1
@@ -174,7 +174,7 @@ def test_the_only_server_of_a_stage_dies(at: int) -> None:
 
 
 class Scaled(nn.Module):
-    """Scales by a buffer that no state dict holds."""
+    """Scales by a buffer that no state dict contains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Scaled(nn.Module):
 
 
 class Annealed(DigitsMLP):
-    """Anneals such buffers, in a block and beside the pipeline, by what they were before."""
+    """Updates such buffers from their previous values, in a block and beside the pipeline."""
 
     def __init__(self) -> None:
         super().__init__(Recipe(optimizer="adamw"))
@@ -215,7 +215,7 @@ def test_buffers_that_no_state_dict_holds_go_back_too(at: int) -> None:
 
 
 class TiedGPT(TinyGPTWithLosses):
-    """Its first stage and its last one share a weight."""
+    """Shares a weight between its first and last stage."""
 
     def __init__(self) -> None:
         super().__init__(Recipe(optimizer="adamw"))
@@ -229,7 +229,7 @@ class TiedGPT(TinyGPTWithLosses):
 def test_what_stages_keep_besides_their_own_weights_goes_back_too(
     make: Callable[[], L.LightningModule], reference: Callable[[], L.LightningModule], data: Callable[[], Any]
 ) -> None:
-    """Running statistics, and weights that another stage holds, too."""
+    """Running statistics, and weights that two stages share."""
     killing = Killing([5], [[1]])
     fit = Fit(killing, make, data=loader(data()))
     assert killing.num_killed == 1
@@ -238,7 +238,7 @@ def test_what_stages_keep_besides_their_own_weights_goes_back_too(
 
 
 def test_the_last_copies_of_two_stages_die() -> None:
-    """Both of the second stage's at once, and one of the first stage's."""
+    """Both servers of the second stage die at once, and one of the first stage's."""
     killing = Killing([6], [[1, 5, 4]])
     fit = Fit(killing, num_stages=3, devices=6)
     assert killing.num_killed == 3
@@ -257,7 +257,7 @@ def test_it_goes_back_again_and_again() -> None:
 
 
 class DiesAtSetup(L.Callback):
-    """Kills a peer where a run that went back is about to begin."""
+    """Kills a peer when a run that rolled back is about to begin."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -300,7 +300,7 @@ def test_a_frozen_server_is_waited_for_and_then_done_without() -> None:
 
 
 class Random(Net):
-    """Draws in its own step, and in the pipeline; logs by epoch, and counts with a metric."""
+    """Draws random numbers in its step and in the pipeline; logs by epoch, and counts with a metric."""
 
     def __init__(self) -> None:
         super().__init__(DigitsMLP(dropout=0.3).net, Recipe(schedule="onecycle"))
@@ -323,7 +323,7 @@ class Random(Net):
 
 
 class Noisy(torch.utils.data.Dataset[list[Tensor]]):
-    """Augments: the same sample is another one each time."""
+    """Augments each sample at random, so that a repeated read differs."""
 
     def __len__(self) -> int:
         return len(digits())
@@ -337,7 +337,7 @@ class Noisy(torch.utils.data.Dataset[list[Tensor]]):
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("at", [3, 7, 10])
 def test_random_numbers_are_drawn_again_and_averages_of_the_epoch_hold_each_batch_once(at: int) -> None:
-    """Against a swarm that nothing happened to: what is drawn in a stage is not what one machine draws."""
+    """The reference is a swarm without failures, because stages draw other random numbers than one machine."""
     fits = []
     for killing in (Killing([], []), Killing([at], [[1]])):
         torch.manual_seed(1)
@@ -357,7 +357,7 @@ def test_random_numbers_are_drawn_again_and_averages_of_the_epoch_hold_each_batc
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_what_loaders_draw_from_generators_of_their_own_is_drawn_again(num_loaders: int) -> None:
-    """In a later epoch than the first, too."""
+    """The failure also comes in a later epoch than the first."""
 
     def data() -> Any:
         generators = [torch.Generator().manual_seed(number) for number in range(num_loaders)]
@@ -381,7 +381,7 @@ def test_what_loaders_draw_from_generators_of_their_own_is_drawn_again(num_loade
 
 
 class Validated(L.Callback):
-    """Notes after which steps it was validated."""
+    """Records the steps after which validation ran."""
 
     def __init__(self) -> None:
         self.found: dict[int, float] = {}
@@ -460,10 +460,10 @@ def test_what_is_on_the_trainer_goes_back_too(role: str) -> None:
 
 
 class Tunable(Net):
-    """Has a learning rate to be found; kills peers in the steps of the finder's trial, which calls no other callback.
+    """Has a learning rate for a finder to set; kills peers in the finder's trial, which calls no other callback.
 
     Args:
-        in_trial: Called at the beginning of each batch of it.
+        in_trial: Called at the beginning of each batch of the trial.
     """
 
     def __init__(self, in_trial: Callable[[L.Trainer], None] = lambda _: None) -> None:
@@ -500,7 +500,7 @@ class Finder(LearningRateFinder):
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("at", "interval_s"), [(9, 0.001), (5, 300.0)])
 def test_a_rate_that_was_found_is_not_looked_for_again(at: int, interval_s: float, tmp_path: Path) -> None:
-    """Nor does the run go back into the trial, whose steps have the numbers of the run's own."""
+    """The run does not roll back into the trial either, whose steps have the same numbers as the run's own."""
     killing, found, expected = Killing([at], [[1]]), Finder(num_training_steps=10), Finder(num_training_steps=10)
     limits = replace(SHORT, snapshot_interval=interval_s)
     fit = Fit(killing, Tunable, callbacks=[found], limits=limits, default_root_dir=tmp_path)
@@ -526,7 +526,7 @@ def test_a_trial_of_rates_cannot_go_back(tmp_path: Path) -> None:
 
 
 class Stateful(torch.utils.data.DataLoader[Any]):
-    """Knows its place, as torchdata's does."""
+    """Has a resumable position, as torchdata's loader does."""
 
     def __init__(self) -> None:
         super().__init__(digits(), batch_size=8)
@@ -581,14 +581,14 @@ def test_who_dies_before_the_first_step_takes_the_run_along() -> None:
 
 
 def test_a_stage_and_its_keeper_die_together() -> None:
-    """The second stage is kept by the third's server, and that by the second's."""
+    """The third stage's server keeps the second stage, and the second's server keeps the third."""
     killing = Killing([6], [[1, 2]])
     _, notes = broken_off(killing, num_stages=4, devices=4)
     assert "there is no snapshot to roll back to" in notes
 
 
 class Halves(L.Callback):
-    """Works on the weights when a checkpoint is made."""
+    """Computes with the weights when a checkpoint is saved."""
 
     @override
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -607,7 +607,7 @@ def test_a_hook_that_works_on_weights_keeps_the_run_from_going_back(caplog: pyte
 def test_a_full_disk_keeps_the_run_from_going_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Exception
 ) -> None:
-    """The error says both; and nothing is left on the disk."""
+    """The error names both causes, and no file is left on the disk."""
     written: list[Path] = []
 
     def save(checkpoint: object, path: Path) -> None:

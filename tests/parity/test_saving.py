@@ -1,4 +1,4 @@
-"""Files that are written while training goes on: in order, as they were, and with every failure said."""
+"""Files written during training: in order, with the values of their step, and with every failure reported."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.parity.models import digits, loader
 
 @pytest.fixture
 def own_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks of tests may run before a file is there."""
+    """Let the tests' own hooks run before a file is complete."""
     monkeypatch.setattr(checkpointing, "OWN_PACKAGES", (*checkpointing.OWN_PACKAGES, "tests"))
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set, Lightning writes no file but the first."""
+    """An event that holds up all of Lightning's files after the first until it is set."""
     goes_on, saved = threading.Event(), TorchCheckpointIO.save_checkpoint
     number = count()
 
@@ -46,7 +46,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.fixture
 def waited_for(held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is set when somebody waits."""
+    """Set `held` as soon as the run waits for a file."""
 
     def wait_for(jobs: list[Future[None]]) -> None:
         if not all(job.done() for job in jobs):
@@ -57,7 +57,7 @@ def waited_for(held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Looks(L.Callback):
-    """At the files in a folder after each step; lets them be written at the last one."""
+    """Lists the files in a folder after each step; releases them at the last step."""
 
     def __init__(self, folder: Path, goes_on: threading.Event, last: int = STEPS) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ class Looks(L.Callback):
 
 @pytest.mark.usefixtures("own_hooks")
 def test_written_meanwhile(tmp_path: Path, held: threading.Event) -> None:
-    """The old file is there until the new one is."""
+    """The old file remains until the new one is complete."""
     looks = Looks(tmp_path, held, last=8)
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)
     run_swarm(Trained, loader(digits()), max_steps=STEPS, enable_checkpointing=True, callbacks=[looks, save])
@@ -86,7 +86,7 @@ def test_written_meanwhile(tmp_path: Path, held: threading.Event) -> None:
 
 @pytest.mark.usefixtures("own_hooks")
 def test_what_is_under_way_stays_as_it_was(tmp_path: Path, waited_for: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes on changing is copied, what the servers sent is not. At the end of training others find the file."""
+    """Values that training changes later are copied, servers' tensors are not. When training ends, the file exists."""
     copied, there = checkpointing._copied, []
 
     def watched(checkpoint: dict[str, Any], own: Any) -> Any:
@@ -121,7 +121,7 @@ def test_what_is_under_way_stays_as_it_was(tmp_path: Path, waited_for: None, mon
 
 @pytest.mark.usefixtures("own_hooks")
 def test_files_under_way_keep_their_names(tmp_path: Path, held: threading.Event, waited_for: None) -> None:
-    """Two that would be called the same get different names, as with the plain Trainer."""
+    """Two files under way with the same name get different names, as with the plain Trainer."""
     found = []
     for name, run in (("plain", run_plain), ("swarm", run_swarm)):
         (held.clear if name == "swarm" else held.set)()
@@ -136,7 +136,7 @@ def test_files_under_way_keep_their_names(tmp_path: Path, held: threading.Event,
 @pytest.mark.usefixtures("own_hooks")
 @pytest.mark.parametrize("at", [3, STEPS], ids=["in mid-run", "the last"])
 def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Ends the run, and the one before it stays."""
+    """The failure ends the run, and the previous file stays."""
     save = TorchCheckpointIO.save_checkpoint
 
     def fails(self: TorchCheckpointIO, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -159,14 +159,14 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start", "on_train_epoch_start"])
 @pytest.mark.parametrize("in_module", [False, True], ids=["callback", "module"])
 def test_what_users_wrote_finds_the_file(tmp_path: Path, hook: str, in_module: bool) -> None:
-    """Whichever hook comes next, although files are written here only when somebody waits."""
+    """The file is there in any hook that comes next, although files here are written only if the run waits for them."""
     found = []
 
     def look(self: object, *_: Any) -> None:
         if save.best_model_path:
             found.append(Path(save.best_model_path).exists())
 
-    look.__module__ = "__main__"  # a user's
+    look.__module__ = "__main__"  # a user's module
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)
     module = type("Module", (Trained,), {hook: look} if in_module else {})
     callback = type("Looks", (L.Callback,), {} if in_module else {hook: look})()
@@ -177,7 +177,7 @@ def test_what_users_wrote_finds_the_file(tmp_path: Path, hook: str, in_module: b
 
 
 class Uploads(Lines):
-    """Reads a file as soon as it is said to be there."""
+    """Reads a file as soon as it is reported as written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_a_link_leads_to_a_file(tmp_path: Path, held: threading.Event) -> None:
 
 
 def test_who_saves_by_hand_finds_the_file(tmp_path: Path, held: threading.Event) -> None:
-    """And what a user brought to write files with is used as it is."""
+    """`save_checkpoint` returns when the file is complete, and a user's own CheckpointIO is called as usual."""
     held.set()
     file, threads = tmp_path / "file.ckpt", []
 

@@ -1,4 +1,4 @@
-"""What trains changes from step to step: where it may, and what goes over the wire."""
+"""The set of trained parameters changes between steps: allowed changes, and the traffic that they cause."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_change_at_the_beginning_of_a_window_counts_from_there_on() -> None:
 @pytest.mark.parametrize("made", [unfreezing, in_phases])
 @pytest.mark.parametrize(("first", "then"), [(run_plain, run_swarm), (run_swarm, run_plain)])
 def test_resuming_after_an_unfreeze(made: Any, first: Any, then: Any, tmp_path: Path) -> None:
-    """What the plain Trainer does with its own file is what all others do."""
+    """Any combination of Trainers equals the plain Trainer with its own file."""
 
     def make() -> Any:
         return Backbone().double() if made is unfreezing else Filtered().double()
@@ -93,7 +93,7 @@ def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPat
 
 
 class Head(NanoGPT):
-    """Only what is on the trainer trains at first; its first stage thaws later, then the embeddings freeze."""
+    """At first only the trainer's layers train; later the first stage thaws, then the embeddings freeze."""
 
     @override
     def setup(self, stage: str) -> None:

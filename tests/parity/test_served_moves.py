@@ -1,4 +1,4 @@
-"""Servers of a served model that come, go and move while texts grow: each token is that of the model on one machine."""
+"""Servers of a served model join, leave and move while texts grow: each token equals that of one machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.served import LIMITS, ServedSwarm, make_model
 NUM_STAGES, NUM_TEXTS, NUM_EVENTS = 4, 8, 20
 SEEDS = range(max(1, int(os.environ.get("SWARM_TIMES", "1"))))
 POLICY = MovePolicy(look_s=5.0)
-DRAIN_S = 2.0  # texts that stay open hold a server that moves for so long
+DRAIN_S = 2.0  # seconds for which open texts hold up a server that moves
 AWAY_S = POLICY.times_away * DRAIN_S
 QUICK = {"moves": POLICY, "limits": replace(LIMITS, drain_timeout=DRAIN_S)}
 
@@ -51,7 +51,10 @@ def texts_of(model: Any) -> list[Text]:
 
 
 class Churn:
-    """Servers of one stage each. Only what moves by itself could leave a stage without any."""
+    """Servers of one stage each, of which some join and leave at random.
+
+    The last server of a stage never leaves, so only a server's own move could leave a stage empty.
+    """
 
     def __init__(self, swarm: ServedSwarm, rng: random.Random) -> None:
         self.swarm, self.rng = swarm, rng
@@ -59,7 +62,7 @@ class Churn:
         self.moves: list[tuple[float, str, range, range]] = []
 
     def holders(self) -> Counter[int]:
-        """How many servers each stage has that take its texts."""
+        """Count the servers of each stage that accept its texts."""
         hosts = [host for host in self.swarm.hosts.values() if not host.is_leaving]
         return Counter(stage for host in hosts for stage in host.span)
 
@@ -88,7 +91,7 @@ class Churn:
         host.move, host.server.withdraw = noted, checked  # type: ignore[method-assign]
 
     def leaves(self) -> None:
-        """One that is not alone, in order or by a kill."""
+        """Remove a server that is not alone in its stage, gracefully or by a kill."""
         holders = self.holders()
         spare = [name for name, host in self.swarm.hosts.items() if all(holders[stage] > 2 for stage in host.span)]
         if not spare:
@@ -133,7 +136,7 @@ def test_a_server_moves_to_a_stage_that_nobody_serves(swarm: ServedSwarm) -> Non
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_move_changes_a_token(swarm: ServedSwarm, seed: int) -> None:
-    """Eight texts grow while servers come, leave, die and move. None leaves a stage alone, or moves back soon."""
+    """Eight texts grow while servers join, leave, die and move. No move empties a stage or is soon reversed."""
     model = make_model("llama")
     swarm.serve("all")
     churn = Churn(swarm, random.Random(seed))
@@ -159,7 +162,7 @@ def test_no_move_changes_a_token(swarm: ServedSwarm, seed: int) -> None:
 def test_stages_that_cannot_be_loaded_are_tried_again(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, also_old: bool
 ) -> None:
-    """The server goes back to its own, or if they are gone, too, serves none until some can be loaded."""
+    """The server returns to its old stages. If these cannot be loaded either, it serves none until a load succeeds."""
     swarm.serve("all")
     churn = Churn(swarm, random.Random(0))
     for _ in range(2):

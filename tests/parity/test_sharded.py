@@ -1,4 +1,4 @@
-"""Checkpoints as folders, to which servers write: one curve, whoever goes on from them, and nobody holds the whole."""
+"""Checkpoints as folders that servers write: any run resumes from them with one curve, and no peer holds all of it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def go(run: Any, make: Any, folder: Path, num_epochs: int, **options: Any) -> Ru
     "optimizer", [adam_8bit, Lamb, torch.optim.Adagrad, torch.optim.ASGD, partial(torch.optim.SGD, momentum=0.9)]
 )
 def test_every_optimizers_state_comes_back(optimizer: Any, tmp_path: Path) -> None:
-    """Also out of a file that is made of the folder."""
+    """The state also loads from a single file that was converted from the folder."""
 
     def make() -> L.LightningModule:
         return Matrices(optimizer).double()
@@ -108,7 +108,7 @@ def test_torch_and_lightning_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "007.ckpt"
     dcp_to_torch_save(folder, tmp_path / "torch.pt")
     whole = torch.load(tmp_path / "torch.pt", weights_only=False)
-    torch.testing.assert_close(whole["model"], dict(swarm.weights), rtol=0.0, atol=0.0)  # tied ones by both names
+    torch.testing.assert_close(whole["model"], dict(swarm.weights), rtol=0.0, atol=0.0)  # tied weights under both names
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         read = _format_checkpoint(_load_distributed_checkpoint(folder))
@@ -120,7 +120,7 @@ def test_torch_and_lightning_read_it(tmp_path: Path) -> None:
 
 
 class TiedOnMeta(TiedGPT):
-    """One weight for embeddings and head, which are in different stages."""
+    """Shares one weight between embeddings and head, which are in different stages."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_what_several_stages_hold_is_written_once(tmp_path: Path) -> None:
 
 
 def test_who_does_not_see_the_folder_sends_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on another machine: there the lead writes, one stage at a time."""
+    """Servers on another machine cannot see the folder, so the lead writes their stages, one at a time."""
     plain = run_plain(in_memory, loader(digits()), max_epochs=2)
     asked: list[str] = []
 
@@ -174,7 +174,7 @@ def test_weights_alone_and_what_is_saved_after_fit(tmp_path: Path) -> None:
     assert run.trainer is not None
     run.trainer.save_checkpoint(tmp_path / "all.ckpt")
     run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    run.trainer.save_checkpoint(tmp_path / "all.ckpt")  # in the place of the first
+    run.trainer.save_checkpoint(tmp_path / "all.ckpt")  # replaces the first
     everything, weights = (sharded_format.ShardedCheckpoint(tmp_path / name) for name in ("all.ckpt", "weights.ckpt"))
     for folder in (everything, weights):
         torch.testing.assert_close(folder.read_weights(folder.weights), dict(run.weights), rtol=0.0, atol=0.0)
@@ -258,7 +258,7 @@ def test_where_no_folder_can_be_written(path: str, options: Any, message: str) -
 
 
 def test_nothing_else_is_written_and_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails leaves what was there before, and the parts of others are no business of a server."""
+    """A failed save leaves the previous folder; a server writes no part but its own."""
     run = run_swarm(in_memory, loader(digits()), max_steps=2, **SHARDED)
     assert run.trainer is not None
     run.trainer.save_checkpoint(tmp_path / "one.ckpt")

@@ -1,4 +1,4 @@
-"""Trainers bring the batches of one order: each sample once an epoch, in the same steps, whoever there is."""
+"""Trainers share one order of batches: each sample once an epoch, in the same steps, for any number of trainers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_SAMPLES = 52
 
 
 class Weights(L.Callback):
-    """Of the lead, after each step."""
+    """Records the lead's weights after each step."""
 
     def __init__(self) -> None:
         self.found: dict[int, dict[str, Tensor]] = {}
@@ -47,7 +47,7 @@ class Weights(L.Callback):
 
 
 def curve(seen: Curve) -> list[list[tuple[list[int], float]]]:
-    """The batches of each step and their losses, in the order of their places."""
+    """Return the batches of each step and their losses, in the order of their places."""
     return [
         [(seen.batches[place][1], seen.losses[place]) for place in sorted(places, key=of_step)] for places in seen.steps
     ]
@@ -90,14 +90,14 @@ def alone() -> Seen:
 
 def test_one_trainer_reads_what_a_plain_one_reads(alone: Seen) -> None:
     loader = shuffled(digits())
-    # Lightning asks no loader for more than it has.
+    # Lightning requests no more batches from a loader than it has.
     plain = [batch[-1].tolist() for _ in range(3) for batch in islice(loader, 13)]
     assert [ids for step in curve(alone) for ids, _ in step] == plain
     assert_each_once(alone, 3)
 
 
 class Slow(DigitsMLP):
-    """The second trainer takes several times as long for a batch as the first one has of late."""
+    """The second trainer takes several times as long for a batch as the first one's recent batches took."""
 
     took_s = [0.1]  # noqa: RUF012 - of both trainers' modules: what the first one's batches took
 
@@ -140,7 +140,7 @@ def test_steps_are_the_same_whoever_brings_them(alone: Seen, num_trainers: int) 
 
 
 class Validated(DigitsMLP):
-    """Notes the epochs at whose end the lead validated."""
+    """Records the epochs at whose end the lead validated."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def validation() -> DataLoader[Any]:
 
 
 class Dying(Validated):
-    """The second trainer dies in its third batch, or in its first one after that where others brought the third."""
+    """The second trainer dies in its third batch, or in its first later one if another trainer brought the third."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -173,14 +173,14 @@ def test_what_a_dead_trainer_held_is_brought_by_the_others(alone: Seen, num_trai
     assert seen.killed == ["peer-1"]
     assert 0 not in seen.errors
     assert list(dict.fromkeys(seen.validated)) == [0, 1, 2], "however few batches of the lead an epoch ends with"
-    # Where it died late, the run goes back into an epoch that was validated already.
+    # If it died late, the run rolls back into an epoch that was validated already.
     assert len(seen.validated) == 3 or (seen.went_back and seen.validated == [0, 0, 1, 2])
     assert_same(seen, alone)
     assert_each_once(seen, 3)
 
 
 class Meets(L.Callback):
-    """Once one has died, the lead waits for another one to come."""
+    """After a trainer's death the lead waits until another one joins."""
 
     def __init__(self, comes: int) -> None:
         self.comes = comes
@@ -193,7 +193,7 @@ class Meets(L.Callback):
 
     def has_come(self, seen: Seen) -> bool:
         if server_of_lead(seen) is None:
-            return True  # the run goes back, and the lead waits again where it has begun anew
+            return True  # the run rolls back, and the lead waits again after its restart
         return f"peer-{self.comes}" in (*enrolment(seen).waiting, *seen.trainers_of_the_run)
 
 
@@ -253,7 +253,7 @@ def test_a_run_goes_on_at_the_sample(alone: Seen, before: int, after: int, tmp_p
 @ANOTHER_CALLBACK
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_run_goes_on_between_two_epochs(alone: Seen, before: int, after: int, tmp_path: Path) -> None:
-    """An epoch's last batch was through, and is in none of the steps that the file knows of."""
+    """The last batch of an epoch is done but counted in none of the steps that the file contains."""
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1)
     options = {"enable_checkpointing": True, "max_steps": 5}
     begun = run(before, callbacks=lambda rank: [saving] if rank == 0 else [], **options)
@@ -321,7 +321,7 @@ def test_such_a_file_loads_in_a_plain_trainer(tmp_path: Path) -> None:
 
 
 class Backwards(Sampler[list[int]]):
-    """A batch sampler of nobody's class, with batches of several sizes, which another epoch draws otherwise."""
+    """A user-defined batch sampler with batches of several sizes, which depend on the epoch."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -339,7 +339,7 @@ class Backwards(Sampler[list[int]]):
 
 
 class Logical(Sampler[int]):
-    """Draws from the generators of the process, as samplers do."""
+    """Draws from the process's generators, as samplers do."""
 
     @override
     def __iter__(self) -> Iterator[int]:
@@ -380,7 +380,7 @@ def test_an_epoch_is_limited_for_all_together(limit: float, number: int) -> None
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("num_trainers", [1, 2])
 def test_of_several_loaders_each_has_its_own_length(num_trainers: int) -> None:
-    """They are not shared, though each could be."""
+    """Combined loaders are not shared, though each alone could be."""
     read: list[list[int]] = [[] for _ in range(num_trainers)]
 
     class Both(DigitsMLP):
@@ -397,7 +397,7 @@ def test_of_several_loaders_each_has_its_own_length(num_trainers: int) -> None:
     run(num_trainers, lambda seen: Both(), data=data, max_epochs=1, swarm={"target_batch_size": 4})
     parts = [list(range(rank, NUM_SAMPLES, num_trainers)) for rank in range(num_trainers)]
     assert read[0] == parts[0]
-    # The run ends with the lead's data, perhaps before the last batch of another.
+    # The run ends with the lead's data, perhaps before the last batch of another trainer.
     for found, part in zip(read, parts, strict=True):
         assert found in (part, part[:-2])
 
@@ -418,7 +418,7 @@ def test_a_sampler_that_gives_others_something_else_is_named() -> None:
 
 @pytest.mark.parametrize("is_seeded", [False, True])
 def test_a_split_that_each_trainer_draws_for_itself_is_refused(is_seeded: bool) -> None:
-    """Their batches have the same indices, of other samples."""
+    """Their batches have equal indices but refer to different samples."""
     seeds = iter(range(2))
 
     def data() -> DataLoader[Any]:
@@ -439,7 +439,7 @@ def test_a_split_that_each_trainer_draws_for_itself_is_refused(is_seeded: bool) 
 
 
 class Freezing(DigitsMLP):
-    """The second trainer is frozen in its third batch, until the others have gone on."""
+    """The second trainer is frozen in its third batch until the run has recorded more steps."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A peer that is ten times slower than the others through a whole run: it does what it can, and holds nobody up."""
+"""A peer ten times slower than the rest computes its share, and delays no step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Paced(Executor):
 
 
 class PacedStrategy(InMemoryStrategy):
-    """Peers that take time, the last one `slow` times as much as the others."""
+    """Peers with a time per microbatch; the last peer takes `slow` times as long."""
 
     def __init__(self, slow: float | None, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -80,7 +80,7 @@ class PacedStrategy(InMemoryStrategy):
 
 
 class Clock(L.Callback):
-    """When steps end, on the virtual clock, and what the last peer has computed by then."""
+    """Records when each step ends on the virtual clock, and the number of the last peer's forwards by then."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -101,7 +101,7 @@ def make() -> Net:
 
 
 def trained(slow: float | None, num_servers: int) -> tuple[dict[str, Any], list[float], Clock, PacedStrategy]:
-    """Weights, losses, and what was seen."""
+    """Train; return weights, losses, the clock's records and the strategy."""
     clock = Clock()
     strategy = PacedStrategy(slow, num_stages=2, microbatch_size=1, role="trainer", latency_s=0.001)
     torch.manual_seed(0)
@@ -118,7 +118,7 @@ def trained(slow: float | None, num_servers: int) -> tuple[dict[str, Any], list[
 def test_the_run_goes_on_at_the_others_pace_and_the_slow_one_helps() -> None:
     weights, losses, clock, strategy = trained(SLOW, 4)
     *_, without, _ = trained(None, 3)
-    # Who is slow the trainer knows from the first step, in which all get equal parts.
+    # The trainer learns which peer is slow in the first step, whose microbatches are split equally.
     took_s, without_s = (one.ends_s[-1] - one.ends_s[0] for one in (clock, without))
     assert took_s <= 1.1 * without_s, "they would be better off without it"
     *others, slow = (server.calls.num_forwards for server in strategy.servers)

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold: all of them take the step that one machine would take."""
+"""If several stages hold a parameter, all of them apply the step that one machine would apply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECIPE = Recipe(optimizer="adamw", schedule="onecycle")
 
 
 class TiedGPT(TinyGPTWithLosses):
-    """Embeddings in the first block, the head and the loss in the last one, and one weight for both."""
+    """Shares one weight between the embeddings in the first block and the head in the last one."""
 
     def __init__(self) -> None:
         super().__init__(RECIPE)
@@ -44,7 +44,7 @@ class TiedGPT(TinyGPTWithLosses):
 
 
 def options(**others: Any) -> dict[str, Any]:
-    # The norm of each step is beyond it, so all of them would be wrong if the tied weight counted twice in it.
+    # Each step's norm exceeds this value, so a tied weight that counts twice would falsify all of them.
     return {"max_steps": STEPS, "max_epochs": -1, "gradient_clip_val": 0.5, **others}
 
 
@@ -63,7 +63,7 @@ def swarm(**others: Any) -> SwarmRun:
 
 
 def assert_tied(run: SwarmRun, *, at_least: int) -> None:
-    """Whoever holds the weight, in whichever stage, holds the same bits, and so does its optimizer."""
+    """Check that all copies of the weight and of its optimizer state have the same bits, in both stages."""
     held = [
         (server.steps.stage(index).weights()[EMBEDDING], server.steps.stage(index).optimizer.state()[EMBEDDING])
         for server in run.strategy.servers
@@ -86,7 +86,7 @@ def test_a_tied_weight_trains_as_on_one_machine(plain: Run, num_stages: int, num
         assert norm == pytest.approx(expected, rel=1e-11), "it counts once"
 
 
-# Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
+# Peers 0 and 2 hold the first stage, 1 and 3 the second. Peer 0 trains and coordinates.
 @pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("plan", "num_gone"),
@@ -111,7 +111,7 @@ def test_a_server_that_dies_in_a_round(plain: Run, plan: FaultPlan, num_gone: in
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_servers_that_join(plain: Run, count: int) -> None:
-    """They hold the round's mean with the shares of stages that they are not in."""
+    """They download the round's mean, which includes the gradients of stages that they are not in."""
     joining = Joining(at=1, count=count)
     run = swarm(callbacks=[joining], num_joiners=count, latency_s=0.001)
     assert_exact(run, plain)
@@ -119,7 +119,7 @@ def test_servers_that_join(plain: Run, count: int) -> None:
 
 
 def test_who_holds_both_stages_gives_one_up(plain: Run) -> None:
-    """Until then the weight is one tensor for both, which takes one step."""
+    """Until then one tensor serves both stages, and takes one step."""
     run = swarm(
         callbacks=[Joining(at=1)],
         num_servers=1,
@@ -135,7 +135,7 @@ def test_who_holds_both_stages_gives_one_up(plain: Run) -> None:
 
 
 class Nudging(L.Callback):
-    """Changes the weight by a little at one server, as an optimizer might that rounds otherwise."""
+    """Changes the weight slightly at one server, as an optimizer might that rounds differently."""
 
     def __init__(self, server: int) -> None:
         self.server = server
@@ -151,7 +151,7 @@ class Nudging(L.Callback):
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_server_whose_copy_comes_to_differ_is_left_out(plain: Run, number: int) -> None:
-    """Also the older one of its stage, for the other stage's servers have what the younger one has."""
+    """This holds even for the senior server of its stage, because the other stage agrees with its junior."""
     run = swarm(callbacks=[Nudging(number)], num_servers=4, num_gone=1)
     assert_exact(run, plain)
     ((step, vacancy),) = [(record.step, one) for record in run.records for one in record.left]
@@ -195,7 +195,7 @@ def test_checkpoints_hold_it_as_those_of_one_machine_and_go_both_ways(tmp_path: 
 
 
 class Repeated(Net):
-    """The same block again and again, in all stages."""
+    """Repeats the same block in all stages."""
 
     def __init__(self) -> None:
         block = Block(8)
@@ -214,7 +214,7 @@ def test_a_block_that_is_in_every_stage(num_servers: int) -> None:
 
 
 class DetachedHead(LossHead):
-    """Reads its weight, and gives it no gradient."""
+    """Reads its weight, and produces no gradient for it."""
 
     @override
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Several trainers make one curve: that of plain torch on the batches that each record counts, in float64."""
+"""Several trainers have the curve of plain torch on the batches that each record counts, in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_exact(seen: Seen, *, num_trainers: int, recipe: Recipe | None = None)
 
 
 class Watching(DigitsMLP):
-    """Knows where notes are taken."""
+    """Knows the run's observations."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ def test_the_curve_is_that_of_the_batches_that_counted(num_trainers: int, schedu
     assert [record.step for record in seen.records] == list(range(8))
     assert_exact(seen, num_trainers=num_trainers, recipe=recipe)
     for rank, trainer in seen.trainers.items():
-        # Who is told of the last step late hears that the run is over instead.
+        # A trainer that learns of the last step late is notified of the run's end instead.
         assert trainer.global_step == 8 if rank == 0 else 5 <= trainer.global_step <= 8
     (leads,) = (trainer.optimizers[0].param_groups for rank, trainer in seen.trainers.items() if rank == 0)
     assert seen.records[-1].hyperparameters[0]["lr"] != leads[0]["lr"] or schedule == "constant"
 
 
 def test_each_record_has_the_hyperparameters_of_its_step_where_trainers_take_turns() -> None:
-    """Each batch is a step, so the lead passes those of the others while it waits for a place."""
+    """Each batch is a step, so the lead passes other trainers' steps while it waits for a place."""
     recipe = Recipe(schedule="onecycle")
     seen = train(3, lambda seen: DigitsMLP(recipe), swarm={"target_batch_size": 4}, max_steps=12)
     of_the_lead = [any(seen.batches[place][0] == 0 for place in places) for places in seen.steps]
@@ -76,7 +76,7 @@ def test_each_record_has_the_hyperparameters_of_its_step_where_trainers_take_tur
 
 
 class Decays(Watching):
-    """Sets the rate of each step where a batch begins, by itself or in a callback."""
+    """Sets each step's learning rate at the start of a batch, in the module or in a callback."""
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -100,7 +100,7 @@ class DecayCallback(L.Callback):
 
 @pytest.mark.parametrize(("num_trainers", "size"), [(2, 4), (2, 8), (4, 4)])
 def test_a_rate_that_a_hook_sets_is_that_of_its_step(num_trainers: int, size: int) -> None:
-    """Also of steps in which the lead has no batch, and of those before it hears that its batch is in a later one."""
+    """This holds for steps without a batch of the lead, and while its batch is reassigned to a later step."""
     seen = train(num_trainers, Decays, swarm={"target_batch_size": size}, max_steps=12)
     assert [record.hyperparameters[0]["lr"] for record in seen.records] == [0.01 / (1 + step) for step in range(12)]
     of_the_lead = [any(seen.batches[place][0] == 0 for place in places) for places in seen.steps]
@@ -123,7 +123,7 @@ def test_what_stands_around_a_list_of_blocks_is_averaged_among_the_trainers() ->
 
 
 def test_a_batch_that_no_record_counts_is_noticed() -> None:
-    """The proof can fail: one sample more in one batch."""
+    """One batch gets an extra sample, so the check above must fail."""
     seen = train(2)
     place = seen.steps[3][0]
     rank, ids = seen.batches[place]
@@ -133,7 +133,7 @@ def test_a_batch_that_no_record_counts_is_noticed() -> None:
 
 
 def test_a_run_begins_with_all_of_its_trainers_though_servers_wait_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that waits is there before the second trainer, whose half of the data nobody else reads."""
+    """A waiting server is there before the second trainer; without that trainer half of the data would be missing."""
     looked = 0
     make_peer, launched = ThreadStrategy.make_peer, threading.Event()
 
@@ -163,7 +163,7 @@ def test_a_run_begins_with_all_of_its_trainers_though_servers_wait_already(monke
 
 
 class Validated(Watching):
-    """Validates slowly enough for the others to come as far as they can, and notes on which weights."""
+    """Validates slowly, so that the other trainers could advance meanwhile, and checks that the weights stay fixed."""
 
     @override
     def on_validation_start(self) -> None:
@@ -185,7 +185,7 @@ class Validated(Watching):
 
 
 class Eager(L.Callback):
-    """Of the lead: goes on only when the others have filled the step behind its back."""
+    """Makes the lead continue only after the other trainers have filled the step."""
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -208,7 +208,7 @@ def test_the_lead_sees_every_step_and_validates_weights_that_stand_still(tmp_pat
         val_check_interval=1,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=1,
-        max_steps=4,  # within an epoch: the order of the next one is the lead's to draw
+        max_steps=4,  # ends within an epoch: the lead draws the order of the next one
         enable_checkpointing=True,
     )
     assert_exact(seen, num_trainers=2)
@@ -242,7 +242,7 @@ def test_decisions_are_the_leads() -> None:
 
 
 class WithdrawsLast(Watching):
-    """The other trainer keeps a place until the lead waits for the record of its last batch, and gives it back."""
+    """The other trainer keeps a place until the lead waits for the record of its last batch, and then withdraws it."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
@@ -265,8 +265,8 @@ class WithdrawsLast(Watching):
 def test_the_leads_last_batch_counts_though_another_withdraws_the_one_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Others come in its place, and nobody brings it again; what the other leaves behind the lead brings besides."""
-    monkeypatch.setattr(stopping, "tell", lambda *_, **__: None)  # the other one leaves alone
+    """New batches fill the withdrawn place; the lead brings the remaining batches as well."""
+    monkeypatch.setattr(stopping, "tell", lambda *_, **__: None)  # the other trainer leaves alone
     seen = train(2, WithdrawsLast, max_steps=-1, max_epochs=1, swarm={"target_batch_size": 30})
     assert [record.closing.num_samples for record in seen.records] == [32, 16]
     assert len(seen.withdrawn) == 1
@@ -327,7 +327,7 @@ def test_an_error_of_a_callback_takes_no_batch_that_counted_along() -> None:
     class Fails(L.Callback):
         @override
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-            brought.append(not math.isnan(outputs["loss"]))  # else the lead did
+            brought.append(not math.isnan(outputs["loss"]))  # otherwise the lead brought it
             if trainer.fit_loop.batch_idx == 2:
                 raise RuntimeError("the callback's own mistake")
 
@@ -342,7 +342,7 @@ def test_an_error_of_a_callback_takes_no_batch_that_counted_along() -> None:
 
 
 def test_callbacks_read_the_loss_of_every_batch() -> None:
-    """Also of one that another trainer brought before."""
+    """This includes batches that another trainer has brought."""
 
     class Reading(Watching):
         @override
@@ -352,7 +352,7 @@ def test_callbacks_read_the_loss_of_every_batch() -> None:
 
         @override
         def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
-            if (self.trainer.global_rank, batch_idx) == (1, 2):  # until the lead one has brought its batches
+            if (self.trainer.global_rank, batch_idx) == (1, 2):  # waits until the lead has brought its batches
                 reached = len(self.seen.batches) + 3
                 self.seen.wait_for(lambda: len(self.seen.batches) >= reached)
 
@@ -401,7 +401,7 @@ def seen_in_order(seen: Seen) -> list[list[int]]:
 
 
 def test_without_sharing_every_trainer_draws_for_itself() -> None:
-    seeds = iter(range(2))  # the generators of the process are all trainers', which are threads here
+    seeds = iter(range(2))  # all trainers share the process's generators, because they are threads
 
     def draws() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(next(seeds))
@@ -423,7 +423,7 @@ class Endless(IterableDataset[Any]):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_of_a_stream_each_takes_every_nth_sample(num_workers: int) -> None:
-    """Workers that do not part it read all of it, each for itself, as they do for a plain Trainer."""
+    """Workers that do not divide the stream each read all of it, as with a plain Trainer."""
     stream = DataLoader(Endless(), batch_size=4, num_workers=num_workers)
     seen = train(2, data=lambda: stream, max_steps=4)
     assert {number % 2 == rank for rank, ids in seen.batches.values() for number in ids} == {True}
@@ -508,7 +508,7 @@ def test_what_a_module_brings_is_refused_too(come: dict[int, Any]) -> None:
 
 
 def test_a_module_that_averages_its_weights_trains_alone() -> None:
-    """As with that callback given to the Trainer: nobody may come to it."""
+    """As with the same callback passed to the Trainer, no further trainer may join."""
 
     class Brings(DigitsMLP):
         @override
@@ -528,7 +528,7 @@ def test_a_module_that_averages_its_weights_trains_alone() -> None:
 
 
 def assert_refused(seen: Seen, words: str) -> None:
-    """One of the trainers comes to it first; if that is not the lead, the lead is told."""
+    """Check that all trainers raise the refusal, also the lead if another one found it."""
     assert any(isinstance(error, ConfigError) and re.search(words, str(error)) for error in seen.errors.values())
     assert re.search(words, str(seen.errors[0]))
 
@@ -558,14 +558,14 @@ def test_freezing_in_mid_run_is_refused() -> None:
 
 
 def test_another_trainers_own_end_is_not_its_step_count() -> None:
-    """Its server's optimizer is built with the lead's number of steps; its loop goes by its own limits."""
+    """The server's optimizer is built with the lead's number of steps; the trainer's loop has its own limits."""
     seen: Seen = train(2, max_steps=-1, max_epochs=3)
     assert [trainer.max_epochs for trainer in seen.trainers.values()] == [3, 3]
     assert [trainer.max_steps for trainer in seen.trainers.values()] == [-1, -1]
 
 
 class Adversarial(DigitsMLP):
-    """Trains on what its own gradient by the images disturbs."""
+    """Trains on images perturbed along its own input gradient."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trainers that come to a run under way, by themselves, train along and go: one curve, in float64."""
+"""Trainers that join a run under way, train and leave again: one curve, in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_STEPS = 10
 
 
 def server_of_lead(seen: Seen) -> Server | None:
-    """Of the run that it is in: one that went back has another server."""
+    """Return the server of the lead's current run: after a rollback it is another object."""
     strategy = seen.trainers[0].strategy
     assert isinstance(strategy, ThreadStrategy)
     return None if strategy.peer is None else strategy.peer.server
@@ -40,12 +40,12 @@ def enrolment(seen: Seen) -> TrainerMembership:
 
 
 def under_way(seen: Seen) -> None:
-    """What a trainer that comes waits for."""
+    """Wait until the run has a record, as a joining trainer does."""
     seen.wait_for(lambda: len(seen.records) > 0)
 
 
 class Late(L.Callback):
-    """The lead goes on when the other asks, and ends when `done`; the other says where it begins."""
+    """Makes the lead continue when the trainer asks to join, and stop when `done`; records where the trainer begins."""
 
     def __init__(self, seen: Callable[[], Seen], done: Callable[[Seen], bool] = lambda seen: True) -> None:
         self.seen = seen
@@ -81,7 +81,7 @@ def come(
     callbacks: Callable[[int], list[L.Callback]] = lambda rank: [],
     **options: Any,
 ) -> tuple[Seen, Late]:
-    """A lead, and a trainer that comes to it."""
+    """Train with a lead, and a trainer that joins its run."""
     kept: list[Seen] = []
 
     def making(seen: Seen) -> Any:
@@ -90,7 +90,7 @@ def come(
 
     late = Late(lambda: kept[0], done)
     options = {"max_steps": NUM_STEPS, "come": {RANK: under_way}, **options}
-    rank = vars(rank_zero_only)["rank"]  # of the process, which each of these trainers has for itself elsewhere
+    rank = vars(rank_zero_only)["rank"]  # a global of the process, which these trainers share as threads only
     try:
         return train(2, making, callbacks=lambda rank: [late, *callbacks(rank)], **options), late
     finally:
@@ -113,7 +113,7 @@ def test_one_that_reads_all_of_a_stream_says_so() -> None:
 
 
 def trainers_of(seen: Seen) -> list[list[str]]:
-    """Who came and who went, by record."""
+    """Return the trainers that joined or left, by record."""
     return [[*record.enlisted, *(f"-{peer}" for peer in record.retired)] for record in seen.records]
 
 
@@ -131,7 +131,7 @@ def test_it_trains_along_from_the_next_step_on(role: str) -> None:
 
 
 def _epoch_of(seen: Seen, step: int) -> int:
-    """Of the lead, when it asked for the record before."""
+    """Return the lead's epoch when it asked for the record before `step`."""
     return max(number[0] for place, number in seen.numbers.items() if seen.batches[place][0] == 0 and place[0] < step)
 
 
@@ -148,7 +148,7 @@ def test_the_lead_alone_validates_and_saves(tmp_path: Any) -> None:
 
 
 def test_an_epoch_is_validated_however_few_of_its_batches_the_lead_is_left_with() -> None:
-    """Of 13 batches 10 are between two validations; of an epoch with another trainer the lead has 7."""
+    """Two validations are 10 of 13 batches apart; of an epoch with another trainer the lead has 7."""
 
     class Validated(DigitsMLP):
         def __init__(self, seen: Seen) -> None:
@@ -166,7 +166,7 @@ def test_an_epoch_is_validated_however_few_of_its_batches_the_lead_is_left_with(
 
 
 def test_one_that_dies_in_its_first_step_is_not_waited_for() -> None:
-    """Its server may hold a stage by then; the run has it from the lead's."""
+    """Its server may hold a stage by then; the run fetches that from the lead's server."""
 
     class Dies(DigitsMLP):
         def __init__(self, seen: Seen) -> None:
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused_before_it_trains(swarm: dict[str, Any], ro
 
 
 def test_it_brings_batches_of_the_order_that_the_run_has() -> None:
-    """Each sample once an epoch, and the steps of a run that had one trainer all the time."""
+    """Each sample occurs once an epoch, in the steps of a run with a single trainer."""
     seen, _ = come()
     alone = train(1, max_steps=NUM_STEPS)
     steps, steps_alone = ([[one.batches[place][1] for place in step] for step in one.steps] for one in (seen, alone))

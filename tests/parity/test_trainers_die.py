@@ -1,6 +1,6 @@
-"""Trainers that die or freeze among several, each Lightning's own `fit`: the curve is that of what the records name.
+"""Some of several trainers die or freeze; the curve is that of the batches in the records.
 
-Peers of these runs train and serve, so with its trainer a stage loses one of its servers, too.
+Each peer of these runs trains and serves, so a stage also loses a server with its trainer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.parity.trainers import Seen, place_of, shuffled, train
 
 LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=2.0)
 VICTIM, RANK = PeerId("peer-3"), 3
-BATCH = 2  # of the victim's, in which it happens
+BATCH = 2  # index of the victim's batch with the fault
 NUM_STEPS = 24
-ROOM = 10  # steps, for what is lost to run again
+ROOM = 10  # steps left for lost batches to run again
 _SLOW_S = 0.2
 
 Fault = Callable[[Seen], None]
@@ -55,7 +55,7 @@ def session_of(seen: Seen, rank: int) -> Session:
 
 
 def lead_past(router: StageRouter, to: PeerId | None = None) -> None:
-    """Send nothing to the victim's own server, whatever rosters come; where `to` serves, all goes there."""
+    """Send nothing to the victim's own server in any roster; if `to` is in a roster, send everything there."""
 
     def set_peers(peers: Iterable[PeerId]) -> None:
         others = [peer for peer in peers if peer != VICTIM]
@@ -66,7 +66,7 @@ def lead_past(router: StageRouter, to: PeerId | None = None) -> None:
 
 
 def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
-    """When the victim says that its batch is armed, or through: after it was heard, or before."""
+    """Freeze the victim when it reports its batch as armed or through, after or before the report is received."""
     session = session_of(seen, RANK)
     handlers = seen.network.find(session._steps.run.manifest.coordinator)._call_handlers
     handler = handlers[method]
@@ -89,10 +89,10 @@ def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
 
 
 def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
-    """Freeze the victim when it asks for something, and kill who holds what of its batches is through.
+    """Freeze the victim at its next call, and kill the server that holds the sums of its completed batches.
 
-    That is while the step waits for others: when it is averaged, nothing of it can be lost any more. And early enough
-    for these batches to run again before the run is over.
+    This must happen while the step waits for other batches, because nothing is lost after averaging, and early enough
+    for the lost batches to run again before the run ends.
     """
     session = session_of(seen, RANK)
     routers = session.pipeline.context.routers
@@ -127,9 +127,9 @@ def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
 
 
 class Faulty(DigitsMLP):
-    """A fault at one place of the victim's third batch.
+    """Injects a fault at one place of the victim's third batch.
 
-    With `past_its_own` the victim sends nothing to its own server, which freezes with it, and with what it added.
+    With `past_its_own` the victim sends nothing to its own server, whose gradients would freeze with it.
     """
 
     def __init__(self, seen: Seen, where: str, fault: Fault, *, tracks: bool, past_its_own: bool) -> None:
@@ -138,8 +138,8 @@ class Faulty(DigitsMLP):
         self.where = where
         self.fault = fault
         self.past_its_own = past_its_own
-        self.places: list[Any] = []  # of the victim's third batch
-        self.is_in_it = False  # and not in one before it that runs again
+        self.places: list[Any] = []  # where the victim's third batch ran
+        self.is_in_it = False  # whether that batch runs, not a repeated earlier one
         self.num_samples = SumMetric() if tracks else None
 
     def at(self, where: str) -> None:
@@ -183,20 +183,20 @@ class Faulty(DigitsMLP):
 
 
 def num_batches(seen: Seen) -> int:
-    """That the victim began; one that ran again counts again."""
+    """Count the batches that the victim began, including repetitions."""
     return sum(rank == RANK for rank, _ in list(seen.batches.values()))
 
 
 class Lead(L.Callback):
-    """Lets the victim go on after so many more records, and keeps what is logged.
+    """Thaws the victim after `num_records` further records, and keeps the logged values.
 
-    Until the victim has run another batch, the others are slow: else the run may be over before.
+    The lead is slow until the victim has run another batch, because the run could end before that.
     """
 
     def __init__(self, num_records: int) -> None:
         self.num_records = num_records
         self.due: int | None = None
-        self.num_batches: int | None = None  # that the victim had run when it thawed
+        self.num_batches: int | None = None  # batches of the victim when it thawed
         self.lines = Lines()
 
     @override
@@ -240,23 +240,23 @@ def run(
         raises=False,
         max_steps=num_steps,
         log_every_n_steps=1,
-        use_distributed_sampler=False,  # each has data of its own: nobody else brings what is struck
+        use_distributed_sampler=False,  # separate data, so that no other trainer brings the struck batches
         each={"logger": lambda: next(loggers)},
-        # Who is in the run at its end shall be left to the faults: a peer that moves is in no stage for a while.
+        # Only the faults may change the roster: a peer that moves is in no stage for a while.
         swarm={"limits": LIMITS, "target_batch_size": target_batch_size, "rebalancing": "none", **swarm},
     )
     return seen, lead
 
 
 def places(seen: Seen) -> list[Any]:
-    """Where the victim's third batch ran."""
+    """Return the places where the victim's third batch ran."""
     module = seen.modules[RANK]
     assert isinstance(module, Faulty)
     return module.places
 
 
 def assert_right(seen: Seen, lead: Lead, *, tracks: bool = False) -> None:
-    """Losses and weights are those of what the records name, and so is what the lead logs of each step."""
+    """Check losses, weights and the lead's log against the batches in the records."""
     trainers.assert_exact(seen, DigitsMLP, digits(), num_trainers=4, gone=seen.errors)
     assert len(seen.records) == seen.trainers[0].max_steps
     num_samples = [record.closing.num_samples for record in seen.records]
@@ -282,7 +282,7 @@ def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int)
 
 @pytest.mark.thorough
 def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
-    """By the ordinary way in, while its trainer trains; it takes a while to find that it was left out."""
+    """It joins like any server, while its trainer trains, after it has found out that it was excluded."""
     seen, lead = run("before forward", freeze, num_records=1, num_steps=120)
     assert not seen.errors
     members = [{member.peer_id for roster in rosters for member in roster} for rosters in seen.rosters]
@@ -293,7 +293,7 @@ def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
 
 @pytest.mark.thorough
 def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
-    """Numbers and metrics, of all trainers and of its own."""
+    """This applies to numbers and metrics, of all trainers and of one trainer alone."""
     seen, lead = run("before backward", freeze, tracks=True)
     assert not seen.errors
     assert len(places(seen)) == 2
@@ -303,7 +303,7 @@ def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_records", [0, 2])
 def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> None:
-    """And when it is back, it is not run again."""
+    """After it thaws, the trainer does not run the batch again."""
     seen, lead = run(
         "before forward",
         lambda seen: freeze_when_it_says(seen, ARMED, is_heard=True),
@@ -319,7 +319,7 @@ def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> Non
 
 @pytest.mark.thorough
 def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
-    """Its trainer froze before it could say so: what was added is discarded, and the rest of those sums replayed."""
+    """Its trainer froze before it reported the batch, so the added gradients are discarded and those sums replayed."""
     seen, lead = run("before forward", lambda seen: freeze_when_it_says(seen, ARMED, is_heard=False), past_its_own=True)
     assert seen.said  # type: ignore[attr-defined]
     assert not seen.errors
@@ -331,7 +331,7 @@ def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: bool) -> None:
-    """It was armed before, so it counts, once, whether that was heard or not."""
+    """It was armed before, so it counts exactly once, whether the report was received or not."""
     seen, lead = run(
         "before forward",
         lambda seen: freeze_when_it_says(seen, DONE, is_heard=is_heard),
@@ -348,12 +348,12 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: boo
 @pytest.mark.thorough
 @pytest.mark.parametrize(("method", "target_batch_size"), [(RECORD, 12), (GRANT, 36)])
 def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_batch_size: int) -> None:
-    """Its trainer froze while it waited for the record, or for its next place; a server that had added of it died."""
+    """The trainer froze while it waited for the record or for its next place; a server with its gradients died."""
 
     def fault(seen: Seen) -> None:
         lose_what_is_through(seen, method, PeerId("peer-2"))
 
-    for _ in range(3):  # whether the victim has to wait with something through is up to the threads
+    for _ in range(3):  # thread timing decides whether the victim waits with a completed batch
         num_steps = NUM_STEPS + ROOM
         seen, lead = run(
             "before forward", fault, num_records=2, num_steps=num_steps, target_batch_size=target_batch_size
@@ -377,15 +377,15 @@ def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     assert len(places(seen)) == 1
     assert_right(seen, lead)
     assert sum(lead.lines.column("swarm/gone")) >= 1.0
-    if where != "after backward":  # then it may be armed, and need its trainer no more
-        # And perhaps one before it in the same step, which its server had added.
+    if where != "after backward":  # otherwise it may be armed and no longer need its trainer
+        # One more batch of the same step may be lost, which its server had added.
         assert sum(lead.lines.column("swarm/strike")) >= 1.0
     assert lead.lines.column("swarm/peers")[-1] == 3.0
 
 
 @pytest.mark.thorough
 def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> None:
-    """Its copy of what stands around the pipeline is an old one: nothing is trained on that, and the others go on."""
+    """Its own copy of the layers around the pipeline is outdated, so it must not train with it. The run goes on."""
 
     class Freezing(NanoGPT):
         def __init__(self, seen: Seen) -> None:
@@ -412,8 +412,8 @@ def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> N
         data=lambda: shuffled(sentences()),
         callbacks=lambda rank: [lead] if rank == 0 else [],
         raises=False,
-        max_steps=50,  # time to notice: after the run is over it would end in peace
-        # Four trainers take turns on the cores: nobody but the frozen one shall seem silent.
+        max_steps=50,  # enough for it to notice; after the run's end it would finish without an error
+        # Four trainers share the cores; a longer timeout keeps slow trainers from being excluded.
         swarm={"limits": replace(LIMITS, silence_timeout=3.0), "pipeline": "transformer.h"},
     )
     assert lead.due is not None, "it was not missed"
@@ -426,7 +426,7 @@ def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> N
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_batch_without_a_loss_counts_nowhere_though_its_backward_ran() -> None:
-    """Only the backward that Lightning runs adds to a step, so there is nothing to discard."""
+    """Only the backward that Lightning runs adds to a step, so there is no gradient to discard."""
 
     class Undecided(DigitsMLP):
         def __init__(self, seen: Seen) -> None:
@@ -450,7 +450,7 @@ def test_a_batch_without_a_loss_counts_nowhere_though_its_backward_ran() -> None
 
 
 class KillAll(L.Callback):
-    """At one batch, ends both servers of the second stage."""
+    """Kills both servers of the second stage at one batch."""
 
     def __init__(self, seen: Callable[[], Seen]) -> None:
         self.seen = seen

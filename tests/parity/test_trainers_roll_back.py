@@ -1,7 +1,7 @@
-"""The last copy of a stage dies in a run of several trainers: all that live go back to a snapshot, each with its loop.
+"""The last copy of a stage dies in a run of several trainers: all trainers roll back to a snapshot with their loops.
 
-Each is Lightning's own `fit`. Which batch comes into which step is left to chance, before the run goes back and after:
-the curve is that of the batches which the records of the history that survived name.
+Each trainer is Lightning's own `fit`. The assignment of batches to steps is not deterministic, before or after the
+rollback. The reference curve is therefore computed from the records of the surviving history.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMITS = Limits(
     stage_timeout=60.0,
     snapshot_interval=0.001,
 )
-"""A snapshot at every step at which the one before is through."""
+"""The interval is so short that a snapshot begins at every step if the one before is complete."""
 
 NUM_STEPS = 20
 
@@ -42,17 +42,18 @@ def make_digits() -> DigitsMLP:
 
 
 class Logging(DigitsMLP):
-    """Counts samples in every way in which trainers log together, and on the lead what an epoch has of them.
+    """Counts samples in every way in which trainers log together, and keeps the lead's sums per epoch.
 
     Args:
-        seen: Of the run.
+        seen: Observations of the run.
     """
 
     def __init__(self, seen: Seen) -> None:
         super().__init__(Recipe(schedule="onecycle"))
         self.seen = seen
         self.num_samples = SumMetric()
-        self.epochs: dict[int, tuple[int, float, float]] = {}  # of what was seen twice the second one
+        # (step, logged, counted) per epoch; a repetition overwrites the first
+        self.epochs: dict[int, tuple[int, float, float]] = {}
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -69,17 +70,18 @@ class Logging(DigitsMLP):
         found = self.trainer.callback_metrics
         if "logged" in found:
             values = float(found["logged"]), float(found["counted"])
-            # Not the records that it has heard of: one that comes while it waits for a place is of the next batch.
+            # `global_step`, not the number of known records: one that comes while it waits for a place belongs to the
+            # next batch.
             self.epochs[self.trainer.current_epoch] = self.trainer.global_step, *values
 
 
 @dataclass
 class Killing(L.Callback):
-    """At the lead, kills peers when so many steps are done, each once.
+    """The lead's callback, which kills peers at given steps, each once.
 
     Args:
-        at: After so many records.
-        peers: Who, each time.
+        at: Numbers of records.
+        peers: Names of the peers that die then, per entry of `at`.
     """
 
     at: list[int]
@@ -103,15 +105,15 @@ def run(
     gone: Collection[int] = (),
     **options: Any,
 ) -> Seen:
-    """Train, and see that nobody ends with an error but those that were killed.
+    """Train, and raise the error of any trainer that was not killed.
 
     Args:
-        num_trainers: Each with a server.
-        killing: At the lead.
-        make: Builds the module of each.
-        others: Callbacks of each, by rank.
-        gone: Who may end with an error, too.
-        options: As of `train`.
+        num_trainers: Trainers, each with a server.
+        killing: The lead's callback.
+        make: Makes each trainer's module.
+        others: Rank -> its callbacks.
+        gone: Ranks that may also end with an error.
+        options: As in `train`.
     """
     swarm = {"limits": LIMITS, **options.pop("swarm", {})}
     seen = train(
@@ -120,7 +122,7 @@ def run(
         callbacks=lambda rank: [*(others or {}).get(rank, []), *([killing] if rank == 0 else [])],
         raises=False,
         swarm=swarm,
-        # By default each has data of its own, of which it keeps the place.
+        # By default each trainer has separate data and keeps its position there.
         **{"max_steps": NUM_STEPS, "apart": True, **options},
     )
     gone = {*gone, *(int(peer.removeprefix("peer-")) for peer in seen.killed if peer.startswith("peer-"))}
@@ -132,7 +134,7 @@ def run(
 
 
 def assert_each_once(seen: Seen, living: Collection[int]) -> None:
-    """Each trainer's batches count from its first one on, in its order, none twice; and samples within each epoch."""
+    """Check that each trainer's batches count in order, none twice, and each sample once within an epoch."""
     counted = [place for places in seen.steps for place in places]
     for rank in living:
         numbers = [seen.numbers[place] for place in counted if seen.batches[place][0] == rank]
@@ -151,7 +153,7 @@ def assert_each_once(seen: Seen, living: Collection[int]) -> None:
 
 
 def assert_right(seen: Seen, num_trainers: int, *, gone: Collection[int] = (), **options: Any) -> None:
-    """Weights, losses, loops and logs are those of what the records name."""
+    """Check weights, losses, loops and logs against the batches in the records."""
     assert len(seen.steps) == NUM_STEPS
     make, data = options.pop("make", make_digits), options.pop("data", digits())
     trainers.assert_exact(seen, make, data, num_trainers=num_trainers, gone=gone, **options)
@@ -161,7 +163,7 @@ def assert_right(seen: Seen, num_trainers: int, *, gone: Collection[int] = (), *
     lead = seen.trainers[0]
     own = [place for place in counted if seen.batches[place][0] == 0]
     assert lead.global_step == NUM_STEPS
-    # If the run's last record came while it waited for a place, it has one batch more, which had none.
+    # If the last record came while it waited for a place, it has run one more batch, which got no place.
     assert lead.fit_loop.epoch_loop.batch_progress.total.completed in (len(own), len(own) + 1)
     for rank in living:
         progress = seen.trainers[rank].fit_loop.epoch_loop.batch_progress.total
@@ -169,7 +171,10 @@ def assert_right(seen: Seen, num_trainers: int, *, gone: Collection[int] = (), *
 
 
 def assert_logged(seen: Seen) -> None:
-    """What the lead's epochs have of the samples is what was counted by then, its own by its epochs."""
+    """Check the lead's logged counts per epoch.
+
+    They include other trainers' samples that were counted by then; its own samples count by its own epochs.
+    """
     module = seen.modules[0]
     assert isinstance(module, Logging)
     assert module.epochs
@@ -212,7 +217,7 @@ def test_a_stage_dies_with_its_trainer_and_two_are_left(at: int) -> None:
 
 @pytest.fixture
 def one_more_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes before the lead, and with as many stages as servers the lead does not hold the last one."""
+    """Add a server that joins before the lead, so that the lead does not hold the last of equally many stages."""
     make_peer = ThreadStrategy.make_peer
 
     def server_first(strategy: ThreadStrategy) -> None:
@@ -237,7 +242,7 @@ def test_a_stage_dies_and_all_trainers_are_left(num_trainers: int, at: int) -> N
 
 @pytest.mark.thorough
 def test_a_run_goes_back_again_and_again() -> None:
-    """And those that went back once go back with what they did since."""
+    """Trainers that rolled back once do so again, with their progress since then."""
     killing = Killing([5, 11], [["peer-1"], ["peer-2"]])
     seen = run(4, killing, swarm={"num_stages": 4})
     assert len(seen.went_back) == 2
@@ -264,19 +269,19 @@ def test_what_is_on_the_trainers_goes_back_with_them() -> None:
 
 
 class Waiting(L.Callback):
-    """In code of the user's, keeps a trainer that serves a stage with others from its next batch.
+    """Holds up a trainer before one of its batches, as slow code of the user's might.
 
     Args:
-        seen: Of the run.
-        batch: Before which of its batches, once.
-        reached: Until then.
+        seen: Observations of the run.
+        batch: Index of that batch, once.
+        reached: Condition that it waits for.
     """
 
     def __init__(self, seen: Callable[[], Seen], batch: int, reached: Callable[[Seen], bool]) -> None:
         self.seen = seen
         self.batch: int | None = batch
         self.reached = reached
-        self.version = -1  # of the weights, as far as the trainer knew
+        self.version = -1  # version of the weights that the trainer knew
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -288,7 +293,7 @@ class Waiting(L.Callback):
 @pytest.mark.thorough
 @pytest.mark.parametrize("batch", [0, 2])
 def test_a_trainer_that_was_elsewhere_goes_back_to_where_it_was(batch: int) -> None:
-    """The run goes back to a version of which it has not heard. Whether its batches count only its server knows."""
+    """The run rolls back to a version that it does not know yet. Only its server knows whether its batches count."""
     found: list[Seen] = []
     killing = Killing([8], [["peer-1"]])
     waiting = Waiting(lambda: found[0], batch, lambda seen: bool(seen.went_back))
@@ -307,7 +312,7 @@ def test_a_trainer_that_was_elsewhere_goes_back_to_where_it_was(batch: int) -> N
 
 
 class Ended(L.Callback):
-    """Has a trainer's data end after two batches, and counts how often its loop came to its end."""
+    """Ends a trainer's data after two batches, and counts how often its loop has ended."""
 
     num_ends = 0
 
@@ -321,9 +326,10 @@ class Ended(L.Callback):
 
 
 def test_a_trainer_whose_data_is_at_its_end_goes_back() -> None:
-    """It has served since then. Who dies has a batch left: a thread that waits for the run's end cannot be killed.
+    """The trainer has only served since its data ended.
 
-    The two that wait have far more data: with their last batch in hand they keep others from any but the same step's.
+    The victim must have a batch left, because a thread that waits for the run's end cannot be killed. The two waiting
+    trainers have far more data: while one holds its last batch, other trainers can add to the same step only.
     """
     found: list[Seen] = []
     ended = Ended()
@@ -352,7 +358,7 @@ def test_a_trainer_whose_data_is_at_its_end_goes_back() -> None:
 
 @pytest.mark.thorough
 def test_a_trainer_that_is_frozen_meanwhile_is_left_behind() -> None:
-    """When it is back, it is in no run, and ends."""
+    """After it thaws, it belongs to no run, and ends."""
     found: list[Seen] = []
 
     class Freezing(Killing):
@@ -370,7 +376,8 @@ def test_a_trainer_that_is_frozen_meanwhile_is_left_behind() -> None:
 
             seen.runtime.run(act())
             if not self.at and not seen.network.is_frozen(frozen):
-                seen.wait_for(lambda: 3 in seen.errors)  # before the run is over, after which it would end in peace
+                # Wait before the run's end, after which it would finish without an error.
+                seen.wait_for(lambda: 3 in seen.errors)
 
     def make(seen: Seen) -> Logging:
         found[:] = [seen]

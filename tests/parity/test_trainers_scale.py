@@ -1,4 +1,4 @@
-"""`16-mixed` with several trainers: one scale for all, whoever comes or dies, and what overflows is skipped by all."""
+"""`16-mixed` with several trainers: one scale for all through joins and deaths, and all skip an overflowed step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.parity.test_whole import WHOLE
 from tests.parity.trainers import Seen, ThreadStrategy, default_dtype, train
 
 GROWTH_INTERVAL = 4
-AFTERWARDS = 8  # steps, led by another one
+AFTERWARDS = 8  # steps under the second lead
 
 
 def precision(initial_scale: float = INITIAL_SCALE) -> MixedPrecision:
-    """On a CPU Lightning would take bfloat16 in its place, unless it is given the plugin."""
+    """Return float16 precision; without the plugin Lightning would use bfloat16 on a CPU."""
     scaler = torch.amp.GradScaler("cpu", init_scale=initial_scale, growth_interval=GROWTH_INTERVAL)
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
 class LeadDies(L.Callback):
-    """Once three train, losses fit, and one of them could lead; who leads then ends the run some steps later."""
+    """Kills the lead once three trainers train, losses fit and a standby exists; the next lead stops steps later."""
 
     lead = 0
 
@@ -58,7 +58,7 @@ def seen_by(trainer: L.Trainer) -> Seen:
 
 
 def assert_scales(seen: Seen) -> None:
-    """Each step has the scale that torch's scaler would have after the steps before it."""
+    """Check that each step has the scale that torch's scaler would have after the previous steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, growth_interval=GROWTH_INTERVAL)
     scaler.scale(torch.ones(()))
     weight = torch.nn.Parameter(torch.ones(()))
@@ -71,7 +71,7 @@ def assert_scales(seen: Seen) -> None:
 
 
 def assert_weights(seen: Seen) -> None:
-    """Losses and weights are those of plain torch, which scales by what the records say."""
+    """Check losses and weights against plain torch, with the scales from the records."""
     torch.manual_seed(0)
     with default_dtype(torch.float64):
         module = InFloat16().float()
@@ -98,9 +98,9 @@ def assert_weights(seen: Seen) -> None:
 
 
 def test_one_scale_for_all_whoever_leads() -> None:
-    """Those who come begin with the run's scale, and not with their own."""
+    """Trainers that join start with the run's scale, not with their own."""
     events, plugins = LeadDies(), iter([precision(), *(precision(2.0**10) for _ in range(2))])
-    rank = vars(rank_zero_only)["rank"]  # of the process, which each of these trainers has for itself elsewhere
+    rank = vars(rank_zero_only)["rank"]  # a global of the process, which these trainers share as threads only
     try:
         seen = train(
             3,

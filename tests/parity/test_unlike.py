@@ -1,4 +1,4 @@
-"""Machines of several kinds in one swarm: the plain Trainer's result, and replicas that are equal to the bit."""
+"""Machines of several kinds in one swarm have the plain Trainer's result, and replicas equal to the bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.parity.test_joining import Joining
 
 STEPS = 50
 LEFT_OUT = ("left", "discard", "unconfirmed", "round_repeated", "convicted", "went_back")
-"""What is noted where a replica differs from the others."""
+"""The event that reports a differing replica."""
 
 
 class Chosen(DigitsMLP):
@@ -51,12 +51,12 @@ def adamw() -> Net:
 
 
 def machines(*peers: int) -> dict[str, UnlikeMachine]:
-    """Machines of as many kinds as peers, none of them the others' kind."""
+    """Return a machine for each peer, all of different kinds."""
     return {f"peer-{peer}": UnlikeMachine(seed=peer) for peer in peers}
 
 
 def replicas(strategy: InMemoryStrategy, gone: Collection[str] = ()) -> Iterator[tuple[int, list[Tensor]]]:
-    """The stage, and the weights, buffers and optimizer's state, of each replica that is in the run at its end."""
+    """Yield the stage, and the weights, buffers and optimizer state, of each replica at the run's end."""
     for server in strategy.servers:
         if server.membership.is_member and server.membership.me.peer_id not in gone:
             for index, stage in server.steps.sums.stages.items():
@@ -65,7 +65,7 @@ def replicas(strategy: InMemoryStrategy, gone: Collection[str] = ()) -> Iterator
 
 
 def assert_equal(strategy: InMemoryStrategy) -> None:
-    """All replicas of a stage are equal to the bit, and none was left out before."""
+    """Check that all replicas of a stage are equal to the bit, and that none was excluded before."""
     first: dict[int, list[Tensor]] = {}
     for index, tensors in replicas(strategy):
         expected = first.setdefault(index, tensors)
@@ -77,14 +77,14 @@ def assert_equal(strategy: InMemoryStrategy) -> None:
 
 
 def differing(peer: Peer) -> list[str]:
-    """The servers that were left out because their weights differed, as far as a peer noted, with the reason."""
+    """Return the servers that were excluded for differing weights, as reported by a peer, with the reason."""
     return [f"{one.peer}: {one.reason}" for one in peer.events.newest if one.kind == "gone" and "differ" in one.reason]
 
 
 def train(
     make: Callable[[], L.LightningModule], unlike: Mapping[str, UnlikeMachine], *, steps: int = STEPS, **options: Any
 ) -> SwarmRun:
-    """Train both ways; compare the curves and the replicas. Each unlike machine has rounded differently."""
+    """Train with both Trainers; compare curves and replicas, and check that each unlike machine rounded differently."""
     common = {"max_steps": steps, "max_epochs": -1}
     common |= {name: options.pop(name) for name in tuple(options) if name.startswith("gradient_clip")}
     data = loader(digits())
@@ -174,7 +174,7 @@ def test_an_unlike_machine_is_refused_where_bits_are_promised() -> None:
 
 
 class Odd(torch.optim.SGD):
-    """Computes by an operation that machines round differently."""
+    """Uses an operation that machines round differently."""
 
     @override
     @torch.no_grad()
@@ -200,7 +200,7 @@ def test_an_optimizer_that_rounds_apart_needs_machines_of_one_kind(unlike: dict[
 
 
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without portable arithmetic the younger of two unlike machines is left out after the first step."""
+    """Without portable arithmetic the younger of two unlike machines is excluded after the first step."""
     monkeypatch.setattr(commit, "mixed_stages", lambda *_: [])
     run = run_swarm(adamw, loader(digits()), num_stages=1, unlike=machines(1), max_steps=4, max_epochs=-1)
     [gone] = {said for peer in run.strategy.peers for said in differing(peer)}

@@ -1,4 +1,4 @@
-"""Further features of a run, on machines of three kinds: tests of other files, once more."""
+"""Tests of further features, repeated on machines of three kinds."""
 
 from __future__ import annotations
 

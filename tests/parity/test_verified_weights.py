@@ -1,4 +1,4 @@
-"""In an audited run no weights come into a checkpoint, the module or a rollback on the word of one server."""
+"""In an audited run no single server's weights reach a checkpoint, the module or a rollback unverified."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ DATA = partial(loader, digits())
 
 
 class Liar(L.Callback):
-    """Has the first server of a stage that the lead does not hold lie from the beginning.
+    """Has the first server of a stage without the lead send false values from the start.
 
     Args:
-        begin: What it begins to do.
+        begin: Makes a server malicious.
     """
 
     def __init__(self, begin: Callable[[Server], None]) -> None:
@@ -49,7 +49,7 @@ class Liar(L.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, InMemoryStrategy)
         if self.name:
-            return  # the run went back
+            return  # the run rolled back
         rosters = strategy.servers[0].membership.run.rosters
         roster = next(one for one in rosters if LEAD not in {member.peer_id for member in one})
         assert len(roster) > 2
@@ -65,7 +65,7 @@ def unconfirmed(strategy: InMemoryStrategy) -> set[str | None]:
 
 
 def saved(folder: Path, *callbacks: L.Callback, **options: Any) -> SwarmRun:
-    """Two epochs on two stages, with a checkpoint of each, and one in the midst."""
+    """Train two epochs on two stages, with a checkpoint at the end of each and one in between."""
     every = ModelCheckpoint(folder, "{step:03d}", auto_insert_metric_name=False, every_n_train_steps=5, save_top_k=-1)
     options = {"enable_checkpointing": True, "callbacks": [*callbacks, every], "max_epochs": 2, **options}
     return run_swarm(make_digits, DATA(), num_servers=6, exact_sums=True, **options)
@@ -111,11 +111,11 @@ def test_a_server_joins_an_audited_run(tmp_path: Path) -> None:
 
 
 class Poisoning(L.Callback):
-    """Has servers of a stage that the lead does not hold come to hold other weights before a step.
+    """Replaces the weights of some servers of a stage without the lead before a step.
 
     Args:
-        at: Before which step.
-        count: How many of them.
+        at: The step.
+        count: Number of servers.
     """
 
     def __init__(self, *, at: int, count: int) -> None:
@@ -139,7 +139,7 @@ class Poisoning(L.Callback):
 
 
 def test_what_a_server_with_other_weights_computed_counts_nowhere(tmp_path: Path) -> None:
-    """Its outputs went to the next stage, whose servers added up honestly what came of them."""
+    """Its false outputs went to the next stage, whose honest servers added the resulting gradients."""
     poisoning = Poisoning(at=4, count=1)
     found = saved(tmp_path / "audited", poisoning, trust="audited", num_gone=1)
     assert_exact(found, saved(tmp_path / "plain"))
@@ -163,10 +163,10 @@ def sends_false_snapshots(server: Server) -> None:
 
 
 class KillingTheStage(Killing):
-    """Kills all servers of a liar's stage.
+    """Kills all servers of a malicious server's stage.
 
     Args:
-        at: Before which step.
+        at: The step before which they die.
         liar: Knows the stage.
     """
 
@@ -182,7 +182,7 @@ class KillingTheStage(Killing):
 
 
 def test_after_a_stage_is_lost_the_run_goes_on_from_what_its_servers_had() -> None:
-    """Its first server had sent the keeper something else."""
+    """The stage's first server had sent false weights to the keeper."""
     liar = Liar(sends_false_snapshots)
     killing = KillingTheStage(6, liar)
     fit = Fit(killing, devices=6, callbacks=[liar], swarm={"trust": "audited"})

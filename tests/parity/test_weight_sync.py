@@ -1,4 +1,4 @@
-"""When weights travel between the lead's module and the servers, and what each of the two holds."""
+"""Transfers of weights between the lead's module and the servers, and the weights on each side."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DoubleMLP(DigitsMLP):
 
 
 class Counts(lightning_callbacks.WeightAveraging):
-    """Decides by its own count of the questions, and validates with what was trained."""
+    """Updates at every third call, and validates with the trained weights, not the averages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class Counts(lightning_callbacks.WeightAveraging):
 
     @override
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """No swap."""
+        """Keep the trained weights."""
 
     @override
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """No swap."""
+        """Keep the trained weights."""
 
 
 @pytest.mark.first_cells(1)
@@ -108,7 +108,7 @@ def test_validating_after_fit_swaps_as_the_plain_trainer_does() -> None:
 
 
 def test_calls_mean_the_weights_that_were_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a step is open meanwhile: its gradients, of the weights that train, stay as they are."""
+    """A call with lent weights during an open step leaves the gradients of the trained weights unchanged."""
     meant: list[tuple[bool, int]] = []
     send = PipelineContext.send
 
@@ -123,13 +123,13 @@ def test_calls_mean_the_weights_that_were_lent(monkeypatch: pytest.MonkeyPatch) 
         for own in (lambda: [lightning_callbacks.WeightAveraging()], list)
     )
     assert {numbers for evaluation, numbers in meant if not evaluation} == {0}
-    assert {numbers for evaluation, numbers in meant if evaluation} == {0, 1}  # the first averages are the weights
+    assert {numbers for evaluation, numbers in meant if evaluation} == {0, 1}  # the first averages equal the weights
     assert averaged.swarm.losses == free.swarm.losses
     assert averaged.swarm.module.found != free.swarm.module.found  # type: ignore[union-attr]
 
 
 class DoubleGPT(NanoGPT):
-    """Embeddings, norm and head are on the trainer."""
+    """Keeps embeddings, norm and head on the trainer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A swarm without a cut: each trainer computes the whole model itself, and the curve is one machine's, in float64."""
+"""A swarm without a cut: each trainer computes the whole model, with the curve of one machine in float64."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.parity.trainers import assert_exact as assert_same
 WHOLE: dict[str, Any] = {"num_stages": 1, "microbatch_size": None}
 
 
-UNCUT: dict[str, Any] = {**WHOLE, "role": "both", "target_batch_size": 13}  # a model, too, that could be cut
+UNCUT: dict[str, Any] = {**WHOLE, "role": "both", "target_batch_size": 13}  # also for a model that could be cut
 
 
 class Branches(Net):
-    """No chain of blocks: two branches, and a parameter that belongs to the module itself."""
+    """Has two branches and a parameter of its own, so it is no chain of blocks."""
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__(nn.Sequential(nn.Linear(64, 12), nn.Tanh()), recipe)
@@ -49,7 +49,7 @@ class Branches(Net):
 
 
 class Images(Net):
-    """Batch norms, one of which each sample goes through twice."""
+    """Has batch norms, one of which each sample passes twice."""
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ class Images(Net):
 
 @pytest.mark.parametrize("num_trainers", [1, 2])
 def test_batch_norms(num_trainers: int) -> None:
-    # AdamW makes much of the rounding of gradients that are zero, and batches of four of any rounding.
+    # AdamW amplifies the rounding of gradients that are zero, and batches of four have more such gradients.
     recipe = Recipe(optimizer="sgd")
     seen = train(num_trainers, lambda seen: Images(recipe), max_steps=8, swarm=WHOLE)
     assert_same(seen, lambda: Images(recipe), digits(), num_trainers=num_trainers)
@@ -93,7 +93,7 @@ def test_several_trainers(num_trainers: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 def test_what_all_trainers_log() -> None:
-    """Numbers and metric objects: over the batches of both."""
+    """Logged numbers and metric objects cover the batches of both trainers."""
     assert_logged(*train_logged(swarm=WHOLE))
     seen, lines = trained(swarm={"target_batch_size": 10, **WHOLE})
     assert_epoch(seen, lines)
@@ -101,7 +101,7 @@ def test_what_all_trainers_log() -> None:
 
 
 class Enough(L.Callback):
-    """Ends the lead's loop some steps after another trainer came, and did what it was to do."""
+    """Stops the lead's loop some steps after another trainer joined."""
 
     def __init__(self, seen: Callable[[], Seen], num_steps: int = 4) -> None:
         self.seen, self.num_steps = seen, num_steps
@@ -113,7 +113,7 @@ class Enough(L.Callback):
 
 
 def test_a_trainer_joins_a_run_under_way() -> None:
-    """First its server downloads the model, then it trains."""
+    """Its server downloads the model first, then it trains."""
     kept: list[Seen] = []
 
     def making(seen: Seen) -> Branches:
@@ -132,7 +132,7 @@ def test_a_trainer_joins_a_run_under_way() -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_trainer_dies_or_freezes(is_killed: bool) -> None:
-    """Its batch is brought by others; one that thaws computes on once its server is in the run again."""
+    """Other trainers bring its batch. A thawed trainer continues once its server has joined again."""
     seen, lead = run("before backward", kill if is_killed else freeze, num_records=2, **WHOLE)
     assert len(seen.errors) == is_killed
     assert_right(seen, lead)
@@ -145,7 +145,7 @@ class Validated(Branches):
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if self.trainer.global_rank:
-            time.sleep(0.05)  # the last batches of an epoch are others'
+            time.sleep(0.05)  # the last batches of an epoch then come from another trainer
         return super().training_step(batch, batch_idx)
 
     @override
@@ -154,7 +154,7 @@ class Validated(Branches):
 
 
 class Newest(L.Callback):
-    """Compares what validates with what the servers hold."""
+    """Compares the weights in validation with the servers'."""
 
     def __init__(self) -> None:
         self.differing: list[tuple[int, str]] = []
@@ -176,7 +176,7 @@ class Newest(L.Callback):
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("swarm", [WHOLE, {"pipeline": "net"}], ids=["whole", "around"])
 def test_the_newest_weights_validate_whoever_brought_the_last_batch(swarm: dict[str, Any]) -> None:
-    """The lead's own layers, too, though it may bring none of the batches of the epoch's last steps."""
+    """The lead's own layers are current too, even if it brings no batch of the epoch's last steps."""
     newest = Newest()
     train(
         3,
@@ -202,7 +202,7 @@ class Saving(L.Callback):
 
 
 def test_one_device_goes_on_from_what_stages_wrote(tmp_path: Path) -> None:
-    """A folder to which each server wrote its stages, optimizer state included."""
+    """The file is a folder to which each server wrote its stages, optimizer state included."""
     saving = Saving(tmp_path / "folder", 7)  # the end of an epoch
     run_swarm(DigitsMLP, loader(digits()), max_steps=7, state_dict_type="sharded", callbacks=[saving])
     trainer = L.Trainer(**QUIET, devices=1, max_steps=14, strategy=SwarmStrategy())
@@ -234,14 +234,15 @@ class LooksAtItsOptimizer(Branches):
 
 
 def test_an_optimizer_that_is_read_after_a_resume_goes_on(tmp_path: Path) -> None:
-    """What its reader sees is not what the stage steps in place."""
+    """The state it reads is a copy, not the tensors that the stage updates in place."""
     saving = Saving(tmp_path / "saved.ckpt", 7)  # the end of an epoch
     run_swarm(LooksAtItsOptimizer, loader(digits()), num_servers=1, max_steps=7, callbacks=[saving], **WHOLE)
     options: dict[str, Any] = {"num_servers": 1, "max_steps": 10, "ckpt_path": saving.path, **WHOLE}
     found = run_swarm(LooksAtItsOptimizer, loader(digits()), **options)
     plain = run_plain(LooksAtItsOptimizer, loader(digits()), max_steps=10)
     for name, weight in plain.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-7)  # Adam and the rounding of zeros
+        # Adam amplifies rounding near zero
+        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-7)
     assert found.trainer is not None
     assert isinstance(found.trainer.lightning_module, LooksAtItsOptimizer)
     assert found.trainer.lightning_module.steps == [7.0, 7.0, 8.0, 9.0]
@@ -250,7 +251,7 @@ def test_an_optimizer_that_is_read_after_a_resume_goes_on(tmp_path: Path) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after"), [(UNCUT, {"num_stages": 3}), ({"num_stages": 2}, UNCUT)])
 def test_a_run_goes_on_with_and_without_a_cut(before: Any, after: Any, tmp_path: Path) -> None:
-    """With the optimizer's state."""
+    """The optimizer's state is restored too."""
     saving = Saving(tmp_path / "saved.ckpt", 4)  # the end of an epoch
     run_swarm(
         DigitsMLP, loader(digits(), 13), num_servers=before["num_stages"], max_steps=4, callbacks=[saving], **before
@@ -262,7 +263,8 @@ def test_a_run_goes_on_with_and_without_a_cut(before: Any, after: Any, tmp_path:
     assert found.trainer is not None
     assert found.trainer.global_step == 8
     for name, weight in plain.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-7)  # Adam and the rounding of zeros
+        # Adam amplifies rounding near zero
+        torch.testing.assert_close(found.weights[name], weight, rtol=0.0, atol=1e-7)
 
 
 @pytest.mark.thorough
@@ -278,7 +280,7 @@ def test_a_run_goes_on_with_and_without_a_cut(before: Any, after: Any, tmp_path:
     ids=["offloaded", "float16", "8 bits", "4 bits", "PowerSGD"],
 )
 def test_the_recipe_of_volunteers(options: dict[str, Any], share: float) -> None:
-    """Each sample counts once, all replicas have the same weights, and these are near those without compression."""
+    """Each sample counts once, and all replicas have the same weights, close to the exact run's."""
     recipe = Recipe(optimizer="sgd")
     seen = train(2, lambda seen: Branches(recipe), max_steps=20, swarm={**WHOLE, **options})
     read = [number for places in seen.steps for place in places for number in seen.batches[place][1]]

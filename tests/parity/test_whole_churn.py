@@ -1,4 +1,4 @@
-"""Trainers of a model that is not cut come and are killed at random, the lead among them: each sample counts once.
+"""Trainers of an uncut model join and are killed at random, including the lead; each sample counts once.
 
 Each model of `test_whole_models.py` has a seed. `SWARM_TIMES=100` runs a hundred seeds, in some ten minutes.
 """
@@ -30,16 +30,16 @@ from tests.parity.test_whole_models import (
 from tests.parity.trainers import Seen, ThreadStrategy
 
 SEEDS = range(max(len(MODELS), int(os.environ.get("SWARM_TIMES", "0"))))
-LIMITS = replace(LIMITS, snapshot_interval=0.05)  # snapshots at every step would be half of what the runs cost
+LIMITS = replace(LIMITS, snapshot_interval=0.05)  # snapshots at every step would take half of the run time
 ORDERS = [("one", "comes", "lead"), ("lead", "comes", "one"), ("comes", "one", "lead"), ("comes", "lead", "one")]
-"""Two that are left of three are still most of those who vote; of two nobody could go on, so then another one comes."""
+"""Two of three are a majority of the voters. A single survivor of two is not, so there another trainer joins first."""
 NUM_STARTERS = 3
-LEAST_STEPS = 3 * NUM_SAMPLES // (BATCH_SIZE * BATCHES_OF_A_STEP)  # of three epochs
+LEAST_STEPS = 3 * NUM_SAMPLES // (BATCH_SIZE * BATCHES_OF_A_STEP)  # three epochs
 _MOMENTS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end")
 
 
 class Churn(L.Callback):
-    """One comes, one is killed, and the lead is: in an order and at moments of the lead's loop that are drawn."""
+    """A trainer joins, one is killed, and so is the lead, in random order and at random moments of the lead's loop."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -54,7 +54,7 @@ class Churn(L.Callback):
 
     @property
     def calls_another(self) -> bool:
-        """Whether another one is to come by now."""
+        """Return whether another trainer is due to join now."""
         return "comes" in self.events[: self.num_done]
 
     def at(self, trainer: L.Trainer, moment: str) -> None:
@@ -66,7 +66,7 @@ class Churn(L.Callback):
         if self.num_done == len(self.events):
             trainer.should_stop = settled and len(seen.records) >= max(self.step, LEAST_STEPS)
         elif not settled and moment == _MOMENTS[0]:
-            seen.pause(0.25)  # so that the run does not end before the others hear of a death, or one has come
+            seen.pause(0.25)  # time to notice a death or to join before the run ends
         elif moment == self.moment and settled and len(seen.records) >= self.step:
             self.act(seen, f"peer-{rank}")
 
@@ -79,7 +79,7 @@ class Churn(L.Callback):
         elif standby_of(seen) is not None:
             self._kill(seen, lead)
         else:
-            return  # nobody could lead on yet
+            return  # no standby could lead yet
         self.num_done += 1
         self._draw(len(seen.records))
 
@@ -110,14 +110,14 @@ def seen_by(trainer: L.Trainer) -> Seen:
 
 
 def members(seen: Seen) -> set[str]:
-    """Who holds the model, after the newest record."""
+    """Return the peers that hold the model after the newest record."""
     return {member.peer_id for roster in seen.rosters[-1] for member in roster} if seen.rosters else set()
 
 
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_sample_counts_once(seed: int) -> None:
-    """And the curve is the plain Trainer's."""
+    """The curve is the plain Trainer's."""
     churn, model = Churn(seed), list(MODELS)[seed % len(MODELS)]
     come: dict[int, Any] = dict.fromkeys(range(1, NUM_STARTERS), under_way)
     come[NUM_STARTERS] = lambda seen: seen.wait_for(lambda: churn.calls_another)

@@ -1,6 +1,6 @@
-"""Kinds of models that nobody would cut, whole on each trainer: in float64 their curves are the plain Trainer's.
+"""Models that could not be cut well, whole on each trainer: in float64 their curves are the plain Trainer's.
 
-Trainers bring the batches of one order, so one plain run is the reference of all runs of a model.
+Trainers share one order of batches, so a single plain run is the reference for all runs of a model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from tests.parity.test_shared_data import curve
 from tests.parity.test_whole import WHOLE
 from tests.parity.trainers import Seen, ThreadStrategy, copied, default_dtype, shuffled, train
 
-NUM_STEPS = 50  # of one trainer; where trainers come and die (`test_whole_churn.py`), they cost too much
+# Steps with a single trainer. Runs with joins and deaths (`test_whole_churn.py`) cost more, and are shorter.
+NUM_STEPS = 50
 NUM_SAMPLES, BATCH_SIZE, BATCHES_OF_A_STEP = 48, 4, 2  # an epoch is six steps
 
 
 class Whole(L.LightningModule):
-    """What the models have in common: they are optimized alike."""
+    """Base of the models, with a common optimizer and schedule."""
 
     recipe = Recipe(schedule="onecycle")
 
@@ -43,7 +44,7 @@ class Whole(L.LightningModule):
 
 
 class Boring(BoringModel):
-    """Its learning rate falls by the epoch; to a tenth, as in the original, nothing would train by the tenth."""
+    """Decays its learning rate more slowly than the original, whose factor of 0.1 would stop training by epoch ten."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -74,7 +75,7 @@ class Residual(nn.Module):
 
 
 class ResNet(Whole):
-    recipe = Recipe(optimizer="sgd", learning_rate=1e-3)  # AdamW makes much of rounding that a batch norm cancels
+    recipe = Recipe(optimizer="sgd", learning_rate=1e-3)  # AdamW would amplify rounding that a batch norm cancels
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class ResNet(Whole):
 
 
 class UNet(Whole):
-    """Finds which pixels of a noisy image are ink."""
+    """Finds the pixels of ink in a noisy image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class UNet(Whole):
 
 
 class VAE(Whole):
-    """Its noise is the batch's own: random numbers of a trainer's process are each trainer's."""
+    """Has its noise in the batch, because each trainer's process draws other random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class VAE(Whole):
 
 
 class Contrastive(Whole):
-    """Each image and its mirror image find each other among all of the batch."""
+    """Matches each image with its mirror image among all images of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class Contrastive(Whole):
 
 
 class GraphNetwork(Whole):
-    """Messages along edges, of all of a batch's graphs at once."""
+    """Passes messages along the edges of all graphs of a batch at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class GraphNetwork(Whole):
 
 
 class Translator(Whole):
-    """Hugging Face's BART: its encoder, its decoder and its head share one embedding."""
+    """Hugging Face's BART, whose encoder, decoder and head share one embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Translator(Whole):
 
 
 class Experts(nn.Module):
-    """Leaves, where the LightningModule finds it, how unevenly its experts are used."""
+    """Keeps its load imbalance as an attribute, which the LightningModule reads."""
 
     balance: Tensor
 
@@ -242,7 +243,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], TensorDataset]]] = {
 
 @dataclass
 class Plain(L.Callback):
-    """Of the plain Trainer: each batch's loss, and the weights after each step."""
+    """Records the plain Trainer's losses, and the weights after each step."""
 
     losses: list[float] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
@@ -272,7 +273,7 @@ def plain(model: str) -> Plain:
 
 def run(model: str, num_trainers: int, **options: Any) -> Seen:
     make, data = MODELS[model]
-    rank = vars(rank_zero_only)["rank"]  # of the process, which each of these trainers has for itself elsewhere
+    rank = vars(rank_zero_only)["rank"]  # a global of the process, which these trainers share as threads only
     swarm = {**WHOLE, "target_batch_size": BATCHES_OF_A_STEP * BATCH_SIZE, **options.pop("swarm", {})}
     try:
         return train(num_trainers, lambda seen: make(), data=lambda: shuffled(data()), swarm=swarm, **options)
@@ -281,7 +282,7 @@ def run(model: str, num_trainers: int, **options: Any) -> Seen:
 
 
 def assert_plain(seen: Seen, model: str, num_steps: int) -> None:
-    """Each loss, and the last weights and buffers, are the plain Trainer's."""
+    """Check each loss and the final weights and buffers against the plain Trainer's."""
     reference = plain(model)
     losses = [loss for step in curve(seen) for _, loss in step]
     assert len(seen.steps) == num_steps
@@ -307,7 +308,7 @@ def test_several_trainers(model: str, num_trainers: int) -> None:
 
 
 class StopsInMidStep(L.Callback):
-    """Ends the run at the lead, with a batch of its own in a step that waits for one more."""
+    """Stops the run at the lead while one of its batches is in a step that waits for another one."""
 
     def __init__(self) -> None:
         self.holds, self.has_stopped = threading.Event(), threading.Event()
@@ -333,7 +334,7 @@ class StopsInMidStep(L.Callback):
 
 
 def test_ends_in_mid_step(caplog: pytest.LogCaptureFixture) -> None:
-    """Batch norms count what the records count, and not the lead's batch in the open step."""
+    """Batch norms count the batches in records only, not the lead's batch in the open step."""
     stops = StopsInMidStep()
     seen = run("resnet", 2, callbacks=lambda rank: [stops], max_steps=NUM_STEPS)
     assert "ended in mid-step: 4 samples" in caplog.text

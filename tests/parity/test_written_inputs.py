@@ -1,4 +1,4 @@
-"""Blocks that write into what they are given: the caller sees it, as on one machine, or reads of it are refused."""
+"""Blocks that overwrite their inputs: the caller sees the new values as on one machine, or its reads are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shifted(nn.Module):
 
 
 class Rebuilding(L.LightningModule):
-    """Compares what comes out with what went in, which the first block has changed meanwhile."""
+    """Compares the output with the input, which the first block overwrites."""
 
     def __init__(self, make_first: Callable[[], nn.Module], *, stem: bool = False) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_the_first_block_works_in_place(make: Callable[[], L.LightningModule], n
 
 
 class Handing(nn.Module):
-    """Takes a dict and returns it, with another value in it."""
+    """Takes a dict and returns it with a changed value."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Handing(nn.Module):
 
 
 class OfDicts(L.LightningModule):
-    """Its blocks hand a dict on; the loss is of the one returned, or of the one given."""
+    """Passes a dict through its blocks; its loss uses the returned dict, or the original one."""
 
     def __init__(self, read: Callable[[dict[str, Any], dict[str, Any]], Tensor]) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_a_keyword_argument_that_later_stages_read() -> None:
 
 
 class Scaled(nn.Linear):
-    """Writes into its mask with a trained factor."""
+    """Multiplies its mask in place by a trained factor."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__(width, out)
@@ -152,7 +152,7 @@ class Scaled(nn.Linear):
 
 
 class Noting(nn.Linear):
-    """Does something with what it is given beside its input."""
+    """Applies an operation of the test's choice to its second argument."""
 
     def __init__(self, width: int, out: int, do: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(width, out)
@@ -165,7 +165,7 @@ class Noting(nn.Linear):
 
 
 class Keywords(Rebuilding):
-    """Its loss reads a keyword argument, which a block wrote into."""
+    """Its loss reads a keyword argument, which a block overwrote."""
 
     shared = ("given",)
 
@@ -254,7 +254,7 @@ class Residual(nn.Linear):
 
 
 class Twice(Rebuilding):
-    """Gives its blocks one tensor under two names, or two parts of one tensor."""
+    """Passes its blocks one tensor under two names, or two parts of one tensor."""
 
     def __init__(self, *, apart: bool) -> None:
         super().__init__(nn.Identity)
@@ -275,7 +275,7 @@ def test_what_is_written_is_given_twice() -> None:
 
 
 class Splits(nn.Linear):
-    """Gives its output and what `handed` makes of it and its input."""
+    """Returns its output, and a tensor that `handed` computes from its output and input."""
 
     def __init__(self, width: int, out: int, handed: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(width, out)
@@ -288,7 +288,7 @@ class Splits(nn.Linear):
 
 
 class Joins(nn.Module):
-    """Works in place on the second thing that it gets."""
+    """Overwrites its second argument in place."""
 
     def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
         output, other = both
@@ -333,7 +333,7 @@ class AddsInPlace(nn.Module):
 
 
 class OneByOne(Rebuilding):
-    """A later block writes into what an encoder gave."""
+    """A later block overwrites an encoder's output."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity)

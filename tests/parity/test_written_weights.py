@@ -1,4 +1,4 @@
-"""Weights that hooks read and write: as on one machine, though they live on the servers."""
+"""Weights that hooks read and write: as on one machine, though they are on the servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make() -> DigitsMLP:
 
 
 class Hook(L.Callback):
-    """Does something after each step, or at another hook."""
+    """Calls a function after each step, or at another hook."""
 
     def __init__(self, do: Callable[[Any, int], None], at: str = "on_train_batch_end") -> None:
         self.do = do
@@ -127,7 +127,7 @@ def test_a_server_dies_between_two_writes(phase: Phase) -> None:
 
 
 class Momentum(Net):
-    """A target that follows the network by momentum, as self-supervised pairs do."""
+    """Has a target that follows the network by momentum, as in self-supervised learning."""
 
     def __init__(self, at: str = "on_train_batch_end") -> None:
         super().__init__(make().net, Recipe(optimizer="adamw"))

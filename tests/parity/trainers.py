@@ -1,7 +1,7 @@
-"""Several trainers of one run, each Lightning's own `Trainer.fit` in a thread; servers and network are in one loop.
+"""Several trainers of one run, each with Lightning's own `fit` in a thread; one loop runs servers and network.
 
-Which trainer's batch comes into which step is left to chance, as in a real swarm. So the reference is a plain loop over
-the batches that each record counts, which the trainers write down.
+The assignment of batches to steps is not deterministic, as in a real swarm. So the reference is a plain loop over the
+batches in each record; the trainers log the contents of their batches.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ LIMITS = Limits(call_timeout=30.0, start_timeout=30.0, lead_timeout=30.0)
 Place = tuple[int, int]
 """A batch's step, and the position of its first sample there."""
 Number = tuple[int, int]
-"""A batch's epoch and index, as its trainer counts. One that counts nowhere may run again in another place."""
+"""A batch's epoch and index in its trainer's count. A batch that was not counted may run again at another place."""
 
 
 @dataclass
 class Curve:
-    """What the trainers of a run write down."""
+    """Log of a run's batches, steps and weights."""
 
-    batches: dict[Place, tuple[int, list[int]]] = field(default_factory=dict)  # by whom, and the samples' numbers
+    batches: dict[Place, tuple[int, list[int]]] = field(default_factory=dict)  # (rank, sample numbers) by place
     numbers: dict[Place, Number] = field(default_factory=dict)
     losses: dict[Place, float] = field(default_factory=dict)
     withdrawn: set[Place] = field(default_factory=set)
     steps: list[list[Place]] = field(default_factory=list)  # the batches of each record
-    weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
+    weights: dict[str, Tensor] = field(default_factory=dict)  # at the run's end
 
 
 @dataclass
 class Seen(Curve):
-    """What is seen of trainers in threads besides."""
+    """Log of a run with trainers in threads."""
 
     records: list[Record] = field(default_factory=list)
-    rosters: list[list[list[Member]]] = field(default_factory=list)  # after each of them
-    trainers_of_the_run: list[PeerId] = field(default_factory=list)  # as the newest record's lead knows them
+    rosters: list[list[list[Member]]] = field(default_factory=list)  # after each record
+    trainers_of_the_run: list[PeerId] = field(default_factory=list)  # according to the newest record's lead
     trainers: dict[int, L.Trainer] = field(default_factory=dict)
     modules: dict[int, Net | NanoGPT] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
-    validated: list[int] = field(default_factory=list)  # by whom
-    peers: list[Peer] = field(default_factory=list)  # of trainers
-    servers: list[Peer] = field(default_factory=list)  # that are no trainers
+    validated: list[int] = field(default_factory=list)  # ranks that validated
+    peers: list[Peer] = field(default_factory=list)  # the trainers' peers
+    servers: list[Peer] = field(default_factory=list)  # peers without a trainer
     killed: list[PeerId] = field(default_factory=list)
-    went_back: list[int] = field(default_factory=list)  # to these steps
-    generation: int = 0  # of the run; what was seen of older ones from there on is void
+    went_back: list[int] = field(default_factory=list)  # the steps of rollbacks
+    generation: int = 0  # the run's; entries of older generations from the rollback step on are deleted
     runtime: ThreadRuntime = field(default_factory=ThreadRuntime)
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
 
     def note(self, rank: int) -> Note:
-        """What a trainer calls for each batch."""
+        """Return the function that a trainer calls with each batch."""
 
         def note(place: Place, number: Number, ids: list[int], loss: float) -> None:
             strategy = self.trainers[rank].strategy
@@ -96,7 +96,7 @@ class Seen(Curve):
         return note
 
     def kill(self, *peers: str) -> None:
-        """On a trainer's thread: what `kill -9` does."""
+        """Kill peers, called on a trainer's thread; their network stops as under `kill -9`."""
 
         async def kill() -> None:
             for peer in map(PeerId, peers):
@@ -106,7 +106,7 @@ class Seen(Curve):
         self.runtime.run(kill())
 
     def go_back(self, step: int, generation: int) -> None:
-        """What was seen from this step on is void."""
+        """Delete all entries from a step on."""
         self.went_back.append(step)
         self.generation = generation
         self.records = [record for record in self.records if record.step < step]
@@ -117,27 +117,27 @@ class Seen(Curve):
                 del seen[place]
 
     def wait_for(self, reached: Callable[[], bool]) -> None:
-        """On a trainer's thread: let the others go on until they come there."""
+        """On a trainer's thread, let the other trainers run until a condition holds."""
 
         async def wait() -> None:
             async with asyncio.timeout(120.0):
                 while not reached():  # noqa: ASYNC110 - whatever it looks at tells nobody
-                    await asyncio.sleep(0.001)  # without it, it would take the time of those it waits for
+                    await asyncio.sleep(0.001)  # leaves the processor to the other threads
 
         self.runtime.run(wait())
 
     def pause(self, seconds: float) -> None:
-        """On a trainer's thread: give the others time."""
+        """On a trainer's thread, let the other trainers run for a time."""
         self.runtime.run(asyncio.sleep(seconds))
 
 
 def places_of(record: Record) -> list[Place]:
-    """The batches that a record counts."""
+    """Return the batches that a record counts."""
     return [(record.step, first) for first in batches_of(record)]
 
 
 def place_of(module: L.LightningModule) -> Place:
-    """Where the batch in hand counts."""
+    """Return the place where the current batch counts."""
     strategy = module.trainer.strategy
     assert isinstance(strategy, SwarmStrategy)
     assert strategy.run is not None
@@ -150,7 +150,7 @@ Note = Callable[[Place, Number, list[int], float], None]
 
 
 def watched(module: Net | NanoGPT, note: Note) -> None:
-    """Have the module say which samples of a numbered dataset it trains on, where they count, and with which loss."""
+    """Make the module log each batch of a numbered dataset: its samples, its place, and its loss."""
     step = module.training_step
 
     def training_step(batch: list[Tensor], batch_idx: int) -> Any:
@@ -163,24 +163,24 @@ def watched(module: Net | NanoGPT, note: Note) -> None:
 
 
 def numbered(data: TensorDataset) -> TensorDataset:
-    """The same samples, with their numbers."""
+    """Add each sample's number to the dataset."""
     return TensorDataset(*data.tensors, torch.arange(len(data)))
 
 
 def shuffled(data: TensorDataset, *, num_workers: int = 0) -> DataLoader[Any]:
-    """Drawn from a generator of its own: those of the process are all trainers', which are threads here."""
+    """Return a shuffled loader with a generator of its own: trainers in threads share the process's generators."""
     generator = torch.Generator().manual_seed(5)
     return DataLoader(numbered(data), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers)
 
 
 def parted(loader: DataLoader[Any], num_trainers: int, rank: int) -> DataLoader[Any]:
-    """What the process of that rank reads in `ddp`."""
+    """Return the part of the data that the process of that rank reads in `ddp`."""
     sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, num_trainers, rank)
     return DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
 
 
 class Shared(Runtime):
-    """One loop of several peers."""
+    """One loop that several peers share."""
 
     def __init__(self, runtime: ThreadRuntime) -> None:
         self._runtime = runtime
@@ -195,18 +195,18 @@ class Shared(Runtime):
 
     @override
     def close(self) -> None:
-        """It belongs to all."""
+        """Keep the loop running for the other peers."""
 
 
 class ThreadStrategy(SwarmStrategy):
-    """`SwarmStrategy` of one trainer of several in this process."""
+    """`SwarmStrategy` of one of several trainers in this process."""
 
     def __init__(self, rank: int, network: MemoryNetwork, seen: Seen, *, comes: bool = False, **kwargs: Any) -> None:
         if comes:
             kwargs["initial_peers"] = SOMEBODY
         super().__init__(**{"role": "both", **kwargs})
         self.comes = comes
-        self.manifests: list[Manifest] = []  # of the runs that it was in
+        self.manifests: list[Manifest] = []  # one per run that it took part in
         self._rank = rank
         self._network = network
         self._seen = seen
@@ -227,7 +227,7 @@ class ThreadStrategy(SwarmStrategy):
 
     @property
     def generation(self) -> int:
-        """Of the run that the batch in hand is of."""
+        """Return the generation of the run that the current batch belongs to."""
         assert self.run is not None
         assert self.run.session.pipeline.batch is not None
         return self.run.session.pipeline.batch.grant.generation
@@ -268,7 +268,7 @@ class ThreadStrategy(SwarmStrategy):
         )
 
     def add_server(self) -> None:
-        """Have one more server wait for the run. It is no trainer."""
+        """Start another server that waits for the run and does not train."""
         peer = self._peer("server")
         self._seen.servers.append(peer)
         module = DigitsMLP().double()
@@ -334,23 +334,22 @@ def train(
     roles: Mapping[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> Seen:
-    """Train; raises what a trainer raised, the lead's first.
+    """Train; raise the errors of trainers, the lead's first.
 
     Args:
-        num_trainers: Each with a server.
-        make_module: Builds the module of each; all draw the same weights.
-        data: Of each.
-        validation: Of each, though only the lead looks at it.
-        callbacks: Of the trainer of that rank.
-        each: Arguments of the Trainer that no two may have in common: what makes them.
+        num_trainers: Trainers, each with a server.
+        make_module: Makes each trainer's module; all draw the same weights.
+        data: Makes each trainer's loader.
+        validation: Makes each trainer's validation loader; only the lead uses it.
+        callbacks: Rank -> callbacks.
+        each: Makes those arguments of the Trainer that must not be shared.
         raises: False: errors are left in the result.
-        ckpt_path: To go on from.
-        apart: Each has a part of the data of its own.
-        come: By rank, those that are started by themselves while the run is under way, and what each waits for. They
-            read all of the data.
+        ckpt_path: Checkpoint to resume from.
+        apart: Give each trainer a separate part of the data.
+        come: Rank -> condition to wait for, for trainers that join during the run. They read all of the data.
         swarm: Arguments of the strategy.
-        roles: Of that of some rank.
-        options: Of the Trainer.
+        roles: Rank -> further arguments of its strategy.
+        options: Arguments of the Trainer.
     """
     arguments = {"num_stages": 2, "target_batch_size": 12, "microbatch_size": 3, "limits": LIMITS, **(swarm or {})}
     come = come or {}
@@ -403,7 +402,7 @@ def train(
 
 
 def copied(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Its weights and buffers as they are now."""
+    """Return copies of its weights and buffers."""
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
@@ -418,17 +417,17 @@ def assert_exact(
     gone: Collection[int] = (),
     late: bool = False,
 ) -> None:
-    """Losses and weights are those of plain torch on the batches that each record counts, and these are all batches.
+    """Check losses and weights against plain torch on the batches in the records, which must be all batches.
 
     Args:
-        curve: Of the swarm.
+        curve: The swarm's curve.
         make_module: Makes the module that was trained.
-        data: Without numbers.
-        num_trainers: Who must have brought batches that count.
-        target_batch_size: What each step must have reached.
-        made_as: The default dtype that the module was made under.
-        gone: The ranks of those who died: some of their batches count nowhere.
-        late: Each gradient but the first is of the weights one step before those that it is applied to.
+        data: The data without numbers.
+        num_trainers: Ranks up to this one must have brought batches that count.
+        target_batch_size: Least number of samples per step.
+        made_as: The default dtype under which the module was made.
+        gone: Ranks of dead trainers, some of whose batches may count nowhere.
+        late: Each gradient but the first is computed with weights that are one step old.
     """
     torch.manual_seed(0)
     with default_dtype(made_as):
@@ -482,9 +481,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def loaders_in_turn() -> Iterator[None]:
-    """Have the trainers of this process ask for their loaders one after the other.
+    """Make the trainers of this process request their loaders one after the other.
 
-    Lightning replaces methods of `DataLoader` meanwhile, and the first that is through puts them back for all.
+    Lightning replaces methods of `DataLoader` meanwhile, and the first trainer to finish restores them for all.
     """
     turn = threading.Lock()
 
