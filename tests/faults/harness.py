@@ -1,8 +1,8 @@
-"""A whole swarm without Lightning, faults on the way, and an audit of what came of it.
+"""A whole swarm without Lightning under injected faults, and an audit of its result.
 
-Several servers and trainers on the in-memory network and a virtual clock: the real servers, coordinator, passages and
-step clients, with tiny models in float64. A trainer is a coroutine that draws batches for as long as the run takes
-them. Afterwards one process computes the run from the samples that the records name.
+Several servers and trainers run on the in-memory network and a virtual clock: the real servers, coordinator, pipelines
+and step clients, with tiny models in float64. A trainer is a coroutine that draws batches until the run is over.
+Afterwards a single process computes the run from the samples in the records.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ LIMITS = Limits(call_timeout=30.0)
 NUM_STEPS = 3
 NUM_STEPS_OF_LEAVERS = 4
 NUM_STEPS_OF_JOINERS = 5
-NUM_MICROBATCHES = 2  # of a batch
-ROWS = 2  # of a microbatch
+NUM_MICROBATCHES = 2  # per batch
+ROWS = 2  # per microbatch
 RUN_TIMEOUT_S = 3600.0
 SETTLE_S = 60.0
 SCALE = 1024.0
-"""Of all gradients, as with `16-mixed`: a power of two rounds nothing."""
+"""Scale of all gradients, as with `16-mixed`. A power of two causes no rounding."""
 SCALING = LossScaling(scale=SCALE, growth_factor=1.0, backoff_factor=1.0, growth_interval=1 << 30)
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
@@ -71,28 +71,28 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How a trainer passes its time.
+    """A trainer's delays.
 
     Args:
-        pauses_s: Before some of its batches, by their numbers.
-        losses_s: What the loss of some takes.
+        pauses_s: Batch number -> pause before the batch.
+        losses_s: Batch number -> time that its loss takes.
     """
 
     pauses_s: Mapping[int, float] = field(default_factory=dict)
     losses_s: Mapping[int, float] = field(default_factory=dict)
 
 
-# Whoever joins as the second step begins finds it under way; if it is frozen for long it is left out of the third, and
-# has the time to come back before the fourth.
+# Servers that join at the start of the second step find it under way. A joiner that is frozen for long is excluded from
+# the third step, and has time to return before the fourth.
 PACE_OF_JOINERS = Pace(losses_s={1: 0.2}, pauses_s={2: 20.0, 3: 60.0})
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a trainer put at a place of a step."""
+    """A microbatch that a trainer sent for a place of a step."""
 
     trainer: PeerId
-    number: int  # of the trainer's batches
+    number: int  # among the trainer's batches
     rows: Tensor
 
 
@@ -100,8 +100,8 @@ class Scaled(nn.Module):
     """A block with a buffer, which travels with the weights.
 
     Args:
-        block: What it scales.
-        scale: By how much.
+        block: The block whose output is scaled.
+        scale: The buffer's initial value.
     """
 
     def __init__(self, block: nn.Module, scale: float) -> None:
@@ -117,18 +117,18 @@ class Scaled(nn.Module):
 
 
 class Books:
-    """What was sent where, and what was decided: for the audit."""
+    """A log for the audit: the microbatches sent to each place, and the records."""
 
     def __init__(self) -> None:
         self.sent: dict[tuple[int, Receipt], Sent] = {}
         self.records: dict[int, Record] = {}
-        self.rosters: dict[int, Sequence[Sequence[Member]]] = {}  # after each record
-        self.done: set[tuple[PeerId, int]] = set()  # batches that their trainers know to count
-        self.begun = asyncio.Event()  # a record is decided
-        self.decided_s: dict[int, float] = {}  # when the first one applied a step's record
+        self.rosters: dict[int, Sequence[Sequence[Member]]] = {}  # step -> rosters after its record
+        self.done: set[tuple[PeerId, int]] = set()  # batches whose trainers know that they count
+        self.begun = asyncio.Event()  # set when a record is decided
+        self.decided_s: dict[int, float] = {}  # step -> time when the first peer applied its record
 
     def note(self, record: Record) -> None:
-        """Whoever applies a record says so: all must apply the same one."""
+        """Log a record that a peer applies; all peers must apply the same one."""
         self.begun.set()
         known = self.records.setdefault(record.step, record)
         self.decided_s.setdefault(record.step, asyncio.get_running_loop().time())
@@ -136,16 +136,16 @@ class Books:
 
 
 class Trainer:
-    """A coroutine in the place of a Lightning loop.
+    """A coroutine in place of a Lightning loop.
 
     Args:
         transport: Its network.
-        tickets: Its way to others' tensors.
-        steps: Its way to the coordinator.
-        swarm: Whose run it trains in.
-        books: Gets all that it sends.
-        seed: Wires its pipelines.
-        pace: Of its loop.
+        tickets: Its access to other peers' tensors.
+        steps: Its access to the coordinator.
+        swarm: The swarm in whose run it trains.
+        books: Log of all that it sends.
+        seed: Seed of its routing.
+        pace: Its delays.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class Trainer:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
         self._scale = swarm.steps.run.loss_scale or SCALE
         self._is_alone = len(swarm.manifest.trainers) == 1
-        self.num_ahead = 0  # batches that had their places before they were begun
+        self.num_ahead = 0  # batches that had their places before they began
         self.num_batches = 0
-        self.in_hand: list[int] = []  # batches that have no place as yet, or are under way
-        self._through: dict[int, int] = {}  # batches by their leases
+        self.in_hand: list[int] = []  # batches that have no place yet, or are under way
+        self._through: dict[int, int] = {}  # lease -> batch
         self.num_revoked = 0
-        self.num_input_only = 0  # backwards of each microbatch before the one that counts
+        self.num_input_only = 0  # backwards of each microbatch before the counted one
 
     async def _follow(self, record: Record, rosters: Sequence[Sequence[Member]]) -> None:
         self._books.note(record)
@@ -212,7 +212,7 @@ class Trainer:
         self._take_lost()
 
     def _take_lost(self) -> None:
-        """What was through and is in no record is to run again, as in the loop of `fit`."""
+        """Queue completed batches that are in no record to run again, as the loop of `fit` does."""
         for lease in self.steps.generation.lost:
             number = self._through.pop(lease)
             self._books.done.remove((self.peer_id, number))
@@ -221,7 +221,7 @@ class Trainer:
         self.steps.generation.lost = []
 
     async def _batch(self, number: int) -> bool:
-        """Train on a batch; False: it was struck, and the same samples are for another place."""
+        """Train on a batch; return False if it was struck and its samples need another place."""
         self.num_ahead += self.steps.generation.reserved is not None
         grant = await self.steps.grant(NUM_MICROBATCHES * ROWS, self._scale)
         try:
@@ -273,7 +273,7 @@ class Trainer:
         received, _ = await passage.forward()
         output = decoded(received, self._codecs.activations, CPU)
         await asyncio.sleep(self._pace.losses_s.get(number, 0.0))
-        # The batch's loss is the mean of half the squares' sums, so the samples of a step weigh equally.
+        # The batch's loss is the mean over its samples, so that the samples of a step weigh equally.
         gradients = encoded([output * (self._scale / (NUM_MICROBATCHES * ROWS))], self._codecs.gradients)
         aside = [await passage.backward(gradients, adds=False) for _ in range(self.num_input_only)]
         last = await passage.backward(gradients)
@@ -281,7 +281,7 @@ class Trainer:
 
 
 class _Watchman(Saboteur):
-    """Shows each message to the test, too."""
+    """Shows each message to the test before faults apply."""
 
     def __init__(
         self,
@@ -301,28 +301,28 @@ class _Watchman(Saboteur):
 
 
 class FaultySwarm(Swarm):
-    """A run of a few steps under a plan.
+    """A run of a few steps under a fault plan.
 
     Args:
-        rosters: For each stage, the names of its servers. The first one of all coordinates.
-        plan: What goes wrong.
+        rosters: For each stage, the names of its servers. The first server of all coordinates.
+        plan: The faults.
         trainers: Names; the first one is the lead.
         voters: Names of servers.
-        seed: Wires pipelines.
+        seed: Seed of the routing.
         joiners: Names of servers that join when the first record is decided.
-        leavers: Names of servers that are told to leave then.
-        limits: Of all.
-        module: One block for each stage; None: the usual ones, with a buffer each.
-        optimizer: Of all, and of the one process.
-        compression: By which tensors travel.
-        delays: Each step but the first computes on the weights before the newest ones.
-        network: Another one than the plain one.
-        invitations: By which the first members came; unset: the run takes any peer.
-        look: Called with every message, before anything is done with it.
+        leavers: Names of servers that are asked to leave then.
+        limits: Limits of all peers.
+        module: One block for each stage; None: the usual blocks, with a buffer each.
+        optimizer: Makes the optimizer of servers and reference.
+        compression: Codecs of the run's tensors.
+        delays: Each step but the first computes with weights that are one step old.
+        network: Replaces the plain in-memory network.
+        invitations: Invitations of the first members; unset: the run admits any peer.
+        look: Called with every message, before a fault applies to it.
         is_scaled: Whether several trainers scale their losses.
-        keepers: As of `Swarm`.
-        audit_share: Likewise.
-        microbatch_size: Of the run, whose gradients then add up to the same bits; None: they need not.
+        keepers: As in `Swarm`.
+        audit_share: As in `Swarm`.
+        microbatch_size: The run's, with which gradients add up to the same bits; None: rounding may differ.
     """
 
     trainers_send_audits = True
@@ -373,11 +373,11 @@ class FaultySwarm(Swarm):
         self.plan = plan
         self.books = Books()
         self.dead: set[PeerId] = set()
-        self.struck_s: list[float] = []  # when faults struck
-        self.unanswered: set[str] = set()  # between whom a message was lost: either may be taken for gone
-        self.applied: dict[PeerId, list[int]] = {}  # the records of each server, in its order
+        self.struck_s: list[float] = []  # times when faults struck
+        self.unanswered: set[str] = set()  # peers of a lost message, either of which may count as gone
+        self.applied: dict[PeerId, list[int]] = {}  # server -> its applied records, in its order
         self.num_late = 0  # steps whose records came while the next one took batches
-        self.struck_idly: list[Fault] = []  # faults that struck while no microbatch was on its way into a record
+        self.struck_idly: list[Fault] = []  # faults that struck while no microbatch was pending for a record
         self._burials: list[asyncio.Task[None]] = []
         self.joiners, self._leavers = tuple(map(PeerId, joiners.split())), tuple(map(PeerId, leavers.split()))
         places = [(self.trainer, self.tickets, self.steps)]
@@ -402,7 +402,7 @@ class FaultySwarm(Swarm):
     @override
     def client(self, trainer: MemoryTransport) -> StepClient:
         steps = super().client(trainer)
-        # As long as anyone may need to take over, and be taken over from.
+        # Wait for a successor until the run's end, because the plan decides when one can take over.
         steps._coordinator._patience = replace(PATIENCE, successor_s=RUN_TIMEOUT_S)
         return steps
 
@@ -421,7 +421,7 @@ class FaultySwarm(Swarm):
         server.steps._on_decided = applied  # type: ignore[assignment]
 
     def count(self, kind: EventKind) -> int:
-        """How often anyone noted an event of this kind."""
+        """Count the events of a kind at all peers."""
         logs = [server.events for server in self.servers.values()]
         logs += [trainer.events for trainer in self.trainers.values()]
         return sum(log.counts[kind] for log in logs)
@@ -436,7 +436,7 @@ class FaultySwarm(Swarm):
             self.struck_idly.append(fault)
 
     def _bury(self, peer: PeerId) -> None:
-        """A killed process does nothing any more; here its tasks must be ended."""
+        """End the tasks of a killed peer: its process would be gone, but here they would go on."""
         self.dead.add(peer)
         self._burials.append(self.loop.create_task(self._end(peer)))
 
@@ -447,13 +447,13 @@ class FaultySwarm(Swarm):
         if peer in self.servers:
             if peer in self._lives:
                 await ended([self._lives.pop(peer)])
-            with contextlib.suppress(Exception):  # it is cut off in the middle of whatever it did
+            with contextlib.suppress(Exception):  # it is cut off in the middle of any operation
                 await self.servers[peer].close()
 
     # ------------------------------------------------------------------ running
 
     def train(self) -> None:
-        """Run to the end, whatever the plan says; the faults must strike."""
+        """Run to the end under the plan, whose faults must all strike."""
         self.run(self._train())
         self.plan.check()
         self.run(asyncio.sleep(SETTLE_S))
@@ -463,11 +463,11 @@ class FaultySwarm(Swarm):
         try:
             await trainer.train()
         except SwarmError:
-            if trainer.peer_id not in self.dead:  # else it is cut off in the middle of whatever it did
+            if trainer.peer_id not in self.dead:  # a dead trainer is cut off in the middle of any operation
                 raise
 
     async def _come_and_go(self) -> None:
-        """Let servers live as their processes would have them, those that join from the first record on."""
+        """Run servers as their processes would; joiners start at the first record, when leavers leave."""
         if not self.joiners and not self._leavers:
             return
         for name in [one for one in self.servers if one not in self.joiners]:
@@ -479,12 +479,12 @@ class FaultySwarm(Swarm):
             self.stays[name].leave()
 
     def take_ends(self) -> dict[PeerId, BaseException | None]:
-        """How the lives of servers ended that did, which fails no test any more."""
+        """Return how the servers' tasks ended, and clear them, so that their errors fail no test."""
         ended = [name for name, life in self._lives.items() if life.done()]
         return {name: self._lives.pop(name).exception() for name in ended}
 
     def live(self, name: PeerId) -> None:
-        """Let a server stay in the run as its process would have it."""
+        """Run a server as its process would."""
 
         async def find() -> Sequence[PeerId]:
             return [*reversed(self.announced), self.manifest.coordinator]
@@ -509,7 +509,7 @@ class FaultySwarm(Swarm):
         await coming
 
     def close(self) -> None:
-        """Raises what a task of a living server raised."""
+        """End the run; raise errors from tasks of living servers."""
         lives = [one for one in self._lives.values() if one.done()]
         for task in (*self._training.values(), *self._burials, *self._lives.values()):
             task.cancel()
@@ -528,24 +528,24 @@ class FaultySwarm(Swarm):
 
     @property
     def newest(self) -> int:
-        """The last step that was decided, or -1."""
+        """Return the last step that was decided, or -1."""
         return max(self.books.records, default=-1)
 
     def survivors(self) -> dict[PeerId, Server]:
-        """The living servers of the last record's rosters."""
+        """Return the living servers of the last record's rosters."""
         named = {peer for roster in self.rosters for peer in roster}
         if self.books.records:
             named = {member.peer_id for roster in self.books.rosters[self.newest] for member in roster}
         return {name: server for name, server in self.servers.items() if name in named - self.dead}
 
     def audit(self) -> None:
-        """Each sample once, in each stage by one holder; the state is that of one process; nothing is left."""
+        """Check that each sample counts once, that the state equals the reference's, and that no resource is left."""
         self.audit_samples()
         self.audit_state()
         self.audit_leftovers()
 
     def audit_samples(self) -> None:
-        """No sample is missing and none counts twice."""
+        """Check that no sample is missing and none counts twice."""
         counted: list[tuple[PeerId, int, int]] = []
         for step, record in sorted(self.books.records.items()):
             closing, receipts = record.closing, self.counted(record)
@@ -559,7 +559,7 @@ class FaultySwarm(Swarm):
         found = set(counted)
         open_ = {(one.trainer, one.number) for (step, _), one in self.books.sent.items() if step > self.newest}
         done = {(who, number, index) for who, number in self.books.done for index in range(NUM_MICROBATCHES)}
-        # Whoever died can compute nothing again; what others had added of its batch may have died with them.
+        # A dead trainer cannot repeat its batch; gradients of the batch that servers had added may have died with them.
         gone = {(who, number) for who, number, _ in done - found if who in self.dead and self.count("strike")}
         assert all((who, number, index) not in found for who, number in gone for index in range(NUM_MICROBATCHES))
         lost = {one for one in done - found if one[:2] not in gone | open_}
@@ -575,7 +575,7 @@ class FaultySwarm(Swarm):
                 assert {(number, index) for who, number, index in counted if who == name} == drawn
 
     def reference(self) -> dict[str, Tensor]:
-        """What one process comes to by the samples that the records name: see `final_state`."""
+        """Compute the state of a single process from the samples in the records; keys as in `final_state`."""
         module = copy.deepcopy(self.module)
         self._averaging = [
             Averaging(
@@ -586,7 +586,7 @@ class FaultySwarm(Swarm):
             for block in module.children()
         ]
         optimizer = self._optimizer(module)
-        late = copy.deepcopy(module)  # the module itself, where steps are not
+        late = copy.deepcopy(module)  # one step old if steps are delayed
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
             computing = late if self.manifest.settings.delay_optimizer_step else module
@@ -602,7 +602,7 @@ class FaultySwarm(Swarm):
         return found | named({name: optimizer.state[parameter] for name, parameter in module.named_parameters()})
 
     def _gradients(self, module: nn.Module, step: int, receipt: Receipt) -> list[Tensor]:
-        """Of a microbatch, for each stage: of its batch's loss, times the batch's weight."""
+        """Return a microbatch's gradients for each stage, scaled by its batch's weight."""
         codecs = Codecs.of(self.manifest.settings.compression)
         x = sent(self.books.sent[step, receipt].rows, codecs)
         for block in module.children():
@@ -612,7 +612,7 @@ class FaultySwarm(Swarm):
         return [torch.cat([one.grad.reshape(-1) for one in block.parameters()]) for block in module.children()]
 
     def _mean(self, record: Record, stage: int, gradients: Mapping[Receipt, Tensor]) -> Tensor:
-        """What the servers of a stage make of what each of them holds."""
+        """Return the mean that a stage's servers compute from each server's sum."""
         before = self.books.rosters.get(record.step - 1)
         roster = self.rosters[stage] if before is None else [member.peer_id for member in before[stage]]
         held = self.held.by_stage(record)[stage]
@@ -625,7 +625,7 @@ class FaultySwarm(Swarm):
         return self._averaging[stage].mean(sums, record.closing.total_weight)
 
     def final_state(self) -> dict[str, Tensor]:
-        """Weights, buffers and what the optimizer keeps, by name; replicas must have the same bytes."""
+        """Return weights, buffers and optimizer state by name; replicas must have the same bytes."""
         found: dict[str, Tensor] = {}
         fingerprints: dict[int, int] = {}
         for server in self.survivors().values():
@@ -639,14 +639,14 @@ class FaultySwarm(Swarm):
         return found
 
     def audit_state(self) -> None:
-        """That of all survivors is what one process computes."""
+        """Check the state of all survivors against that of a single process."""
         found, expected = self.final_state(), self.reference()
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
     def audit_leftovers(self) -> None:
-        """Nothing is left in any queue, cache or store, and no task."""
+        """Check that no queue, cache or store has an entry, and that no task is left."""
         left: dict[str, object] = {}
         for name, server in self.survivors().items():
             left |= {
@@ -665,24 +665,24 @@ class FaultySwarm(Swarm):
                 left[f"{name}'s cache, in bytes"] = server.calls.cache.used_bytes
             if server.admission.leadership.coordinator is not None:
                 tasks = tasks_of(server.admission.leadership.coordinator.generation.context.tasks._tasks)
-                # It looks after the lead until it is told that the run is over.
+                # It monitors the lead until it is notified of the run's end.
                 left[f"{name}'s coordinator's tasks"] = [one for one in tasks if "_end_without_lead" not in one]
         for name, trainer in self.trainers.items():
             if name not in self.dead:
                 left[f"{name}'s tickets"] = list(trainer.tickets._entries)
-                if not trainer.num_revoked:  # else it may have come back only when all was over
+                if not trainer.num_revoked:  # a trainer that was frozen may have returned only after the run's end
                     left[f"{name}'s copies"] = len(trainer.copies)
         left = {name: what for name, what in left.items() if what}
         assert not left, left
 
 
 def named(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """An optimizer's state, by the parameter's name and its own."""
+    """Return an optimizer's state, keyed by the parameter's name and its own."""
     return {f"{name}/{key}": value for name, one in state.items() for key, value in one.items()}
 
 
 def vector_to_gradients(vector: Tensor, block: nn.Module) -> None:
-    """Of its parameters, in their order."""
+    """Split a vector into the gradients of a block's parameters, in their order."""
     own = list(block.parameters())
     for parameter, part in zip(own, vector.split([one.numel() for one in own]), strict=True):
         parameter.grad = part.view_as(parameter).clone()
@@ -693,6 +693,6 @@ def tasks_of(tasks: Iterable[asyncio.Task[None]]) -> list[str]:
 
 
 def batch_rows(trainer: PeerId, number: int, index: int) -> Tensor:
-    """The samples of a microbatch ``[ROWS, WIDTH]``, the same ones for the same arguments."""
+    """Return a microbatch's samples ``[ROWS, WIDTH]``, a function of the arguments."""
     seed = random.Random(f"{trainer} {number} {index}").getrandbits(60)
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A swarm in which one of two trainers lies of its batches."""
+"""A swarm in which one of two trainers reports false batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIAR = PeerId("other")
 
 
 class LiarSwarm(FaultySwarm):
-    """One of two trainers, `LIAR`, lies of its batches: these are struck, and the run may refuse it."""
+    """One of two trainers, `LIAR`, reports false batches: these are struck, and the run may refuse it."""
 
     def __init__(self) -> None:
         super().__init__(*STAGES, plan=FaultPlan(), trainers=TRAINERS, voters=VOTERS)
@@ -30,7 +30,7 @@ class LiarSwarm(FaultySwarm):
             self.refusal = str(error)
 
     def tell(self) -> None:
-        """Train, and check that nothing of the lies counts and that no server is blamed."""
+        """Train, and check that no false batch counts and that no server is accused."""
         try:
             self.train()
             assert self.num_lies > 0

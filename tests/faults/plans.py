@@ -1,7 +1,7 @@
 """The matrix: every fault in every phase, one at a time and in random pairs.
 
-What strikes messages strikes those of whoever answers in every phase, each kind; and those of the coordinator, of a
-server and of each trainer with kinds that go round, so that each pair of a phase, a kind and a peer is in some plan.
+Every kind of message fault strikes each phase, at any peer that answers. The same faults strike the coordinator, a
+server and each trainer in rotation: each pair of a phase, a kind and a peer is in some plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COORDINATOR = "a"
 LEAD = "trainer"
 TRAINERS = f"{LEAD} other"
 STEP = 1
-"""The step in which faults strike: one before it, one after."""
+"""The step in which faults strike, with one step before it and one after."""
 
 COMPUTING = [
     Phase.FORWARD,
@@ -71,9 +71,9 @@ JOINING = [
 ]
 LEAVING_PHASES = [Phase.LEAVE, Phase.LEAVE_DONE]
 SENDING = frozenset({Phase.SEND_OUTPUT, Phase.SEND_GRADIENT, Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE})
-"""Phases in which a tensor leaves."""
+"""Phases that send a tensor."""
 BETWEEN = frozenset({Phase.GRANT, Phase.GRANT_DONE, Phase.RECORD_DONE, Phase.APPLY_DONE})
-"""Phases in which no microbatch need be under way."""
+"""Phases in which possibly no microbatch is under way."""
 
 PHASES_OF = {
     "b": [*COMPUTING[:-1], *CLOSING],
@@ -82,13 +82,13 @@ PHASES_OF = {
     "other": OF_TRAINERS,
     LEAD: OF_TRAINERS,
 }
-"""In which phases a peer can be struck: of the first stage nobody sends a gradient on."""
+"""Phase -> peers that can be struck in it. The first stage receives no request to send a gradient."""
 
 BRIEFLY_S = 4.0
-"""Shorter than a peer may be silent."""
+"""Shorter than the silence timeout."""
 LATE_S = 12.0
 LONG_S = 40.0
-"""Longer."""
+"""Longer than the silence timeout."""
 PARTITIONS = (
     ("b", "a c d e f trainer other"),
     ("a", "b c d e f trainer other"),
@@ -106,9 +106,10 @@ class Case:
     phase: Phase
     for_s: float = 0.0
     groups: tuple[str, ...] = ()
-    of: str | None = None  # whose phase it is, if not its own
-    away: frozenset[str] = field(default=frozenset())  # who is killed, or away for so long that it may be left out
-    times: int | None = 1  # messages that are lost; None: all
+    of: str | None = None  # the peer that the phase belongs to, if not `whom`
+    # Peers that are killed, or absent for so long that they may be excluded.
+    away: frozenset[str] = field(default=frozenset())
+    times: int | None = 1  # number of lost messages; None: all
 
     def __str__(self) -> str:
         whom = "|".join(group.replace(" ", "") for group in self.groups) or self.whom or "any"
@@ -118,7 +119,7 @@ class Case:
 
     @property
     def parts(self) -> dict[str, object]:
-        """What is to be in some plan, of those that are chosen: each kind for each time, each victim, each moment."""
+        """Properties that the chosen plans must cover: each kind for each time, each victim, each moment."""
         return {
             "kind": (self.kind, self.for_s),
             "victim": (self.whom, self.groups),
@@ -127,26 +128,26 @@ class Case:
 
     @property
     def struck(self) -> frozenset[str]:
-        """Whom it is to strike, as far as it says."""
+        """Return the peers that the fault names as victims."""
         return frozenset(self.groups[0].split() if self.groups else [self.whom] if self.whom else [])
 
     def add_to(self, plan: FaultPlan) -> None:
-        """Put the fault into a plan."""
+        """Add the fault to a plan."""
         when: dict[str, Any] = {"at": self.phase}
         if self.of is not None:
             when["of"] = self.of
         if self.phase in (*JOINING, *LEAVING_PHASES):
-            pass  # whoever joins does so in one step
+            pass  # a server joins or leaves in one step only
         elif self.phase in TRAINING and self.whom == "other":
-            pass  # it may not come to a second batch
+            pass  # it may not reach a second batch
         elif self.phase in (*CANCELLING, *REPLAYING):
-            pass  # another fault has brought it about
+            pass  # caused by another fault, whose step it has
         elif self.phase in TRAINING and self.whom == LEAD:
             when["step"] = STEP
         elif self.phase not in (*CLOSING, *PREPARING) and (self.whom or self.groups):
-            when["nth"] = 2  # not everyone has work in every step
+            when["nth"] = 2  # not every peer has work in every step
         elif self.phase in (Phase.GRANT, Phase.GRANT_DONE):
-            when |= {"step": STEP, "nth": 2}  # of its two batches the first one is under way then
+            when |= {"step": STEP, "nth": 2}  # while the first of its two batches is under way
         else:
             when["step"] = STEP
         match self.kind:
@@ -165,7 +166,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every fault in every phase that it can strike in."""
+    """Return every fault in every phase in which it can strike."""
     return [*_to_messages(), *_to_peers(), *_partitions()]
 
 
@@ -183,12 +184,12 @@ def _to_messages() -> Iterator[Case]:
 
 
 def _of_messages(whom: str | None, phase: Phase, *, drops: bool = True) -> Iterator[Case]:
-    """Whatever can strike a phase's messages."""
+    """Yield the faults that can strike a phase's messages."""
     yield Case("delay", whom, phase, BRIEFLY_S)
     yield Case("delay", whom, phase, LATE_S)
-    if drops:  # who does not answer for long may be taken for gone
+    if drops:  # a peer that does not answer for long may count as gone
         yield Case("drop", whom, phase, away=frozenset([whom] if whom else []))
-    if phase is not Phase.RECEIPT_SEEN:  # it is in no message any more
+    if phase is not Phase.RECEIPT_SEEN:  # the receipt is in no message any more
         yield Case("corrupt", whom, phase)
     if phase not in ANSWER_PHASES:
         yield Case("duplicate", whom, phase)
@@ -202,7 +203,7 @@ def _to_peers() -> Iterator[Case]:
 
 
 def _of_a_peer(whom: str, phase: Phase) -> Iterator[Case]:
-    """Whatever can become of a peer, but for the lead's death: the run ends with it."""
+    """Yield the faults that can strike a peer, except for the lead's death, which ends the run."""
     if whom != LEAD:
         yield Case("kill", whom, phase, away=frozenset({whom}))
     yield Case("freeze", whom, phase, BRIEFLY_S)
@@ -214,19 +215,19 @@ def _partitions() -> Iterator[Case]:
         for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY):
             yield Case("partition", None, phase, BRIEFLY_S, groups)
             parted = groups[0].split()
-            if COORDINATOR in parted and len(parted) > 1:  # who is left out depends on who decides first
+            if COORDINATOR in parted and len(parted) > 1:  # the first to decide determines the excluded side
                 parted = " ".join(groups).split()
             yield Case("partition", None, phase, LONG_S, groups, away=frozenset(parted))
 
 
 def caused() -> Iterator[tuple[Case, ...]]:
-    """Faults in what only happens because of others, which come first."""
-    # All answers are lost: a repeat of the request would make up for a single one.
+    """Yield faults in phases that only occur after other faults, which come first."""
+    # All answers are lost, because a repeat of the request would make up for a single one.
     lost_by = {
         whom: (Case("drop", whom, Phase.BACKWARD_ACCEPTED, away=frozenset({whom}), times=None),)
         for whom in ("e", LEAD, "other")
     }
-    # Of a stage's three servers two go, so that of each trainer's microbatches one is lost.
+    # Two of a stage's three servers die, so that each trainer loses a microbatch.
     lost = tuple(Case("kill", whom, Phase.CLOSE, away=frozenset({whom})) for whom in ("e", "f"))
     leaderless = (Case("kill", COORDINATOR, Phase.CLOSE, away=frozenset({COORDINATOR})),)
     for phase in CANCELLING:
@@ -248,7 +249,7 @@ JOINER, DONOR, LEAVER = "g", "d", "e"
 
 
 def joining() -> Iterator[Case]:
-    """Faults of who joins, of who sends it the stage, and of who coordinates, as it joins."""
+    """Yield faults at a joining server, at its donor, and at the coordinator."""
     for index, phase in enumerate(JOINING):
         asked = COORDINATOR if phase.name.startswith(("JOIN", "LISTEN")) else DONOR
         for whom in dict.fromkeys((JOINER, asked, DONOR)):
@@ -260,7 +261,7 @@ def joining() -> Iterator[Case]:
 
 
 def leaving() -> Iterator[Case]:
-    """Faults of who leaves, and of who coordinates, as it does."""
+    """Yield faults at a leaving server, and at the coordinator."""
     for index, phase in enumerate(LEAVING_PHASES):
         yield from _of_a_peer(LEAVER, phase)
         yield from _of_a_peer(COORDINATOR, phase)
@@ -270,7 +271,7 @@ def leaving() -> Iterator[Case]:
 
 
 def _sample(cases: Iterator[Case], number: int) -> Iterator[Case]:
-    """One of each kind, another one for each number."""
+    """Yield one case of each kind, a different one for each number."""
     by_kind: dict[str, list[Case]] = {}
     for case in cases:
         by_kind.setdefault(case.kind, []).append(case)
@@ -278,9 +279,10 @@ def _sample(cases: Iterator[Case], number: int) -> Iterator[Case]:
 
 
 def pairs(num_pairs: int) -> list[tuple[Case, Case]]:
-    """Two faults each, drawn at random.
+    """Draw pairs of faults at random.
 
-    They leave each stage a peer, the voters a majority, and a trainer; nobody is struck who is away.
+    They leave each stage a peer, the voters a majority, and a trainer. No fault strikes a peer that the other one
+    removed.
     """
     rng = random.Random(0)
     found: list[tuple[Case, Case]] = []

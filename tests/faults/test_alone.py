@@ -1,4 +1,4 @@
-"""A trainer that trains alone says and asks several things at once: faults around that one message."""
+"""A single trainer combines several reports and requests in one message; faults strike around that message."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.faults.plans import BRIEFLY_S, COORDINATOR, LATE_S, LEAD, LONG_S, STA
 
 PHASES = [Phase.DONE, Phase.DONE_DONE]
 BATCHES = [1, 2]
-"""Of a step: after the first one it goes on, the second one ends it."""
+"""Batches of a step: the first leaves the step open, the second ends it."""
 LATER_S = 300.0
-"""When what is said again finds the run elsewhere."""
+"""When the repeated message arrives after the run has moved on."""
 NUM_AHEAD = 2
-"""Batches of six that have their places before they begin, whatever happens in the step of two of them."""
+"""Batches, of six, that have places before they begin even if two batches of their step are struck."""
 
 
 def faults() -> Iterator[tuple[str, Callable[[FaultPlan], object]]]:
-    """By name; each strikes what the trainer says after a batch of the middle step, or who hears it."""
+    """Yield faults by name; each strikes the message after a batch of the middle step, or its receiver."""
     for phase in PHASES:
         for nth in BATCHES:
             when: dict[str, Any] = {"at": phase, "step": STEP, "nth": nth}

@@ -1,4 +1,4 @@
-"""The audit can fail: what no swarm may do is done to one, and it is found out."""
+"""The audit can fail: it detects each forbidden behaviour when it is planted in a swarm."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_was_spoilt_is_found(spoil: str, what: str) -> None:
 
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_gradient_that_does_not_count_once_is_found(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """A receipt for one that was lost, or added twice."""
+    """A receipt for a gradient that was lost, or that was added twice."""
     spoilt: list[GradientSum] = []
     add = GradientSum.add
 

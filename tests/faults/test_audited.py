@@ -1,4 +1,4 @@
-"""Servers that lie in audited runs are convicted, and the weights are those of a run without them."""
+"""Malicious servers in audited runs are convicted, and the weights equal an honest run's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def train(
     faults: FaultPlan | None = None,
     **settings: Any,
 ) -> tuple[Tensor, InMemoryStrategy]:
-    """The trained weights, and the strategy that trained them."""
+    """Train; return the weights and the strategy."""
     settings = {"microbatch_size": 2, "deterministic": True, **settings}
     with local_swarm(num_peers, adversaries=adversaries, faults=faults, **settings) as swarm:
         trainer = swarm.trainer(max_steps=NUM_STEPS)
@@ -82,20 +82,20 @@ def train(
 
 @functools.cache
 def honest_weights(num_peers: int, *, model: Callable[[], LightningModule] | None = None, **settings: Any) -> Tensor:
-    """Return what an honest swarm's `train` gives; each run is computed once."""
+    """Return the result of `train` with an honest swarm; each run is computed once."""
     return train(num_peers, model=model and model(), **settings)[0]
 
 
 def audited(
     num_peers: int, *adversaries: Adversary, share: float = 1.0, **settings: Any
 ) -> tuple[Tensor, InMemoryStrategy]:
-    # What is to be seen is that a step does not count a lie: going back would hide that.
+    # A rollback would hide whether a step counted false work, so the run goes on after convictions.
     settings = {"on_conviction": "go_on", **settings}
     return train(num_peers, *adversaries, trust="audited", audit_share=share, **settings)
 
 
 def events_of(strategy: InMemoryStrategy, kind: str) -> set[str]:
-    """The peers of the coordinator's events of a kind."""
+    """Return the peers in the coordinator's events of a kind."""
     return {str(event.peer) for event in strategy.servers[0].events.newest if event.kind == kind}
 
 
@@ -120,7 +120,7 @@ def test_audits_change_nothing_of_an_honest_run(stages: int, dtype: torch.dtype,
 
 
 class Overflowing(Model):
-    """Its loss is no number in one step."""
+    """Its loss is not finite in one step."""
 
     @override
     def training_step(self, batch: list[Tensor]) -> Tensor:
@@ -183,7 +183,7 @@ def test_who_lies_of_its_sum_is_out_and_nothing_of_it_counts(attack: str, option
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("liar", ["peer-2", "peer-3"])  # of the last stage, and of the first
+@pytest.mark.parametrize("liar", ["peer-2", "peer-3"])  # the last stage's, and the first stage's
 @pytest.mark.parametrize(("attack", "options"), OUTPUTS)
 def test_batches_that_went_through_false_outputs_run_again(attack: str, options: dict[str, Any], liar: str) -> None:
     if liar == "peer-3" and "input_gradient" in attack:
@@ -198,8 +198,8 @@ def test_batches_that_went_through_false_outputs_run_again(attack: str, options:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("attack", ["sign_flip", "little_is_enough", "skipped_blocks"])
 def test_most_of_a_stage_may_lie(attack: str) -> None:
-    """The coordinator, which holds the other stage, judges with weights that it fetches."""
-    liars = ["peer-1", "peer-3"]  # of peer-1, peer-3 and peer-5, which hold the first stage
+    """The coordinator holds the other stage, and judges with weights that it fetches."""
+    liars = ["peer-1", "peer-3"]  # two of peer-1, peer-3 and peer-5, which hold the first stage
     expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, *(Adversary(liar, attack, since=SINCE) for liar in liars), num_stages=2)
     assert events_of(strategy, "convicted") == {*liars}
@@ -245,7 +245,7 @@ DYING_IN_AUDITS = [phase for phase in Phase if phase.name.startswith(("SKETCH", 
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", DYING_IN_AUDITS, ids=lambda phase: phase.name)
 def test_who_dies_in_the_middle_of_audits_is_no_liar(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_audits, "lots", random.Random(0))  # so that peer-1 is drawn
+    monkeypatch.setattr(step_audits, "lots", random.Random(0))  # a seed that draws peer-1
     expected = honest_weights(6, num_stages=2)
     faults = FaultPlan().kill("peer-1", at=phase)
     found, strategy = audited(6, share=1.0, faults=faults, num_stages=2)
@@ -254,7 +254,7 @@ def test_who_dies_in_the_middle_of_audits_is_no_liar(phase: Phase, monkeypatch: 
 
 
 class Idle:
-    """Servers that compute nothing as auditors, or give a judge no weights."""
+    """Servers that refuse to compute as auditors, or to send weights to a judge."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, handlers: type, method: str, peers: set[str]) -> None:
         self.num_refused = 0
@@ -282,8 +282,8 @@ def test_an_auditor_that_does_nothing_lets_no_accomplice_pass(monkeypatch: pytes
 
 @pytest.mark.thorough
 def test_what_nobody_can_judge_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All servers of a stage keep their weights from the judge, and one of them lies."""
-    monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)  # else the others may be in dispute, too
+    """All servers of a stage refuse to send weights to the judge, and one of them sends a false sum."""
+    monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)  # otherwise honest servers may be disputed, too
     idle = Idle(monkeypatch, StateHandlers, "_handle_state", {"peer-1", "peer-3", "peer-5"})
     expected = honest_weights(6, num_stages=2)
     found, strategy = audited(6, Adversary("peer-3", "scaled_sum", since=SINCE), num_stages=2)
@@ -322,7 +322,7 @@ def test_who_shows_auditors_another_sum_than_it_gives_is_convicted(
 
 @pytest.mark.thorough
 def test_who_claims_to_hold_nothing_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no microbatch, and gives a sum all the same."""
+    """It reports no microbatch, but contributes a sum nevertheless."""
     freeze = GradientSums._freeze_stage
 
     def lying(own: GradientSums, stage: Stage, *rest: Any) -> list[str]:
@@ -403,7 +403,7 @@ def test_settings_that_no_audit_can_look_into_are_refused(settings: dict[str, An
 
 @pytest.mark.thorough
 def test_what_audits_ask_for_may_be_on_disk() -> None:
-    """Nothing of a microbatch is kept in memory, by whomever."""
+    """No server keeps a microbatch's tensors in memory."""
     expected = honest_weights(6, num_stages=2)
     found, strategy = audited(
         6, Adversary("peer-3", "noisy_output", since=SINCE), num_stages=2, limits=Limits(cache_bytes=0)
@@ -414,7 +414,7 @@ def test_what_audits_ask_for_may_be_on_disk() -> None:
 
 @pytest.mark.thorough
 def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accomplice is convicted in the same step, in which its word was taken."""
+    """The accomplice is convicted in the same step in which it vouched for the other."""
     expected = honest_weights(6, num_stages=1)
     assigned, auditors = StepAudits._assigned, {"peer-3": "peer-5", "peer-4": "peer-3"}
     again = list[list[str]]()
@@ -439,7 +439,7 @@ def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.thorough
 def test_a_stage_whose_servers_all_contradict_each_other_goes_on() -> None:
-    """Its means are the coordinator's own, then; three of the four lie."""
+    """The means are then the coordinator's own; three of the four servers are malicious."""
     expected = honest_weights(8, num_stages=2)
     liars = [Adversary(peer, "changed_part", since=SINCE, strength=1.0) for peer in ("peer-3", "peer-5", "peer-7")]
     found, strategy = audited(8, *liars, num_stages=2)

@@ -1,4 +1,4 @@
-"""Servers that join and leave while faults strike them, and those who let them in: audited like the matrix."""
+"""Faults strike servers that join or leave, and the peers that admit them; audited like the matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.plans import JOINER, LEAVER, SMALL_STAGES, STAGES, TRAINERS, V
 @pytest.mark.first_cells(2)
 @pytest.mark.parametrize("case", list(joining()), ids=str)
 def test_a_server_joins(case: Case) -> None:
-    """It is in at the end unless it died, and so is whoever was frozen for long: there was time to come again."""
+    """A joiner is a member at the end unless it died. A server that was frozen for long has time to return."""
     plan = FaultPlan()
     case.add_to(plan)
     swarm = FaultySwarm(*SMALL_STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, joiners=JOINER)
@@ -30,7 +30,7 @@ def test_a_server_joins(case: Case) -> None:
 @pytest.mark.first_cells(6)
 @pytest.mark.parametrize("case", list(leaving()), ids=str)
 def test_a_server_leaves(case: Case) -> None:
-    """At the end it is out, whatever happened on the way."""
+    """Under each fault the leaver is out at the end."""
     plan = FaultPlan()
     case.add_to(plan)
     swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, leavers=LEAVER)

@@ -1,4 +1,4 @@
-"""Whatever dies meanwhile: with each codec each sample counts once, and replicas have the same bytes."""
+"""With each codec each sample counts once and replicas have the same bytes, in spite of deaths."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ HALVES: dict[str, Callable[[], FaultPlan]] = {
         "e", for_s=60.0, at=Phase.AVERAGE_REDUCE, of="e", step=STEP
     ),
 }
-"""With PowerSGD between the halves of a round."""
+"""Faults between the halves of a PowerSGD round."""
 
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models' tensors are too small to be encoded else."""
+    """Lower the size from which tensors are encoded, because these models' tensors are small."""
     monkeypatch.setattr(wire_compression, "SMALLEST", 1)
 
 
@@ -53,7 +53,7 @@ def audited(compression: Compression, plan: FaultPlan, **others: str) -> None:
 
 
 def all_by(codec: str, *, feedback: bool = False) -> Compression:
-    """All that travels by a codec, or averaging by PowerSGD."""
+    """Compress all tensors with a codec, or averaging with PowerSGD."""
     hidden = "none" if codec == "powersgd" else codec
     return Compression(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=feedback)  # type: ignore[arg-type]
 
@@ -70,7 +70,7 @@ def test_all_that_counts_counts_once(codec: str, plan: Callable[[], FaultPlan]) 
 @pytest.mark.parametrize("plan", [*PLANS.values(), *HALVES.values()], ids=[*PLANS, *HALVES])
 @pytest.mark.parametrize("codec", ["4bit", "powersgd"])
 def test_what_is_carried_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:
-    """With the step's record, also of a round that is repeated; that of the dead is lost with them."""
+    """Error feedback is applied once per record, also if a round is repeated. A dead server's feedback is lost."""
     audited(all_by(codec, feedback=True), plan())
 
 

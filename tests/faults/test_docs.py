@@ -1,4 +1,4 @@
-"""The words of `docs/faults.md` are those of the code. What it says of tests is run by `tests/docs`."""
+"""The names in `docs/faults.md` exist in the code. `tests/docs` runs the page's examples."""
 
 from __future__ import annotations
 

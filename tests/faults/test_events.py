@@ -1,4 +1,4 @@
-"""What is counted of what went wrong."""
+"""Counts of faults and recoveries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.plans import LEAD, STAGES, VOTERS
 
 
 def test_a_replay_is_noted_once_though_two_peers_have_to_do_with_it() -> None:
-    """At the coordinator, whose counts go to the lead's loggers; the trainer computes it."""
+    """The coordinator reports it, whose counts go to the lead's loggers; the trainer only computes it."""
     plan = FaultPlan().kill("e", at=Phase.CLOSE, step=1).kill("f", at=Phase.CLOSE, step=1)
     swarm = FaultySwarm(*STAGES, plan=plan, voters=VOTERS)
     handler = swarm.trainer._call_handlers[REPLAY]
@@ -33,7 +33,7 @@ def test_a_replay_is_noted_once_though_two_peers_have_to_do_with_it() -> None:
 
 
 def test_what_every_peer_met_with_comes_to_the_lead() -> None:
-    """Its loggers get another trainer's retries, and what a coordinator had noted before another one took over."""
+    """The lead logs another trainer's retries too, and the counts of a coordinator that was replaced."""
     plan = FaultPlan().drop("d", at=Phase.FORWARD, of="second", step=1)
     plan.kill("e", at=Phase.BACKWARD, step=1).freeze("a", for_s=16.0, at=Phase.CLOSE, step=1, nth=2)
     swarm = FaultySwarm(*STAGES, plan=plan, trainers=f"{LEAD} second", voters=VOTERS)

@@ -1,4 +1,7 @@
-"""In audited runs a server that makes, gives or tells a false mean changes no weight, and is convicted if it can be."""
+"""In audited runs a server with a false mean changes no weight, and is convicted if it can be proved.
+
+It may compute a false mean, send other parts than it committed to, or report a false mean.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ CHANGES = (one_element, all_elements, nothing_there, no_number)
 
 @dataclass(frozen=True)
 class LyingGroup(Group):
-    """Gives others something else."""
+    """Sends changed messages."""
 
     lie: Callable[[str, Message], Message] = lambda _, message: message
 
@@ -92,7 +95,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class FalseMeanSwarm(FaultySwarm):
-    """One server of an audited run lies from the second step on."""
+    """One server of an audited run is malicious from the second step on."""
 
     def __init__(self, kind: str = "float64", *, share: float | None = 0.0, joiners: str = "") -> None:
         kinds = dict(KINDS[kind])
@@ -112,7 +115,7 @@ class FalseMeanSwarm(FaultySwarm):
     # ------------------------------------------------------------------ lies
 
     def makes_another_mean(self, change: Change) -> None:
-        """Of its part, for itself as well."""
+        """Falsify the mean of its part, also for itself."""
         rounds: Any = self.servers[LIAR].steps.rounds
 
         def lie(name: str, message: Message) -> Message:
@@ -132,7 +135,7 @@ class FalseMeanSwarm(FaultySwarm):
         rounds._average = averaged
 
     def gives_other_parts(self, change: Change) -> None:
-        """Of its sum, to all that reduce them."""
+        """Falsify the parts of its sum that it sends to other reducers."""
 
         def lie(name: str, message: Message) -> Message:
             return changed(message, change) if name.startswith("part") and self.lies_now else message
@@ -184,7 +187,7 @@ class FalseMeanSwarm(FaultySwarm):
         self.answers(PROJECT, lie)
 
     def held_weight(self) -> float:
-        """What the sums of the round that the liar holds are divided by."""
+        """Return the divisor of the sums in the malicious server's round."""
         held: Any = self.servers[LIAR].steps.rounds._held
         return float(held.closing.total_weight * held.closing.gradient_scale)
 
@@ -197,7 +200,7 @@ class FalseMeanSwarm(FaultySwarm):
         self.audit_state()
 
     def reasons(self) -> list[str]:
-        """Why the liar is gone."""
+        """Return the reasons for the malicious server's exclusion."""
         events = self.servers[PeerId("a")].events.newest
         return [event.reason for event in events if event.kind == "gone" and event.peer == LIAR]
 
@@ -215,11 +218,11 @@ def changed(message: Message, change: Change) -> Message:
     tree: Any = from_message(message)[0]
     if isinstance(tree, Tensor):
         return to_message(change(tree))
-    return to_message((tree[0] + 1, *tree[1:]))  # of a sum in fixed point
+    return to_message((tree[0] + 1, *tree[1:]))  # a sum in fixed point
 
 
 CONVICTED: list[PeerId] = []
-"""By the coordinators of a test."""
+"""Convictions by the coordinators of a test."""
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +270,7 @@ def test_a_reducer_that_makes_another_mean_is_convicted(kind: str, change: Chang
 
 
 def test_without_audits_such_a_mean_counts() -> None:
-    """The lie is one: what is tested above does not pass by itself."""
+    """The false mean does change the weights without audits, so the tests above can fail."""
     swarm = FalseMeanSwarm(share=None)
     swarm.makes_another_mean(all_elements)
     try:
@@ -323,7 +326,7 @@ def test_false_answers_are_their_servers_own_fault(lie: str) -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_member_that_gives_another_part_than_it_committed_to_changes_nothing(kind: str) -> None:
-    """Each reducer says so, and it says no. It is left out, for most contradict it; the mean is that of the sums."""
+    """Each reducer contradicts it. Most contradict it, so it is excluded, and the mean is that of the sums."""
     swarm = FalseMeanSwarm(kind)
     swarm.gives_other_parts(all_elements)
     try:
@@ -342,7 +345,7 @@ def test_a_member_that_gives_another_part_than_it_committed_to_changes_nothing(k
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reducer_that_gives_one_member_another_mean_changes_nothing(kind: str) -> None:
-    """Either may lie, so both stay; all hold the mean that the coordinator's server made, in each step anew."""
+    """Reducer or member may be malicious, so both stay; each step repeats the mean at the coordinator's server."""
     swarm = FalseMeanSwarm(kind)
     swarm.gives_one_member_another_mean(PeerId("d"), one_element)
     try:
@@ -356,7 +359,7 @@ def test_a_reducer_that_gives_one_member_another_mean_changes_nothing(kind: str)
 
 
 def test_who_fits_its_projections_to_its_false_mean_is_found_when_it_is_drawn() -> None:
-    """Only its own sum shows it: the sums of those that are drawn, or whose work was audited, are fetched."""
+    """Only its own sum disproves it, so the sums of servers that are drawn, or whose work was audited, are fetched."""
     swarm = FalseMeanSwarm(share=1.0)
     swarm.makes_another_mean(all_elements)
     place = STAGES[1].split().index(LIAR)
@@ -421,7 +424,7 @@ def test_who_commits_to_no_sum_is_left_out() -> None:
 
 
 def test_who_shows_no_sum_is_left_out() -> None:
-    """As one that does not answer in time: not at the first time, for a message may have been lost."""
+    """It counts as slow. It is not excluded the first time, because a message may have been lost."""
     swarm = FalseMeanSwarm(share=1.0)
 
     def refuse(_caller: PeerId, _request: Message, answer: Message) -> Message:
@@ -493,7 +496,7 @@ def test_a_joiner_comes_in_with_the_mean_of_the_members(kind: str) -> None:
 
 
 def test_a_joiner_does_not_come_in_with_a_mean_that_was_replaced() -> None:
-    """It has it from the reducers, and all members have another one."""
+    """It has received the mean from the reducers, while all members have another mean."""
     swarm = FalseMeanSwarm(joiners=JOINER)
     swarm.gives_one_member_another_mean(PeerId("d"), one_element)
     try:
@@ -525,7 +528,7 @@ def test_who_does_not_project_is_left_out() -> None:
 @pytest.mark.parametrize("method", [PROJECT, VECTOR])
 @pytest.mark.parametrize("whom", ["a", LIAR])
 def test_who_dies_while_means_are_checked_is_done_without(whom: str, method: str) -> None:
-    """The server that is asked, or the coordinator, which another one comes to be in its place."""
+    """The server that is asked dies, or the coordinator, which is then replaced."""
     swarm = FalseMeanSwarm(share=1.0)
 
     def die(_caller: PeerId, _request: Any, answer: Any) -> Any:

@@ -1,6 +1,6 @@
-"""One of two trainers reports batches that it never computed, or meddles with the other one's: nothing of it counts.
+"""One of two trainers reports batches that it never computed, or interferes with the other one's.
 
-The other one's batches do, and the run goes on.
+These batches do not count, the other trainer's do, and the run goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Answer = Callable[[PeerId, bytes], Awaitable[bytes]]
 
 
 class ClaimingSwarm(LiarSwarm):
-    """One of two trainers reports its batches right after their grants from the second step on."""
+    """One of two trainers reports its batches immediately after their grants, from the second step on."""
 
     def __init__(self, answer: Answer, *, num_microbatches: int = NUM_MICROBATCHES) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_many_microbatches_that_were_never_computed_hold_a_step_up_for_a_few_cal
 
 
 class MeddlingSwarm(FaultySwarm):
-    """One of two trainers sends servers calls of the other one's batches, whose places it guesses."""
+    """One of two trainers sends servers calls for the other one's batches, whose places it guesses."""
 
     def __init__(self, *meddling: str) -> None:
         super().__init__(*STAGES, plan=FaultPlan(), trainers=TRAINERS, voters=VOTERS)

@@ -1,4 +1,4 @@
-"""In an audited run a trainer that sends auditors false weights of batches has no honest server convicted by them."""
+"""In an audited run, false weights of batches that a trainer sends to auditors convict no honest server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers die, fall silent or run out of memory while a text is generated: no token changes."""
+"""Servers die, fall silent or run out of memory while text is generated: no token changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILY = "llama"
 
 
 class Striking(LogitsProcessor):  # type: ignore[misc]
-    """Strikes once, before a token is chosen."""
+    """Injects a fault once, before a token is chosen."""
 
     def __init__(self, strike: Callable[[], None], at: int) -> None:
         self._strike, self._left = strike, at
@@ -40,7 +40,7 @@ class Striking(LogitsProcessor):  # type: ignore[misc]
 
 
 class Struck(Writing):
-    """Generates after each step; in the second one, servers of the session are struck."""
+    """Generates after each step; in the second step, servers of the session are struck."""
 
     stages: tuple[int, ...] = ()
     at = 5
@@ -82,7 +82,7 @@ class StruckInTrainMode(Struck):
 
 
 def serves(server: Server, stage: int) -> bool:
-    """Whether a server has the newest session at this stage."""
+    """Return whether a server has the newest session at this stage."""
     return any(key[1] == stage and held.done > 1 for key, held in server.sessions._held.items())
 
 
@@ -98,7 +98,8 @@ def check(mode: str, *stages: int, how: str = "kill", at: int = 5, **options: An
         loader(),
         max_steps=NUM_STEPS,
         num_stages=2,
-        num_servers=4 if len(stages) == 1 else 8,  # enough that most voters live: else the run would roll back
+        # Fewer servers would leave no majority of the voters, and the run would roll back.
+        num_servers=4 if len(stages) == 1 else 8,
         num_gone=0 if how == "forget" else len(stages),
         pipeline=FAMILIES[FAMILY].layers,
         role="trainer",
@@ -130,7 +131,7 @@ def test_a_server_falls_silent_while_a_text_is_generated(stages: tuple[int, ...]
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("stages", [(0,), (1,), (0, 1)], ids=str)
 def test_servers_lose_a_session(stages: tuple[int, ...]) -> None:
-    """For lack of memory, or because they took a pause that was longer than they keep one."""
+    """They run out of memory, or a pause is longer than the time for which they keep a session."""
     check("beams", *stages, how="forget")
 
 
@@ -146,7 +147,7 @@ def test_a_server_dies_at_the_first_token() -> None:
 
 
 def test_dropout_in_train_mode_is_the_same_whoever_dies() -> None:
-    """A server that comes in the place of another one draws what that one drew."""
+    """A replacement server draws the same dropout masks."""
     family = replace(FAMILIES["gpt2"], options={**FAMILIES["gpt2"].options, "resid_pdrop": 0.3})
     config = getattr(transformers, family.config)(**family.options)
     texts = []

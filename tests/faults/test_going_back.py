@@ -1,4 +1,4 @@
-"""Audited runs that go back: where a liar's work counted before it was convicted, the weights are as if it had not."""
+"""Audited runs roll back to before a malicious server's first counted work, with the weights of an honest run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_swarm.testing import InMemoryStrategy
 from tests.adversaries.adversary import Adversary
 from tests.faults.test_audited import NUM_STEPS, audited, events_of, honest_weights
 
-SINCE = 2  # the run's first snapshot has the step before
-SMALL = {"strength": 1.0001}  # within the noise of honest sums
+SINCE = 2  # the run's first snapshot contains the step before
+SMALL = {"strength": 1.0001}  # within the rounding noise of honest sums
 
 
 def draw(monkeypatch: pytest.MonkeyPatch, is_drawn: Callable[[int], bool]) -> None:
-    """Have all work of some steps audited, and nothing of the others."""
+    """Audit all work of some steps, and none of the other steps."""
     monkeypatch.setattr(Standing, "is_drawn", lambda _self, _peer, step, *_: is_drawn(step))
 
 
 def went_back(strategy: InMemoryStrategy) -> list[int]:
-    """The versions that the run went back to."""
+    """Return the versions that the run rolled back to."""
     return [one.step or 0 for one in strategy.peers[0].events.newest if one.kind == "went_back"]
 
 
@@ -65,7 +65,7 @@ def test_a_liar_in_the_last_step_is_undone(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.thorough
 def test_several_liars_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one lies once the first is out."""
+    """The second one becomes malicious after the first is excluded."""
     expected = honest_weights(6, num_stages=1)
     first = Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL)
     second = Adversary("peer-4", "scaled_sum", since=SINCE, **SMALL)
@@ -81,7 +81,7 @@ def test_several_liars_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.thorough
 def test_who_was_audited_in_each_step_costs_no_step() -> None:
-    """Else a newcomer could take a run back as often as it has invitations."""
+    """Otherwise a newcomer could roll a run back as often as it has invitations."""
     expected = honest_weights(6, num_stages=2)
     liar = Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL)
     found, strategy = audited(6, liar, num_stages=2, on_conviction="go_back")
@@ -91,7 +91,7 @@ def test_who_was_audited_in_each_step_costs_no_step() -> None:
 
 
 def test_what_is_older_than_the_snapshot_takes_no_run_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing would be undone but what was audited."""
+    """A rollback would undo audited steps only."""
     draw(monkeypatch, lambda step: step >= 1)
     liar = Adversary("peer-3", "sign_flip", since=NUM_STEPS - 1, strength=1000.0)
     _, strategy = audited(6, liar, num_stages=1, on_conviction="go_back")
@@ -120,7 +120,7 @@ def test_whom_a_liar_audited_is_as_new() -> None:
 def test_a_run_that_has_nothing_to_go_back_to_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a hook computes with weights as a checkpoint is made."""
+    """For example, a hook that computes with weights as a checkpoint is made prevents snapshots."""
     draw(monkeypatch, lambda step: step == NUM_STEPS - 2)
     monkeypatch.setattr(LoopStates, "save", lambda *_: None)
     liar = Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL)

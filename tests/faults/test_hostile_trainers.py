@@ -1,4 +1,4 @@
-"""A trainer beside the lead, which anyone may be in an open run, sends what no trainer does: the others go on."""
+"""An open run admits any trainer beside the lead; if one sends invalid messages, the other peers go on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def added(value: float) -> Metrics:
-    """What an honest batch adds."""
+    """Return the metric state of an honest batch."""
     return [MetricState(name="mean", num_updates=1, lengths=[1, 1])], [torch.tensor(value), torch.tensor(1.0)]
 
 
@@ -60,12 +60,12 @@ Lie = Callable[[Trainer, Grant | None], Awaitable[None]]
 
 
 class HostileSwarm(FaultySwarm):
-    """One of three trainers lies at each of its batches.
+    """One of three trainers is malicious at each of its batches.
 
     Args:
-        before: Told before it asks for a place.
-        during: Told while it has one.
-        logs: What it logs of each batch.
+        before: False message sent before it requests a place.
+        during: False message sent while it has a place.
+        logs: Values that it logs per batch.
         is_scaled: Whether losses are scaled.
     """
 
@@ -100,7 +100,7 @@ class HostileSwarm(FaultySwarm):
                 await lie(self.trainers[LIAR], grant)
 
     def _log(self, trainer: Trainer, logs: Sequence[LoggedValue], *, measures: bool) -> None:
-        """Have a trainer log values of each batch, and perhaps add to a metric."""
+        """Make a trainer log values of each batch, and perhaps add to a metric."""
         honest: Any = trainer.steps.done
 
         async def done(lease: int, *args: Any, **options: Any) -> bool:
@@ -122,7 +122,7 @@ class HostileSwarm(FaultySwarm):
             self.close()
 
     def _check_heard(self) -> None:
-        """The lead takes in all that came with the records, as in `fit`; what honest trainers logged is there."""
+        """Check that the lead reads all logs of the records, as in `fit`, with the honest trainers' values."""
         model = Model()
         shared = SharedMetrics(model, {}, max_bytes=None)
         shared.begin_batch(0)
@@ -140,7 +140,7 @@ class HostileSwarm(FaultySwarm):
 
 
 def scaled(factor: float) -> Lie:
-    """It asks for a place for losses that are scaled otherwise; if it has to wait, until the next step is open."""
+    """Request a place with another loss scale; a request that must wait ends when the next step opens."""
     numbers = iter(range(1 << 20, 1 << 30))
 
     async def lie(liar: Trainer, _: Grant | None) -> None:

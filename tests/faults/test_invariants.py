@@ -1,4 +1,4 @@
-"""The twelve promises that hold whatever goes wrong, and for each a test that tries to break it."""
+"""The twelve invariants that hold under all faults, each with a test that tries to break it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.faults.plans import COMPUTING, STAGES, TRAINERS, VOTERS
 from tests.unit.swarm import make_module
 
 EVERYONE = (*" ".join(STAGES).split(), *TRAINERS.split())
-NUM_RECEIPTS = 4  # of a step
+NUM_RECEIPTS = 4  # per step
 
 
 @contextmanager
 def trained(plan: FaultPlan, *, audited: bool = True, **options: Any) -> Iterator[FaultySwarm]:
-    """A run that came to its end under a plan; `made` is told of it before it begins."""
+    """A run that ended under a plan; `made` is called with it before it begins."""
     made = options.pop("made", lambda _: None)
     swarm = FaultySwarm(*STAGES, plan=plan, **{"trainers": TRAINERS, "voters": VOTERS, **options})
     try:
@@ -45,18 +45,18 @@ def trained(plan: FaultPlan, *, audited: bool = True, **options: Any) -> Iterato
 
 
 def test_1_one_record_for_a_step_and_applied_in_order() -> None:
-    """The coordinator is cut off as voters have accepted, comes back when another one has decided; that one dies."""
+    """The coordinator is cut off after voters accepted, and returns after its successor decided, which then dies."""
     others = [one for one in EVERYONE if one != "a"]
     plan = FaultPlan().partition(["a"], others, for_s=40.0, at=Phase.DECIDE_DONE, of="a", step=1)
     plan.kill("b", at=Phase.DECIDE, step=2)
-    with trained(plan) as swarm:  # whoever applies a record of a step applies the same bytes
+    with trained(plan) as swarm:  # the books check that all peers apply the same bytes
         assert swarm.count("takeover") == 2
         for steps in swarm.applied.values():
             assert steps == sorted(set(steps))
 
 
 def test_2_deciding_takes_a_majority_and_membership_changes_only_by_records() -> None:
-    """For a minute no two voters reach each other: nothing is decided, though all stages and trainers are there."""
+    """For a minute no two voters reach each other: no record is decided, though all stages and trainers are there."""
     apart_s = 60.0
     plan = FaultPlan().partition(*VOTERS.split(), for_s=apart_s, at=Phase.DECIDE, step=1)
     seen: dict[int, list[list[Member]]] = {}
@@ -77,7 +77,7 @@ def test_2_deciding_takes_a_majority_and_membership_changes_only_by_records() ->
 
 
 def test_3_a_record_counts_what_has_one_holder_in_each_stage() -> None:
-    """The receipts do not get through to the trainers, who have others add the same once more."""
+    """Receipts do not reach the trainers, which have another server add the same microbatches."""
     plan = FaultPlan()
     for peer in ("b", "e"):
         others = [one for one in EVERYONE if one != peer]
@@ -87,17 +87,17 @@ def test_3_a_record_counts_what_has_one_holder_in_each_stage() -> None:
 
 
 def test_4_what_is_averaged_is_exactly_the_named_receipts() -> None:
-    """A backward arrives when its batch has counted with another peer's receipt: late, and while sums are averaged."""
+    """A backward arrives after its batch has counted with another peer's receipt: late, or while sums are averaged."""
     plan = FaultPlan()
     for by_s in (8.0, 14.0, 20.0):
         plan.delay(None, by_s=by_s, at=Phase.BACKWARD, step=1)
         plan.delay(None, by_s=by_s, at=Phase.AVERAGE, step=1)
-    with trained(plan):  # the norm of what was averaged is that of the named samples' gradients
+    with trained(plan):  # the norm of the mean equals that of the named samples' gradients
         plan.check()
 
 
 def test_5_at_most_one_addition_per_key_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward calls come again, at once and late, and so do forwards; no sum takes a microbatch twice."""
+    """Forward and backward calls are repeated, at once and late; no sum contains a microbatch twice."""
     added: Counter[int] = Counter()
     steps: list[int] = []
     enter, add = GradientSums.add, GradientSum.add
@@ -122,7 +122,7 @@ def test_5_at_most_one_addition_per_key_and_server(monkeypatch: pytest.MonkeyPat
 
 
 class Dropping(nn.Module):
-    """A block that draws."""
+    """A block that draws random numbers."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.BACKWARD_DONE, Phase.CLOSE], ids=lambda phase: phase.name)
 def test_6_forward_and_backward_share_version_and_random_key(phase: Phase) -> None:
-    """Whoever computed the forward dies; another peer draws the same again for the backward."""
+    """The server that computed the forward dies; another server draws the same numbers for the backward."""
     weights = []
     for plan in (FaultPlan(), FaultPlan().kill("b", at=phase, nth=2).kill("e", at=phase, nth=2)):
         module = nn.Sequential(*map(Dropping, make_module(len(STAGES))))
@@ -148,7 +148,7 @@ def test_6_forward_and_backward_share_version_and_random_key(phase: Phase) -> No
 
 
 def test_7_weights_change_only_by_applying_a_decided_record() -> None:
-    """Looked at with every message, whoever has a version of a stage has the same bytes of it, state included."""
+    """At every message, all servers with a version of a stage have the same bytes of it, optimizer state included."""
     seen: dict[tuple[int, int], int] = {}
     swarms: list[FaultySwarm] = []
 
@@ -169,19 +169,19 @@ def test_7_weights_change_only_by_applying_a_decided_record() -> None:
 
 
 def test_8_a_microbatch_can_be_computed_again_until_its_step_is_decided() -> None:
-    """All receipts are seen, and then most of those who gave them die."""
+    """All receipts have been seen when most of their servers die."""
     plan = FaultPlan()
     for peer in ("b", "d", "e"):
         plan.kill(peer, at=Phase.CLOSE, step=1)
-    with trained(plan, voters="a c f", seed=3) as swarm:  # of five voters of step 1 they are left
+    with trained(plan, voters="a c f", seed=3) as swarm:  # a, c and f are left of step 1's five voters
         assert swarm.count("replay") >= NUM_RECEIPTS
 
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD_ACCEPTED], ids=lambda phase: phase.name)
 def test_9_each_granted_sample_is_in_one_record_or_granted_again(phase: Phase) -> None:
-    """A trainer dies with a batch under way, another one freezes and comes back when its batch was struck."""
+    """A trainer dies during a batch; another one freezes, and returns when its batch was struck."""
     plan = FaultPlan().kill("other", at=phase).freeze("second", for_s=15.0, at=phase)
-    plan.delay("trainer", by_s=4.0, at=Phase.GRANT, times=None)  # so that there is something to come back to
+    plan.delay("trainer", by_s=4.0, at=Phase.GRANT, times=None)  # keeps the run going until it returns
     with trained(plan, trainers="trainer other second") as swarm:  # the audit knows every sample that was drawn
         assert swarm.count("strike")
         assert swarm.trainers[PeerId("second")].num_revoked
@@ -190,17 +190,17 @@ def test_9_each_granted_sample_is_in_one_record_or_granted_again(phase: Phase) -
 
 
 def test_10_every_wait_has_a_deadline_and_holds_nothing_its_completion_needs() -> None:
-    """One message after the other is lost, in each phase of computing and closing, for each stage."""
+    """Messages are lost one after the other, in each phase of computing and closing, for each stage."""
     plan = FaultPlan()
     for phase in (*COMPUTING, Phase.CLOSE, Phase.AVERAGE, Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE, Phase.APPLY):
         plan.drop(None, at=phase, nth=3)
-    with trained(plan) as swarm:  # under this clock a wait that nothing ends is an error, a `Deadlock`
+    with trained(plan) as swarm:  # under the virtual clock an endless wait raises `Deadlock`
         assert plan.fired == len(plan.faults)
         assert swarm.loop.time() < 1000.0
 
 
 def test_11_one_microbatch_can_always_finish() -> None:
-    """Servers hold one call at a time and keep nothing, and what was added is lost twice."""
+    """Servers accept one call at a time and cache nothing, and sums are lost twice."""
     plan = FaultPlan().kill("b", at=Phase.CLOSE, step=1).kill("e", at=Phase.CLOSE, step=2)
     limits = Limits(call_timeout=30.0, max_pending_calls=1, cache_bytes=0, max_in_flight=1)
     with trained(plan, limits=limits) as swarm:
@@ -210,7 +210,7 @@ def test_11_one_microbatch_can_always_finish() -> None:
 
 
 def test_12_every_stage_of_a_roster_has_a_verified_copy_or_the_swarm_pauses_and_says_so() -> None:
-    """All servers of a stage die with its weights: no record goes on without it, no fresh weights come in."""
+    """All servers of a stage die with its weights: no record is decided without it, and no fresh weights replace it."""
     plan = FaultPlan()
     for peer in STAGES[1].split():
         plan.kill(peer, at=Phase.CLOSE, step=1)

@@ -1,4 +1,4 @@
-"""A run by invitation, while its coordinator dies and a server joins: audited like the matrix."""
+"""A run by invitation, while its coordinator dies and a server joins; audited like the matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.plans import COORDINATOR, JOINER, SMALL_STAGES, TRAINERS, VOTE
 
 
 def test_everybody_has_a_certificate_of_the_least_role_that_will_do() -> None:
-    """And a joiner that reads of a forged run first asks it nothing, and joins the true one."""
+    """Also, a joiner that finds a forged run first sends it no request, and joins the true one."""
     plan = FaultPlan().kill(COORDINATOR, at=Phase.DECIDE, step=1).corrupt(None, at=Phase.BACKWARD, step=2)
     network = InvitedNetwork(role_of=lambda peer: Role.TRAINER if peer in TRAINERS.split() else Role.SERVER)
     members = [*" ".join(SMALL_STAGES).split(), *TRAINERS.split()]

@@ -1,4 +1,4 @@
-"""Audited runs: who decides in them whoever dies, and that who was convicted does not come back."""
+"""Audited runs: keepers decide even after deaths, and a convicted server cannot return."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_without_a_keeper_that_serves_no_run_begins() -> None:
 
 
 class LastOfItsStage(L.Callback):
-    """Kills the one server of the first stage that was not convicted, and has the convicted one ask to join after."""
+    """Kills the only server of the first stage that was not convicted, after which the convicted one tries to join."""
 
     def __init__(self) -> None:
         self.refusal = ""
@@ -112,7 +112,7 @@ class LastOfItsStage(L.Callback):
 
 
 def test_a_run_that_goes_back_to_a_snapshot_forgives_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first stage's two servers one is convicted, and then the other one dies."""
+    """One of the first stage's two servers is convicted, and then the other one dies."""
     close = SumReconciliation.close
 
     async def closed(self: SumReconciliation) -> ReconciledStep | None:

@@ -1,4 +1,4 @@
-"""Faults in a run whose steps are late: what was computed is what one process computes with gradients one step late."""
+"""Faults in a run with delayed steps: the result equals one process with gradients one step late."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_WIRINGS = 3
 
 
 def check(*faults: Case, seed: int = 0) -> None:
-    """Train under the faults, then look."""
+    """Train under the faults, then audit."""
     plan = FaultPlan()
     for fault in faults:
         fault.add_to(plan)
@@ -63,7 +63,7 @@ def test_one_fault(case: Case) -> None:
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
-    for wiring in range(1, NUM_WIRINGS):  # by some a victim gets less than its fault waits for
+    for wiring in range(1, NUM_WIRINGS):  # some wirings give the victim fewer calls than its fault needs
         with contextlib.suppress(DidNotHappen):
             check(*faults, seed=seed + NUM_PAIRS * wiring)
             return

@@ -1,4 +1,4 @@
-"""A server that answers what no server does is left out, or done without; the weights are those of a run without it."""
+"""A server with invalid answers is excluded or avoided; the weights equal a run's without it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Answer = Callable[[PeerId, Any], Awaitable[Any]]
 
 
 class LyingSwarm(FaultySwarm):
-    """One server lies from the second step on."""
+    """One server is malicious from the second step on."""
 
     def __init__(self) -> None:
         super().__init__(*STAGES, plan=FaultPlan(), voters=VOTERS, trainers=TRAINERS)
@@ -69,7 +69,7 @@ class LyingSwarm(FaultySwarm):
 
 
 def test_an_error_of_all_servers_of_a_stage_ends_the_run() -> None:
-    """It is the model's, or the user's: nobody could do better."""
+    """Such an error comes from the model or the user's code, so no server could do better."""
     swarm = LyingSwarm()
     for who in STAGES[1].split():
         swarm.lies(FORWARD, refuse(ConfigError("blocks must not do this")), who=PeerId(who))
@@ -163,7 +163,7 @@ def test_what_one_server_says_of_a_step_is_its_own_fault(lie: str) -> None:
         swarm.audit_state()
         assert LIAR not in swarm.survivors()
         assert swarm.count("gone") > 0
-        # Batches that went through a server with other weights are computed again, which is no trainer's fault.
+        # The batches that passed through a server with other weights run again, through no trainer's fault.
         assert swarm.count("strike") == (lie == "other weights"), "no trainer was blamed"
     finally:
         swarm.close()
@@ -183,7 +183,7 @@ def test_a_server_that_hides_what_it_was_sent_has_no_trainer_blamed() -> None:
 
 
 def test_what_a_server_computed_is_no_message() -> None:
-    """Its reader, a server of the next stage or the trainer, says so, and the microbatch goes another way."""
+    """The reader, a server of the next stage or the trainer, reports it, and the microbatch takes another route."""
     swarm = LyingSwarm()
     for method in (FETCH_METHOD, WAIT_METHOD):
         swarm.lies(method, lambda message: Message(b"\xc1", message.tensors))

@@ -1,4 +1,4 @@
-"""`local_swarm`: what other people's projects test their models with."""
+"""`local_swarm`, with which other projects test their models."""
 
 from __future__ import annotations
 

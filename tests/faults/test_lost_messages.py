@@ -1,4 +1,4 @@
-"""A lost request, or a lost answer, of any method on a step's way costs seconds, and changes no weight."""
+"""A lost request or answer of any method in a step costs seconds, and changes no weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOON_S = 5.0
 """Virtual seconds that one lost message may cost."""
 
 LARGE_S = 9.0
-"""Likewise of a message with a stream of its own."""
+"""Virtual seconds that one lost message with a stream of its own may cost."""
 
 AUDITING = [
     Phase.SKETCH,
@@ -32,7 +32,7 @@ AUDITING = [
 
 
 def run(plan: FaultPlan, *, audited: bool) -> float:
-    """Train under the limits by default; return when the last step was decided. The weights are exact."""
+    """Train under the default limits; check the weights, and return when the last step was decided."""
     options = {"keepers": "a b", "audit_share": 1.0, "voters": "a b"} if audited else {"voters": VOTERS}
     network = MemoryNetwork(latency_s=0.01)
     swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, limits=Limits(), network=network, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One server's results have another form, or are errors: in an audited run they end nothing, whoever gets them."""
+"""Malformed results or errors of a single server end no audited run, whichever peer receives them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def give(monkeypatch: pytest.MonkeyPatch, liar: str, direction: str, change: Callable[[Tensor], Tensor]) -> list[str]:
-    """Have a server change what it gives, also in probes and evaluations; returns the names of what it gave."""
+    """Make a server change its results, also in probes and evaluations; return the names of the changed results."""
     fulfil, given = TicketStore.fulfil, list[str]()
 
     def lying(self: TicketStore, name: str, message: Any, *rest: Any, **more: Any) -> None:
@@ -48,7 +48,7 @@ def give(monkeypatch: pytest.MonkeyPatch, liar: str, direction: str, change: Cal
 def test_a_result_of_another_form_ends_no_run(
     monkeypatch: pytest.MonkeyPatch, liar: str, direction: str, form: str
 ) -> None:
-    """The neighbours refuse it by right, and so do all that take their places."""
+    """The neighbours rightly refuse it, and so do all their replacements."""
     expected = honest_weights(6, num_stages=2)
     given = give(monkeypatch, liar, direction, FORMS[form])
     found, _ = audited(6, num_stages=2, share=0.0)
@@ -59,7 +59,7 @@ def test_a_result_of_another_form_ends_no_run(
 @pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.thorough
 def test_a_gradient_of_another_form_ends_no_run(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """The trainer's own layers are before the first stage."""
+    """The trainer's own layers precede the first stage."""
     expected = honest_weights(6, num_stages=2, model=Around, pipeline="net")
     given = give(monkeypatch, FIRST, "backward", FORMS[form])
     found, _ = audited(6, num_stages=2, model=Around(), share=0.0, pipeline="net")
@@ -70,7 +70,7 @@ def test_a_gradient_of_another_form_ends_no_run(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.thorough
 @pytest.mark.parametrize("liar", [FIRST, LAST])
 def test_false_probes_end_no_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: str) -> None:
-    """By them blocks seem to mix samples; the coordinator computes for itself whether they do."""
+    """They make blocks seem to mix samples; the coordinator computes that itself."""
     expected = honest_weights(6, num_stages=2)
     fulfil, given = TicketStore.fulfil, list[str]()
 
@@ -105,7 +105,7 @@ def test_blocks_that_mix_samples_are_refused_as_ever() -> None:
 
 
 class Validating(Model):
-    """It computes outside of steps, too."""
+    """It also computes outside of steps."""
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
@@ -134,6 +134,6 @@ def test_an_error_of_one_server_ends_no_validation(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_error_of_the_blocks_ends_the_run_as_ever() -> None:
-    """All servers have it, whoever gave them their inputs."""
+    """All servers raise it, from any inputs."""
     with pytest.raises(StageError, match="this block fails"):
         audited(4, num_stages=2, model=Model(block=Fails), share=0.0)

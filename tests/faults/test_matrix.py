@@ -1,4 +1,4 @@
-"""Whatever goes wrong whenever: the run's weights are those of one process, and nothing is left anywhere."""
+"""Under any fault at any time the run has the weights of one process, and no resource is left over."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.faults.plans import (
 )
 
 NUM_PAIRS = 70
-"""With the single faults, and those that others bring about, these make more than 600 plans."""
+"""Number of pairs; with single faults and their consequences there are more than 600 plans."""
 
 NUM_WIRINGS = 3
 
 
 def check(*faults: Case, seed: int, num_input_only: int = 0) -> None:
-    """Train under the faults, then look."""
+    """Train under the faults, then audit."""
     plan = FaultPlan()
     for fault in faults:
         fault.add_to(plan)
@@ -62,7 +62,7 @@ def test_one_fault(case: Case) -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in SENDING], ids=str)
 def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is fetched by a message of its own; what is small comes with the word that it is there."""
+    """Large tensors are fetched by separate messages; small tensors travel with the announcement."""
     monkeypatch.setattr(tickets, "SMALL_BYTES", 0)
     check(case, seed=0)
 
@@ -71,7 +71,7 @@ def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
-    for wiring in range(1, NUM_WIRINGS):  # by some a victim gets less than its fault waits for
+    for wiring in range(1, NUM_WIRINGS):  # some wirings give the victim fewer calls than its fault needs
         with contextlib.suppress(DidNotHappen):
             check(*faults, seed=seed + NUM_PAIRS * wiring)
             return
@@ -87,14 +87,14 @@ def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("case", [case for case in cases() if case.phase in COMPUTING][2::12], ids=str)
 def test_a_fault_among_backwards_for_the_input(case: Case) -> None:
-    """Each microbatch has two backwards that add nothing, and then the one that counts."""
+    """Each microbatch has two backwards that add no gradient, and then the counted one."""
     check(case, seed=1, num_input_only=2)
 
 
 @pytest.mark.first_cells(3)
 @pytest.mark.parametrize("phase", OF_TRAINERS, ids=lambda phase: phase.name)
 def test_the_lead_dies(phase: Phase) -> None:
-    """Nobody inherits its loop: all the others end with an error that says so, and what was decided holds."""
+    """No peer inherits its loop: all peers end with an error that names the lead, and decided steps stay decided."""
     plan = FaultPlan()
     Case("kill", LEAD, phase).add_to(plan)
     limits = Limits(call_timeout=30.0, lead_timeout=100.0)
@@ -127,7 +127,7 @@ def test_every_kind_strikes_messages_of_every_peer() -> None:
 
 
 BROKE_ONCE = [
-    # What a coordinator had struck stayed struck for the one after it, who counted it.
+    # A batch that a coordinator had struck stayed struck for its successor, which counted it.
     ("freeze-b-AVERAGE_REDUCE-40s", "freeze-a-FORWARD-40s", 11),
     ("partition-eother|abcdftrainer-BACKWARD-40s", "partition-a|bcdeftrainerother-BACKWARD-40s", 167),
 ]

@@ -1,4 +1,4 @@
-"""One stranger that answers what nobody asked for, or gives nothing, ends no run and costs no other its place."""
+"""A single unknown peer with unsolicited answers or none ends no run, and excludes no other peer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_swarm.testing import local_swarm
 from tests.adversaries.adversary import Adversary
 from tests.faults.test_audited import NUM_STEPS, SINCE, Model, audited, data, events_of, honest_weights
 
-# The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
+# The last stage has peer-0, peer-2 and peer-4, the first has peer-1, peer-3 and peer-5.
 
 
 @pytest.mark.thorough
@@ -131,7 +131,7 @@ async def _tolerant(work: Coroutine[Any, Any, Message]) -> None:
 
 
 class Joining(Callback):
-    """Has a server join after the first step."""
+    """Starts a server after the first step."""
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -166,7 +166,7 @@ def test_who_will_not_meet_a_joiner_keeps_it_out_no_longer(monkeypatch: pytest.M
 
 
 def test_who_has_much_shown_to_it_keeps_nobody_from_audits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the same stage, so it may audit, and each request has its fellow compute a microbatch again."""
+    """It holds the same stage, so it may audit; each of its requests makes another server recompute a microbatch."""
     sketch, victims = AuditHandlers._handle_sketch, dict[int, set[Receipt]]()
     show, waiting, most = AuditHandlers._submit, Counter[str](), Counter[str]()
     tasks = set[asyncio.Task[Any]]()
@@ -209,7 +209,7 @@ def test_who_has_much_shown_to_it_keeps_nobody_from_audits(monkeypatch: pytest.M
 
 @pytest.mark.thorough
 def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in two sums is computed again by one of the two, and who begins anew too often is left out."""
+    """A microbatch in two sums is recomputed by one of the two. A server that often restarts its sum is excluded."""
     expected = honest_weights(6, num_stages=2)
     freeze, liar = GradientSums.freeze, "peer-3"
     true, number = dict[str, StageLedger](), Counter[int]()
@@ -239,7 +239,7 @@ def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("attack", ["sign_flip", "skipped_blocks"])
 def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
-    """So the run can go back to a snapshot, if it has one."""
+    """The run can therefore roll back to a snapshot, if it has one."""
     liars = ["peer-1", "peer-3", "peer-5"]
     with pytest.raises(StageLost, match="stage 0 has nobody left"):
         audited(6, *(Adversary(liar, attack, since=SINCE) for liar in liars), num_stages=2)
@@ -247,7 +247,7 @@ def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
 
 @pytest.mark.thorough
 def test_who_shows_its_vectors_late_and_damaged_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator waits for its own examination for so long as each vector may take."""
+    """The coordinator waits for its own examination as long as each vector may take."""
     liars = ["peer-1", "peer-3"]
     project, show, late = MeanChecks._handle_project, MeanChecks._handle_vector, Counter[tuple[str, bytes]]()
 

@@ -1,4 +1,4 @@
-"""Audits on machines of one kind compare bits, and those of other kinds can neither lie much nor accuse for ever."""
+"""Audits compare bits between machines of one kind; other kinds have little room to cheat, or to accuse for ever."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.adversaries.adversary import Adversary
 from tests.adversaries.attacks import Attack, SeenFinding, SeenSums
 from tests.faults.test_audited import NUM_STEPS, SINCE, WIDTH, Model, audited, data, events_of, honest_weights
 
-# The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
+# The last stage has peer-0, peer-2 and peer-4, the first has peer-1, peer-3 and peer-5.
 FLOATS: dict[str, Any] = {"num_stages": 2, "deterministic": False, "dtype": torch.float32}
 
 
 class LastBit(Attack):
-    """The true sum, but for the last bit of one element."""
+    """Sends the true sum with the last bit of one element flipped."""
 
     @override
     def sum(self, seen: SeenSums) -> Tensor:
@@ -51,7 +51,7 @@ def test_a_lie_of_one_bit_is_found() -> None:
 
 
 class Orders:
-    """The orders in which servers added, and microbatches that came to an auditor before their turn."""
+    """Orders in which servers added, and microbatches that reached an auditor before their turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.added: list[list[Any]] = []
@@ -83,14 +83,14 @@ def normalized() -> Model:
 def test_the_order_of_adding_convicts_nobody(
     monkeypatch: pytest.MonkeyPatch, precision: Any, codec: Any, accumulated: int
 ) -> None:
-    """Microbatches come in another order to servers, and in another one yet to auditors."""
+    """Microbatches reach servers in different orders, and auditors in yet another order."""
     seen = Orders(monkeypatch)
 
     async def backwards(works: Sequence[Any], limit: int, **more: Any) -> list[Any]:
         return await gather_bounded([*works][::-1], limit, **more)
 
     monkeypatch.setattr(orders, "gather_bounded", backwards)
-    # The first backward of a server comes after others.
+    # A server's first backward comes after other servers'.
     faults = FaultPlan().delay("peer-2", by_s=0.5, at=Phase.BACKWARD).delay("peer-3", by_s=0.5, at=Phase.BACKWARD)
     settings: dict[str, Any] = {"latency_s": 0.002, "microbatch_s": [0.01], "faults": faults}
     if codec is not None:
@@ -108,7 +108,7 @@ def test_the_order_of_adding_convicts_nobody(
 
 
 class Unsteady(Function):
-    """A product whose gradient of the weight has other last bits each time, as where threads add up as they come."""
+    """A product whose weight gradient has other last bits each time, as if threads added in the order of arrival."""
 
     num_calls = 0
 
@@ -155,7 +155,7 @@ def test_machines_that_never_compute_the_same_bits_are_compared_within_a_toleran
 
 @pytest.fixture
 def other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have peer-3 say that its machine is of another kind."""
+    """Make peer-3 report another kind of machine."""
     true: Callable[[GradientSums], str] = GradientSums.arithmetic.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(
         GradientSums,
@@ -165,7 +165,7 @@ def other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OtherSum(Attack):
-    """An auditor that says truly what it was given, and finds another sum."""
+    """An auditor that reports its inputs truly but a false sum."""
 
     @override
     def finding(self, seen: SeenFinding) -> AuditFinding:
@@ -195,7 +195,7 @@ def test_a_machine_of_another_kind_that_accuses_again_and_again_is_out(monkeypat
 @pytest.mark.thorough
 @pytest.mark.usefixtures("other_kind")
 def test_accusations_that_prove_nothing_are_made_twice_of_each_server() -> None:
-    """Then the coordinator audits in its place."""
+    """After the second one the coordinator audits in its place."""
     liar = Adversary("peer-3", "false_accusation", since=1)
     _, strategy = audited(6, liar, **FLOATS)
     assert 2 <= liar.struck <= 4, "of peer-1 and peer-5"
@@ -209,7 +209,7 @@ def test_accusations_that_prove_nothing_are_made_twice_of_each_server() -> None:
 
 
 class Lots:
-    """Lots by which half of all servers are never drawn where a share of 1/16 is audited, and always where half is."""
+    """Draws that never select half of the servers at an audit share of 1/16, and always select them at 1/2."""
 
     def random(self) -> float:
         return 0.4
@@ -242,7 +242,7 @@ def test_a_lie_of_the_last_step_is_likely_found(monkeypatch: pytest.MonkeyPatch,
 
 
 class WithinTheRounding(Attack):
-    """A part of the mean that is false where the truth is zero, by less than its neighbours may be rounded."""
+    """Falsifies a part of the mean whose true value is zero, by less than its neighbours' rounding error."""
 
     @override
     def reduced(self, part: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""A plan is the same run every time: what broke once can be looked at again."""
+"""A plan gives the same run every time, so that a failure can be reproduced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.faults.plans import STAGES, TRAINERS, VOTERS
 
 
 def messages() -> str:
-    """A digest of all messages of a run in which much goes wrong, with their times and in their order."""
+    """Return a digest of all messages, with their times and order, of a run with many faults."""
     seen: list[tuple[object, ...]] = []
 
     def look(one: MessagePoint) -> None:
@@ -37,7 +37,7 @@ def messages() -> str:
 
 @pytest.mark.thorough
 def test_a_plan_is_the_same_run_in_every_process() -> None:
-    """Names hash differently in each process, and objects are elsewhere in memory."""
+    """Names hash differently in each process, and objects have other addresses."""
     code = "from tests.faults.test_same_run import messages; print(messages())"
     children = [
         subprocess.Popen(

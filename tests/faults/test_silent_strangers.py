@@ -1,4 +1,4 @@
-"""In an audited run a stranger that answers pings and nothing else holds no step up for minutes; weights stay exact."""
+"""In an audited run a peer that only answers pings delays no step for minutes; weights stay exact."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.faults.test_audited import NUM_STEPS, Model, audited, data, events_of
 
 SILENT = "peer-3"
 SOON_S = 60.0
-"""Virtual seconds that a step may take in which a server falls silent."""
+"""Virtual seconds that a step may take if a server falls silent."""
 
 
 class Clock(L.Callback):
-    """Notes when each step is over."""
+    """Records when each step is over."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -78,7 +78,7 @@ def test_an_auditor_that_never_answers_is_reported(clean: Tensor) -> None:
 def test_a_server_that_answers_no_call_of_a_closing_step_is_left_out(
     clean: Tensor, phase: Phase, soon_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)  # so that each server of the stage audits another
+    monkeypatch.setattr(step_audits, "_OWN_SHARE", 0.0)  # makes each server of the stage audit another one
     faults = FaultPlan().drop(SILENT, at=phase, times=None, step=NUM_STEPS - 2)
     weights, strategy, clock = run(faults, share=1.0)
     assert clock.longest_s < soon_s

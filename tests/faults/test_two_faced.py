@@ -1,4 +1,4 @@
-"""Servers that give the trainer, or each other, something else than what they claim, and honest ones beside them."""
+"""Servers that send the trainer, or each other, tensors that contradict their claims, beside honest servers."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
 from tests.adversaries.adversary import Adversary
 from tests.faults.test_audited import SINCE, WIDTH, Model, audited, events_of, honest_weights
 
-# The last stage has peer-0, peer-2 and peer-4, the first one peer-1, peer-3 and peer-5.
+# The last stage has peer-0, peer-2 and peer-4, the first has peer-1, peer-3 and peer-5.
 LAST, FIRST = "peer-2", "peer-3"
 
 ROUNDING = 1e-14
-"""Between portable arithmetic, by which a stage of several kinds of machines is stepped, and native."""
+"""Tolerance between native and portable arithmetic; a stage with several kinds of machines steps with the latter."""
 
 
 class Around(Model):
-    """The first layer is the trainer's own, so the first stage gives it gradients."""
+    """The first layer is the trainer's own, so the first stage sends it gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Around(Model):
 
 
 def give_other(monkeypatch: pytest.MonkeyPatch, liar: str, direction: str) -> list[str]:
-    """Have a server give tensors that are not what it computed, and claims; returns the names of what it gave."""
+    """Make a server send other tensors than it computed and claims; return their names."""
     fulfil, given = TicketStore.fulfil, list[str]()
 
     def lying(self: TicketStore, name: str, message: Any, *rest: Any, **more: Any) -> None:
@@ -72,7 +72,7 @@ def give_other(monkeypatch: pytest.MonkeyPatch, liar: str, direction: str) -> li
 
 
 def refuse_backwards(monkeypatch: pytest.MonkeyPatch, liar: str) -> list[int]:
-    """Have a server leave all backwards to others; returns the steps."""
+    """Make a server refuse all backwards, so that other servers compute them; return the steps."""
     backward, refused = ComputeHandlers._backward, list[int]()
 
     async def refusing(self: ComputeHandlers, trainer: Any, stage: Any, request: BackwardRequest, *rest: Any) -> None:
@@ -97,7 +97,7 @@ def strikes(strategy: InMemoryStrategy) -> list[int | None]:
 def test_what_is_claimed_otherwise_counts_in_no_step(
     monkeypatch: pytest.MonkeyPatch, model: type[Model], liar: str, direction: str
 ) -> None:
-    """No audit shows it, for what is claimed is true. The third time the server is left out."""
+    """No audit detects it, because its claim is true. The third time the server is excluded."""
     expected = honest_weights(6, num_stages=2, model=model, pipeline="net")
     given = give_other(monkeypatch, liar, direction)
     found, strategy = audited(6, num_stages=2, model=model(), share=0.0, pipeline="net")
@@ -113,7 +113,7 @@ def test_what_is_claimed_otherwise_counts_in_no_step(
 def test_who_leaves_backwards_to_others_makes_few_steps_run_again(
     monkeypatch: pytest.MonkeyPatch, arithmetic: str | None
 ) -> None:
-    """So others claim what it gave; also where it says that its machine is of another kind."""
+    """Other servers then claim its outputs; also tested with a false report of its kind of machine."""
     expected = honest_weights(6, num_stages=2)
     given, refused = give_other(monkeypatch, LAST, "forward"), refuse_backwards(monkeypatch, LAST)
     true = GradientSums.arithmetic.fget
@@ -140,7 +140,7 @@ def test_who_is_gone_before_it_has_claimed_anything_changes_nothing(monkeypatch:
 
 @pytest.mark.thorough
 def test_where_a_step_closes_again_lots_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has a step run again knows whom the lots hit before: a liar lies only then."""
+    """A server that causes a repeat knows the first draw's servers, and would cheat only then."""
     for name in ("PROBATION", "_WARM_UP"):
         monkeypatch.setattr(policy, name, 0)
     monkeypatch.setattr(step_audits, "share_of_step", lambda *_, **__: 0.0)
@@ -170,7 +170,7 @@ def test_where_a_step_closes_again_lots_are_drawn_again(monkeypatch: pytest.Monk
 def test_who_gives_others_something_false_and_leaves_the_backward_to_others_is_left_out(
     monkeypatch: pytest.MonkeyPatch, model: type[Model]
 ) -> None:
-    """Those who took its place and those who computed with what it gave contradict each other, and all are honest."""
+    """Its replacements contradict the servers that computed with its outputs, and all of these are honest."""
     expected = honest_weights(6, num_stages=2, model=model, pipeline="net")
     given, refused = give_other(monkeypatch, FIRST, "forward"), refuse_backwards(monkeypatch, FIRST)
     found, strategy = audited(6, num_stages=2, model=model(), share=0.0, pipeline="net")
@@ -182,7 +182,7 @@ def test_who_gives_others_something_false_and_leaves_the_backward_to_others_is_l
 
 
 def claim_other_inputs(monkeypatch: pytest.MonkeyPatch, liar: str, steps: set[int]) -> list[int]:
-    """Have a server compute, in some steps, with another input than it was given; returns the steps."""
+    """Make a server compute, in some steps, with another input than it received; return the steps."""
     forward_call, lies = ComputeHandlers._forward_call, list[int]()
 
     async def lying(
@@ -200,7 +200,7 @@ def claim_other_inputs(monkeypatch: pytest.MonkeyPatch, liar: str, steps: set[in
 
 
 def test_two_liars_that_leave_a_stage_only_one_of_them_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one contradicts the stage's honest server, which is avoided, and the second one then refuses all."""
+    """The first one contradicts the stage's honest server, which is then avoided; the second one refuses all calls."""
     expected = honest_weights(4, num_stages=2)
     lies = claim_other_inputs(monkeypatch, LAST, {0})
     strike, forward, struck, refused = OpenStep.strike, ComputeHandlers._forward, set[int](), list[int]()
@@ -233,7 +233,8 @@ def test_two_liars_that_leave_a_stage_only_one_of_them_end_no_run(monkeypatch: p
 @pytest.mark.parametrize("model", [Model, Around])
 def test_what_honest_servers_give_is_what_they_claim(model: type[Model], phase: Phase, cache_bytes: int) -> None:
     expected = honest_weights(6, num_stages=2, model=model, pipeline="net")
-    also = Phase.BACKWARD if (model, phase) == (Model, Phase.SEND_GRADIENT) else phase  # it sends no gradient
+    # The first stage of `Model` sends no gradient.
+    also = Phase.BACKWARD if (model, phase) == (Model, Phase.SEND_GRADIENT) else phase
     faults = FaultPlan().kill(LAST, at=phase, nth=2).kill(FIRST, at=also, nth=3)
     limits = Limits(cache_bytes=cache_bytes)
     found, strategy = audited(6, num_stages=2, model=model(), faults=faults, pipeline="net", limits=limits)
@@ -243,9 +244,9 @@ def test_what_honest_servers_give_is_what_they_claim(model: type[Model], phase: 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("factor", [2.0, 1.0 + 1e-12])  # the second is what another kind of machine may compute
+@pytest.mark.parametrize("factor", [2.0, 1.0 + 1e-12])  # the second is within the rounding of another kind of machine
 def test_a_first_server_that_is_asked_twice_is_honest(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """The last stage's server gives it a gradient, and the trainer no receipt: another one takes its place."""
+    """The last stage's server sends it a gradient, but the trainer no receipt, so another server takes its place."""
     expected = honest_weights(6, num_stages=2, model=Around, pipeline="net")
     fulfil, add, wait = TicketStore.fulfil, GradientSums.add, TicketStore._handle_wait
     given: list[str] = []
@@ -276,7 +277,7 @@ def test_a_first_server_that_is_asked_twice_is_honest(monkeypatch: pytest.Monkey
 
 @pytest.mark.thorough
 def test_a_last_server_that_had_no_room_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage's server gives a false output and dies before the backward, which begins with another one's."""
+    """The first stage's server sends a false output and dies; the backward starts from a replacement's output."""
     expected = honest_weights(6, num_stages=2)
     given = give_other(monkeypatch, FIRST, "forward")
     faults = FaultPlan().kill(FIRST, at=Phase.BACKWARD)
@@ -289,7 +290,7 @@ def test_a_last_server_that_had_no_room_is_honest(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.thorough
 def test_a_last_server_whose_sum_begins_anew_is_honest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One gives a false output and dies; another claims all receipts first, so the others' sums begin anew."""
+    """One server sends a false output and dies; another one first claims all receipts, so honest sums begin anew."""
     expected = honest_weights(6, num_stages=2)
     given = give_other(monkeypatch, FIRST, "forward")
     add, freeze = GradientSums.add, GradientSums.freeze

@@ -1,4 +1,4 @@
-"""A trainer gives its gradients another weight than its lease's: none counts, and the run goes on without the lie."""
+"""A trainer gives its gradients another weight than its lease's: these do not count, and the run goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.liar import LIAR, LiarSwarm
 
 
 class MisweighingSwarm(LiarSwarm):
-    """One of two trainers multiplies the weights of its batches, of the first `num_lies`, from the second step on."""
+    """One of two trainers multiplies the weights of its first `num_lies` batches, from the second step on."""
 
     def __init__(self, factor: float, *, num_lies: int) -> None:
         super().__init__()
