@@ -1,7 +1,7 @@
-"""An audited training in eight processes, three of which lie and one of which is killed; writes what came of it.
+"""An audited training in eight processes, of which three are malicious and one is killed; writes its results.
 
-``python tests/p2p/audited.py FOLDER SEED SINCE``: the liars lie from step SINCE on. Every peer runs this script again,
-as with any script.
+``python tests/p2p/audited.py FOLDER SEED SINCE``: the malicious servers begin in step SINCE. Every peer runs this
+script again, as with any script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' modules, whatever the working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # imports the tests' modules in any working directory
 
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
@@ -65,10 +65,10 @@ QUIET: dict[str, Any] = {
 
 
 def main(folder: Path, seed: int, since: int) -> None:
-    """Train; the starter writes the weights, and which events there were of whom."""
+    """Train; the starter writes the weights, and the events of each peer."""
     liars = [Adversary(peer, attack, since=since, seed=seed) for peer, attack in LIARS.items()]
     strategy = FaultySwarmStrategy(
-        faults=FaultPlan().kill(KILLED, at=Phase.BACKWARD, nth=8),  # some steps after it came in, whenever that is
+        faults=FaultPlan().kill(KILLED, at=Phase.BACKWARD, nth=8),  # counts from its joining, which may come late
         fired=folder / "fired",
         modify_peer=lie_in_process(liars, folder / "fired"),
         num_stages=NUM_STAGES,

@@ -1,4 +1,4 @@
-"""The server's side of a project of some kind: as its user's script, on another machine."""
+"""A server of a project of some kind, as its user's script on another machine would start it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity.test_kinds import KINDS, Digits, train
 def strategy_of(
     name: str, *, made: type[SwarmStrategy] = SwarmStrategy, limits: Mapping[str, Any], **options: Any
 ) -> SwarmStrategy:
-    """Of a project of that kind, in two stages."""
+    """Return the strategy of such a project, in two stages."""
     kind = KINDS[name]
     shared = getattr(kind.make(), "shared", ())
     options = {"num_stages": 2, "microbatch_size": 3, "shared": shared, **kind.swarm, **options}
@@ -27,7 +27,7 @@ def strategy_of(
 
 
 class AbsentDigits(Digits):
-    """Its file is on another machine."""
+    """The data's file is on another machine."""
 
     @override
     def setup(self, stage: str) -> None:
@@ -38,10 +38,10 @@ def serve_kind(*, name: str, initial_peers: list[str], limits: Mapping[str, Any]
     """Serve until the run is over.
 
     Args:
-        name: Of the kind.
-        initial_peers: Of the run; none: this is its first server.
+        name: The kind of project.
+        initial_peers: Peers of the run; empty: this is its first server.
         limits: As in `Limits`.
-        lacks: What the script of this server does not have: "file" of its data module, or the data "module".
+        lacks: Missing on this server: the "file" of the data module, or the data "module".
     """
     kind = KINDS[name]
     if lacks:

@@ -1,4 +1,4 @@
-"""Real processes: started, marked so that none of their descendants can hide, and watched to their end."""
+"""Real processes: started, marked so that all their descendants can be found, and monitored until they end."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SCRIPT = Path(__file__).with_name("train.py")
 MODULE = (sys.executable, "-m", "lightning_swarm")
 _INSTALLED = Path(sys.executable).with_name("lightning-swarm")
 COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else MODULE
-"""What users type, where the project is installed."""
+"""The commands that users type, from the installed project."""
 
 MARK = "LIGHTNING_SWARM_TEST_RUN"
 
 
 @contextlib.contextmanager
 def _heeding_interrupts() -> Iterator[None]:
-    """What is started here heeds Ctrl-C, though a shell that has the tests in its background lets them ignore it.
+    """Let started processes react to Ctrl-C, even if a background shell makes the tests ignore it.
 
-    A signal that is ignored stays so in a new program; one that is handled, here by Python, gets its default there.
+    A new program inherits an ignored signal as ignored; a handled signal, here by Python, is reset to its default.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 class Run:
-    """`train.py`, or another program, with some arguments, and all processes that come of it."""
+    """`train.py`, or another program, with arguments, and all its descendants."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Run:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                start_new_session=True,  # so that a Ctrl-C reaches this run's foreground group and not the tests
+                start_new_session=True,  # sends a Ctrl-C to this run's foreground group, not to the tests
             )
         self._begin_to_read()
 
@@ -83,24 +83,24 @@ class Run:
                 return line
 
     def wait(self, timeout: float = 150.0) -> int:
-        """Its exit status."""
+        """Return its exit status."""
         status = self.process.wait(timeout)
         self._reader.join(10.0)
         return status
 
     def interrupt(self) -> None:
-        """Ctrl-C: to the foreground group, as a terminal sends it."""
+        """Send Ctrl-C to the foreground group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def survivors(self, within_s: float = 60.0) -> list[str]:
-        """Command lines of the run's processes that are still alive `within_s` seconds from now."""
+        """Return the command lines of the run's processes that are still alive after `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while (alive := self.alive()) and time.monotonic() < deadline:
-            threading.Event().wait(0.1)  # processes of others cannot be awaited
+            threading.Event().wait(0.1)  # only children can be awaited
         return list(alive.values())
 
     def alive(self) -> dict[int, str]:
-        """All living processes of the run, by their marked environment: parents, children, daemons."""
+        """Return all living processes of the run, by the mark in their environment: parents, children, daemons."""
         found = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
@@ -109,14 +109,14 @@ class Run:
                 environment = (folder / "environ").read_bytes()
                 status = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # it ended meanwhile
+            except OSError:  # it has ended
                 continue
             if f"{MARK}={self.mark}".encode() in environment and status != "Z":
                 found[int(folder.name)] = command
         return found
 
     def end(self) -> None:
-        """End what is left of the run: only processes that carry its mark."""
+        """Kill the run's remaining processes, recognized by their mark."""
         for pid in self.alive():
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One of several trainers, each in a process of its own: what it saw goes into a file, line by line, for it may die."""
+"""One of several trainers, each in its own process, which may be killed; so each log line is written at once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.trainers import Curve, places_of, shuffled, watched
 
-NUM_EPOCHS = 3  # that who takes over ends, in the first of which it begins
-BATCHES = 12  # of an epoch
+NUM_EPOCHS = 3  # the last lead's, of which it begins in the first
+BATCHES = 12  # per epoch
 BATCHES_OF_A_STEP = 2
 _BATCH_SIZE = 4
 
 
 class Validated(DigitsMLP):
-    """Brings its own data, as every trainer of a run does."""
+    """Has its own data loader, as every trainer of a run does."""
 
     num_batches, batches_of_a_step = BATCHES, BATCHES_OF_A_STEP
 
@@ -53,7 +53,7 @@ class Validated(DigitsMLP):
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch[:2], batch_idx)  # the plain Trainer's has the samples' numbers, too
+        return super().training_step(batch[:2], batch_idx)  # the plain Trainer's batch also has the samples' numbers
 
     @override
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -61,13 +61,13 @@ class Validated(DigitsMLP):
 
 
 class Long(Validated):
-    """An epoch is twenty steps, and in each of them five trainers have a batch."""
+    """Has twenty steps per epoch, in each of which five trainers have a batch."""
 
     num_batches, batches_of_a_step = 100, 5
 
 
 class Losses(L.Callback):
-    """What was validated."""
+    """Collects the validation losses."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -78,18 +78,18 @@ class Losses(L.Callback):
 
 
 class Notes:
-    """A file whose lines outlive its process."""
+    """A log file whose lines survive its process."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, kind: str, *values: Any) -> None:
-        """On whatever thread."""
+        """Append a line; safe from any thread."""
         os.write(self._file, f"{json.dumps([kind, *values])}\n".encode())
 
 
 class NotedStrategy(SwarmStrategy):
-    """Notes each generation of the run, and its records."""
+    """Logs each generation of the run, and its records."""
 
     def __init__(self, notes: Notes, **options: Any) -> None:
         super().__init__(**options)
@@ -97,7 +97,7 @@ class NotedStrategy(SwarmStrategy):
 
     @property
     def generation(self) -> int:
-        """Of the run."""
+        """Return the run's generation."""
         assert self.run is not None
         return self.run.session.run.manifest.generation
 
@@ -117,7 +117,7 @@ class NotedStrategy(SwarmStrategy):
         self._notes.write("begun", generation, self.run.session.run.manifest.first_step, self.peer.address)
 
     def has_standby(self) -> bool:
-        """Whether another one could take the run over now, if this process died."""
+        """Return whether another trainer could take the run over now, if this process died."""
         assert self.peer is not None
         assert self.run is not None
         run, own = self.run.session.run, self.peer.transport.peer_id
@@ -127,12 +127,12 @@ class NotedStrategy(SwarmStrategy):
 
 
 class Watch(Losses):
-    """Notes what its trainer validates. The first one waits for the others, and then for its death; the next one ends.
+    """Logs validations. The first lead waits for the other trainers, then to be killed; the next lead ends.
 
     Args:
-        notes: Of this trainer.
-        others: How many it waits for; none: it is another one.
-        waits: From its first batch on, not only for its death. Without a cut, others come by a record.
+        notes: Log of this trainer.
+        others: Number of trainers that it waits for; 0: this is not the first lead.
+        waits: Wait from the first batch on. Without a cut trainers join by a record, so it must not.
     """
 
     def __init__(self, notes: Notes, others: int, *, waits: bool) -> None:
@@ -156,7 +156,7 @@ class Watch(Losses):
         assert coordinator is not None
         enrolment = coordinator.generation.trainers.membership
 
-        async def all_there() -> bool:  # on the loop, whose clock it asks
+        async def all_there() -> bool:  # must run on the loop, whose clock it reads
             return len(enrolment.waiting) == self._others
 
         wait_until(lambda: runtime.run(all_there()), "not all have come")
@@ -168,7 +168,7 @@ class Watch(Losses):
         trainer.should_stop = not self._others and len(self.losses) == NUM_EPOCHS
 
     def hold(self, trainer: L.Trainer) -> None:
-        """In a batch: stay there, once another one could lead and the run is in the middle of an epoch."""
+        """Stay in a batch once a standby could lead and the run is in the middle of an epoch."""
         strategy = trainer.strategy
         assert isinstance(strategy, NotedStrategy)
         assert strategy.run is not None
@@ -182,10 +182,10 @@ class Watch(Losses):
 
 
 class Gate:
-    """Holds each trainer in its batch until the batch's step is let go.
+    """Holds each trainer in its batch until the batch's step is released.
 
-    The test lets steps go, and so does the coordinator's trainer while somebody is about to come or go, and the lead
-    while nobody could take over from it: that takes a record. The lead notes each step that it is held in otherwise.
+    The test releases steps. So does the coordinator's trainer while a peer is about to join or leave, and so does the
+    lead while no standby could take over: both need a record. Otherwise the lead logs the step that it is held in.
     """
 
     def __init__(self, folder: Path, notes: Notes, strategy: NotedStrategy) -> None:
@@ -195,7 +195,7 @@ class Gate:
         self._noted: tuple[int, int] | None = None
 
     def hold(self, step: int) -> None:
-        """In a batch."""
+        """Wait within a batch until its step is released."""
         wait_until(lambda: self._is_open(step), f"step {step} was not let go")
 
     def _is_open(self, step: int) -> bool:
@@ -206,13 +206,13 @@ class Gate:
         if coordinator is not None and peer.runtime.run(_changes_members(coordinator)):
             let_go(self._folder, step)
         if self._strategy.is_global_zero and not self._note(step):
-            let_go(self._folder, step)  # the next record orders a snapshot, with which another one could lead
-        # A batch that a rollback drops is held no more. The lead drops its own before it comes here again.
+            let_go(self._folder, step)  # the next record orders a snapshot, with which a standby could lead
+        # A batch that a rollback drops is held no longer. The lead drops its own before it comes here again.
         drops = peer.follower.follows and peer.follower.is_rolling_back
         return drops or _gate(self._folder, step).exists()
 
     def _note(self, step: int) -> bool:
-        """Note that this lead is held, once another trainer could take over; returns whether one can, or soon could."""
+        """Log that this lead is held, once a standby exists; return whether one exists or soon will."""
         generation = self._strategy.generation
         if self._noted == (generation, step):
             return True
@@ -229,13 +229,13 @@ class Gate:
 
 
 async def _changes_members(coordinator: Coordinator) -> bool:
-    """On the loop: whether the next record is to let somebody in, or to leave somebody out."""
+    """Return whether the next record is to admit or exclude a peer; runs on the loop."""
     generation = coordinator.generation
     return generation.server_membership.wants_changes() or any(generation.trainers.membership.changes())
 
 
 def _gate(folder: Path, step: int) -> Path:
-    """The file that lets a step go."""
+    """Return the file that releases a step."""
     return folder / f"step-{step}"
 
 
@@ -256,18 +256,24 @@ def train(
     listen: str = "",
     log: str = "",
 ) -> None:
-    """As a user's script does that trains in a run.
+    """Train as a user's script in a run would.
 
     Args:
-        folder: For what it notes, and for the weights of who led last.
-        number: Of this trainer.
-        others: As of `Watch`.
-        initial_peers: Whom it joins; none: it begins the run.
+        folder: For the log, and for the last lead's weights.
+        number: Number of this trainer.
+        others: As in `Watch`.
+        initial_peers: Peers to join; empty: it begins the run.
         limits: As in `Limits`.
+<<<<<<< HEAD
         cut: False: each trainer computes the whole model itself.
         gated: The model is `Long`, the run ends by itself, and a `Gate` holds each step.
         listen: At an address of its host; none: peers of this machine only.
         log: Lowest level of messages that it prints, as of `SWARM_LOG`.
+=======
+        cut: False: each trainer computes the whole model.
+        gated: Use the model `Long`, end the run after its epochs, and hold each step by a `Gate`.
+        listen: Address on its host; empty: only peers of this machine can connect.
+>>>>>>> b868e32c (tests/p2p: plain docstrings and comments)
     """
     if log:
         os.environ[process.LOG] = log
@@ -293,7 +299,7 @@ def train(
         generation = strategy.generation  # the run may roll back while the batch is held
         if gated:
             gate.hold(place[0])
-        watch.hold(trainer)  # what it never finishes is not noted
+        watch.hold(trainer)  # a batch that it never finishes is not logged
         notes.write("batch", generation, place, ids, loss)
 
     watched(module, note)
@@ -304,14 +310,14 @@ def train(
 
 @dataclass
 class Several(Curve):
-    """What trainers noted, without what was void."""
+    """The trainers' logs, without entries that a rollback voided."""
 
-    generations: dict[int, int] = field(default_factory=dict)  # where each began
-    validated: dict[int, tuple[int, float]] = field(default_factory=dict)  # by whom in which epoch, and its loss
+    generations: dict[int, int] = field(default_factory=dict)  # generation -> its first step
+    validated: dict[int, tuple[int, float]] = field(default_factory=dict)  # epoch -> (trainer, loss)
 
     @classmethod
     def read(cls, folder: Path) -> Several:
-        """Of a run that is over."""
+        """Read the logs of a run that is over."""
         found = cls(weights=torch.load(folder / "weights.pt"))
         lines = [(number, one) for number in range(len(list(folder.glob("trainer-*")))) for one in said(folder, number)]
         found.generations = {one[1]: one[2] for _, one in lines if one[0] == "begun"}
@@ -335,6 +341,6 @@ class Several(Curve):
 
 
 def said(folder: Path, number: int) -> list[Any]:
-    """What a trainer noted."""
+    """Return the lines of a trainer's log."""
     path = folder / f"trainer-{number}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

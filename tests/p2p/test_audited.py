@@ -1,4 +1,4 @@
-"""Liars among eight real processes, one of which is killed on top: the weights are those of the plain Trainer."""
+"""Malicious servers and a kill among eight real processes: the weights equal the plain Trainer's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ MOST_S = 600.0
 @pytest.mark.timeout(MOST_S + 60.0)
 @pytest.mark.parametrize(("seed", "since"), [(1, 3), (2, 3), (3, PROBATION + 6)])
 def test_liars_and_a_kill_change_no_weight(seed: int, since: int, tmp_path: Path) -> None:
-    """Work of who lies late counted unaudited, so the run goes back; else it may, if the liars audited each other."""
+    """Work of a server that is malicious late counted unaudited, so the run rolls back.
+
+    Otherwise it may roll back, if the malicious servers audited each other.
+    """
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path), str(seed), str(since)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -36,7 +39,7 @@ def test_liars_and_a_kill_change_no_weight(seed: int, since: int, tmp_path: Path
     assert done.returncode == 0, done.stderr
     fired = (tmp_path / "fired").read_text()
     assert f"kill {audited.KILLED}" in fired
-    # On a busy machine one may be dropped before it lies.
+    # On a busy machine a malicious server may be dropped before it sends a false value.
     num_liars = sum(f"{liar}: " in fired for liar in audited.LIARS)
     assert num_liars >= 2
     convicted = {line.split()[3] for line in done.stderr.splitlines() if line.startswith("convicted: step")}

@@ -1,4 +1,4 @@
-"""The command itself, in processes of its own: a run from a file, a peer that joins it, and an onlooker."""
+"""The command in real processes: a run from a file, a peer that joins it, and an observer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Command = Callable[..., Run]
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Types `lightning-swarm …` in the folder of a project."""
+    """Run `lightning-swarm …` in the folder of a project."""
     (tmp_path / "their_project.py").write_text(PROJECT)
     (tmp_path / "run.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
@@ -116,8 +116,8 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
     line = run.wait_for("can join this run: ")
     pasted = shlex.split(line.partition("can join this run: ")[2])
     assert pasted[:2] == ["lightning-swarm", "join"]
-    assert pasted[3:] == ["--config", "run.yaml"]  # how many devices a machine has is its own affair
-    run.wait_for("trained in 0")  # it is under way
+    assert pasted[3:] == ["--config", "run.yaml"]  # the number of devices differs between machines
+    run.wait_for("trained in 0")  # it is running
     joiner = command(*pasted[1:])
 
     onlooker = command("status", pasted[2], "--json", "--watch", 0.5)
@@ -129,14 +129,14 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
     assert [peer["peer_id"] for peer in seen["peers"] if peer["lead"]] == [lead]
     assert all(peer["problem"] is None and peer["age_s"] > 0 for peer in seen["peers"])
 
-    joiner.wait_for("In run 'swarm' from step")  # a status shows those that are on their way in, too
+    joiner.wait_for("In run 'swarm' from step")  # a status also shows peers that are about to join
     joiner.process.send_signal(signal.SIGTERM)
     assert joiner.wait() == 0, "".join(joiner.output)
     assert any("Leaving run 'swarm' with one of its next records" in line for line in joiner.output)
     assert any("Run 'swarm' has let this peer go." in line for line in joiner.output)
     left = watch_until(onlooker, lambda seen: sum(map(len, seen["stages"])) == 2)
     assert left["step"] >= seen["step"]
-    watch_until(onlooker, lambda seen: seen["step"] > left["step"])  # without it
+    watch_until(onlooker, lambda seen: seen["step"] > left["step"])  # the run continues without it
 
     assert_planned(command, pasted[2], monkeypatch, capfd)
 
@@ -154,7 +154,7 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
 
 
 def watch_until(onlooker: Run, wanted: Callable[[Any], bool]) -> Any:
-    """The first picture that is `wanted`."""
+    """Return the first status that satisfies a condition."""
     while True:
         seen = json.loads(onlooker.wait_for('{"run_id"'))
         if wanted(seen):
@@ -164,7 +164,7 @@ def watch_until(onlooker: Run, wanted: Callable[[Any], bool]) -> Any:
 def assert_planned(
     command: Command, address: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From what it measured, the live swarm is told which settings are best, beside those that it has."""
+    """`plan --swarm` reports the best settings by the swarm's measurements, beside the current settings."""
     planning = command("plan", "--swarm", address, "--json", "--over", 0.5, "--largest-batch-size", 64)
     said = json.loads(planning.wait_for('{"best"'))
     assert planning.wait() == 0, "".join(planning.output)
@@ -174,10 +174,11 @@ def assert_planned(
     assert now["sent_bytes_per_s"] > 0
     assert now["predicted_samples_per_s"] > 0
     assert now["unmeasured"] == []
-    assert address.partition("/")[2] in now["assumed_lines"]  # nothing of 64 kB has gone over them
+    # Its lines have carried less than the 64 kB that a measurement needs.
+    assert address.partition("/")[2] in now["assumed_lines"]
     assert best["samples_per_s"] > 0
     assert best["setting"]["target_batch_size"] <= 64
-    assert said["worth_it"] is (said["gain"] >= ENOUGH)  # which it is depends on how busy this machine is
+    assert said["worth_it"] is (said["gain"] >= ENOUGH)  # either is possible, depending on this machine's load
     nobody = f"127.0.0.1:1/{address.partition('/')[2]}"
     monkeypatch.setattr(sys, "argv", ["lightning-swarm", "plan", "--swarm", nobody, "--timeout", "5"])
     assert cli.main() == 1
@@ -187,7 +188,7 @@ def assert_planned(
 
 
 def assert_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint holds what the plain Trainer has after as many steps."""
+    """The checkpoint equals the plain Trainer's after as many steps."""
     [path] = tmp_path.rglob("*.ckpt")
     saved = torch.load(path, weights_only=True)
     assert saved["global_step"] > 0
@@ -208,7 +209,7 @@ def assert_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_exported(path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """In this process: a cold start takes longer than all that it does."""
+    """Runs in this process: a cold start would take longer than the export."""
     monkeypatch.setattr(sys, "argv", ["lightning-swarm", "export", str(path), "model.safetensors"])
     capfd.readouterr()
     assert cli.main() == 0
@@ -218,7 +219,7 @@ def assert_exported(path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
 
 def assert_evaluated(path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The other commands on the same file, on a real network; in this process, which saves three cold starts."""
+    """The other commands with the same file on a real network; in this process, which saves three cold starts."""
     found = {}
     for name in ("validate", "test", "predict"):
         options = ["--model=their_project.Evaluated", "--model.width=6", "--data=their_project.Held"]
@@ -228,7 +229,7 @@ def assert_evaluated(path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
         said = [line.split() for line in capfd.readouterr().out.splitlines()]
         found[name] = [line[1:] for line in said if line[:1] == ["evaluated"]]
     their_project = sys.modules.pop("their_project")
-    plain = their_project.Net(width=6)  # Lightning loads into float32, too, before it converts
+    plain = their_project.Net(width=6)  # Lightning also loads into float32 before it converts
     plain.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     plain.double()
     sums = [plain.net(rows).sum().item() for [rows] in their_project.Data().train_dataloader()]

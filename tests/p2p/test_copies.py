@@ -1,4 +1,4 @@
-"""Trainers that are copied while they train, as some checkpoint and tuning callbacks do."""
+"""Trainers can be copied during training, as some checkpoint and tuning callbacks do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CopiesAll(L.Callback):
     """Copies the Trainer and its callbacks in some hooks."""
 
     def __init__(self) -> None:
-        self.trainer: L.Trainer | None = None  # as progress bars keep it
+        self.trainer: L.Trainer | None = None  # a reference such as progress bars keep
         self.copies: list[L.Trainer] = []
 
     def copy(self, trainer: L.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""A script that is started from a shell, with several trainers: its weights are those of the plain Trainer."""
+"""A script started from a shell, with several trainers: its weights equal the plain Trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks' lines with latency, between network namespaces of this machine. No peers are started, but daemons."""
+"""The benchmarks' delayed lines between network namespaces of this machine. They start daemons, but no peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_swarm.network.addresses import HostPort
 
 
 def _why_not() -> str:
-    """What keeps this machine from having such lines."""
+    """Return the reason why this machine cannot have such lines, or an empty text."""
     if missing := Hosts.missing(delayed=True):
         return f"it needs Linux, root, iproute2 and TAP devices; not found: {missing}"
     try:
@@ -40,8 +40,8 @@ def _permitted() -> None:
 def test_all_that_goes_over_a_line_is_late_and_as_much_goes_over_it_as_without() -> None:
     near, far = measure(50.0, 0.0, seconds=1.0), measure(50.0, 0.06, seconds=2.0)
     assert near.round_trip_s < 0.12 <= far.round_trip_s
-    assert far.connect_s >= 0.12  # a handshake, too
-    # The machine may be busy. A window of 64 KiB would allow the far one 4.
+    assert far.connect_s >= 0.12  # includes a handshake
+    # The machine may be busy. With a window of 64 KiB the far line would reach only 4.
     assert 15.0 < far.mbit < 50.0
     assert 15.0 < near.mbit < 50.0
 
@@ -51,7 +51,7 @@ def test_lines_change_while_hosts_use_them() -> None:
     with Hosts([50.0] * 2, [0.05] * 2) as hosts:
         hosts.change([10.0] * 2, [0.01] * 2)
         found = ask(hosts, seconds=1.0, num_trips=5)
-    assert 0.04 <= found.round_trip_s < 0.2  # which it took before the change
+    assert 0.04 <= found.round_trip_s < 0.2  # before the change it took 0.2 s
     assert 2.0 < found.mbit < 10.0
 
 
@@ -78,8 +78,8 @@ def _namespaces() -> set[str]:
 
 @pytest.mark.usefixtures("_permitted")
 def test_peers_far_apart_that_dial_each_other_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all servers do when a run begins. Their daemons are on hosts of their own, and nothing else of them is."""
-    monkeypatch.setattr(hivemind, "_check_free", AsyncMock())  # the address is another host's
+    """All servers do so when a run begins. Only the daemons are on hosts of their own."""
+    monkeypatch.setattr(hivemind, "_check_free", AsyncMock())  # the address belongs to another host
     with Hosts([100.0] * 2, [0.05] * 2) as hosts, closing(uvloop.new_event_loop()) as loop:
         loop.run_until_complete(_meet(hosts))
 

@@ -1,4 +1,4 @@
-"""`lightning-swarm doctor` as it is typed, on machines with something wrong: each fault was planted here."""
+"""`lightning-swarm doctor` on machines with a planted fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_swarm.peer.network import start_network
 from lightning_swarm.protocol import queries
 from tests.p2p.processes import MODULE, Run
 
-# Cold starts of peers in this file: none. The doctor is no peer, and those it looks at live in this process.
+# Cold starts of peers in this file: none. The doctor is no peer, and its targets live in this process.
 
 AHEAD_S = 100.0
 NOBODY = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
@@ -29,7 +29,7 @@ NOBODY = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
 @pytest.fixture
 def skewed_peer() -> Iterator[Address]:
-    """A running peer whose clock is wrong."""
+    """A running peer with a wrong clock."""
     with contextlib.closing(ThreadRuntime("peer")) as runtime:
         transport, directory = runtime.run(hivemind.start())
 
@@ -45,7 +45,7 @@ def skewed_peer() -> Iterator[Address]:
 
 
 def doctor(*arguments: object) -> list[str]:
-    """Its lines; something is wrong in each of these tests."""
+    """Return the output's lines; the command reports a problem in each of these tests."""
     run = Run("doctor", *arguments, program=MODULE)
     try:
         assert run.wait(60.0) == 1, "".join(run.output)
@@ -78,7 +78,7 @@ def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer:
 
 @pytest.mark.thorough
 def test_a_joiner_tells_wrong_ports_hosts_and_ids_apart(skewed_peer: Address, caplog: pytest.LogCaptureFixture) -> None:
-    """It says so itself, without libp2p's words for it."""
+    """Its error is in plain words, not libp2p's."""
     with socket.create_server(("127.0.0.1", 0)) as blocking, socket.create_server(("127.0.0.1", 0)) as freed:
         taken, free = (server.getsockname()[1] for server in (blocking, freed))
         freed.close()
@@ -101,7 +101,7 @@ def test_a_joiner_tells_wrong_ports_hosts_and_ids_apart(skewed_peer: Address, ca
 
 
 def test_an_announced_address_of_another_peer_is_refused(skewed_peer: Address) -> None:
-    """As when a script that names the first machine's address runs on another one."""
+    """This happens if a script that names the first machine's address runs on another machine."""
     place = str(skewed_peer.place)
     config = SwarmStrategy(num_stages=2, initial_peers=str(skewed_peer), announce=place, trust="open").config
     with pytest.raises(
@@ -113,7 +113,7 @@ def test_an_announced_address_of_another_peer_is_refused(skewed_peer: Address) -
 
 @pytest.mark.thorough
 def test_a_missing_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hivemind that was installed without its program stands in front of the real one."""
+    """A hivemind that was installed without its program shadows the real one."""
     (tmp_path / "hivemind").mkdir()
     (tmp_path / "hivemind" / "__init__.py").write_text("raise RuntimeError('it is not to be imported')\n")
     root = Path(__file__).resolve().parents[2]

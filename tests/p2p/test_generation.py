@@ -1,4 +1,4 @@
-"""Servers in processes of their own are killed while a text is generated through them: no token changes."""
+"""Servers in real processes are killed during generation: no token changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS = FAMILIES["llama"].layers
 
 
 class Strategy(SwarmStrategy):
-    """Of a trainer that waits for all servers before it begins."""
+    """Strategy of a trainer that waits for all servers before it begins."""
 
     @property
     @override
@@ -56,7 +56,7 @@ class Killing(LogitsProcessor):  # type: ignore[misc]
     sessions: list[InferenceSession]
     killed: list[str] = field(default_factory=list)
     num_tokens: int = 0
-    at_s: list[float] = field(default_factory=list)  # of each token
+    at_s: list[float] = field(default_factory=list)  # per token
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.num_tokens += 1
@@ -70,13 +70,13 @@ class Killing(LogitsProcessor):  # type: ignore[misc]
 
 
 class Struck(Writing):
-    """Generates after each step; in the second one servers are killed."""
+    """Generates after each step; in the second step servers are killed."""
 
     killing: Killing | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.written: list[tuple[int, Tensor]] = []  # by step: one is done again if the run rolls back
+        self.written: list[tuple[int, Tensor]] = []  # (step, tokens); a step is repeated if the run rolls back
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""A run of invited peers, in processes of its own: who is invited helps or looks, others are told what to ask for."""
+"""A run of invited peers in real processes: invited peers help or observe; other peers get an error with the remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def begin(user: str, *arguments: object, **options: Any) -> Run:
-        """A program of a user, whose keys are where no other user has theirs."""
+        """Start a program of a user, with a separate folder for keys."""
         own = {"XDG_CONFIG_HOME": str(tmp_path / user / "config"), "PYTHONPATH": str(SCRIPT.parents[2])}
         runs.append(WarmRun(*arguments, environment=own, **options))
         return runs[-1]
@@ -45,9 +45,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 class _Users:
-    """The starter of a run, whose trainer waits for a joiner and then for an onlooker, and others that would join.
+    """The starter of a run, whose trainer waits for a joiner and then for an observer, and users that try to join.
 
-    Each has a machine of its own: a network namespace where that is permitted, else all are on one.
+    Each user has a network namespace as a machine if that is permitted; otherwise all share this machine.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class _Users:
         return self._folder / name
 
     def command(self, *arguments: object) -> int:
-        """In this process, as the starter."""
+        """Run a command in this process, as the starter."""
         self._monkeypatch.setenv("XDG_CONFIG_HOME", str(self.out / "config"))
         self._monkeypatch.setattr(sys, "argv", ["lightning-swarm", *map(str, arguments)])
         return cli.main()
 
     def call(self, *arguments: object) -> Run:
-        """On the starter's machine, as the starter."""
+        """Run a command on the starter's machine, as the starter."""
         return self._start("starter", *arguments, program=COMMAND, netns=self._netns(0))
 
     def invite(self, role: str, name: str = "", *options: object, days_ago: int = 0) -> Path:
@@ -102,7 +102,7 @@ class _Users:
         return self._start(name, *joining, *script, program=[*map(str, program)], netns=self._netns(1))
 
     def present(self, name: str, invitation: Path | None, *, days_ago: int = 0) -> Run:
-        """A joiner that checks nothing of its own before it comes to the gates of the run's peers."""
+        """Start a joiner without checks of its own, so that the run's peers must refuse it."""
         return self.join(name, invitation, program=[sys.executable, UNCHECKED, days_ago])
 
 
@@ -120,7 +120,7 @@ def test_only_who_is_invited_trains_along(
     refused = capsys.readouterr().err
     assert "answers only peers with a certificate of its run" in refused
     assert f"Show an invitation: `lightning-swarm status {address} --invite FILE`" in refused
-    assert command("status", address) == 0  # by the owner's key
+    assert command("status", address) == 0  # authorized by the owner's key
     capsys.readouterr()
     assert command("status", address, "--invite", tmp_path / "observer.invite", "--json") == 0
     seen = json.loads(capsys.readouterr().out)
@@ -155,7 +155,7 @@ def hosts() -> Iterator[Hosts | None]:
 
 
 def assert_refused(refused: Run, *words: str) -> None:
-    assert refused.wait() in (1, 78)  # as of an error, and of a wrong setting
+    assert refused.wait() in (1, 78)  # exit status of an error, or of a wrong setting
     assert any(all(word in line for word in words) for line in refused.output), "".join(refused.output)
     assert refused.survivors() == []
 
@@ -196,9 +196,9 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
         ("erna", expired, "it expired"),
         ("fred", for_one, "it was made for another peer"),
     ]
-    for refused, words in [(users.join(name, by), words) for name, by, words in refusals]:  # all of them at once
+    for refused, words in [(users.join(name, by), words) for name, by, words in refusals]:  # runs all of them at once
         assert_refused(refused, words)
-    # What its own program refuses, the run refuses, too.
+    # The run also refuses each certificate that the joiner's own program refuses.
     at_the_gate = "refuses the certificate of this peer: "
     at_once = [
         (users.join("gina", None, "--trust", "open"), ["answers only peers with a certificate of its run"]),
@@ -218,7 +218,7 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
     assert json.loads((users.out / "result.json").read_text())["num_refused"] > 0
     assert_plain(users.out, "digits", 0.5)
 
-    # So it is in a run that goes on from the checkpoint.
+    # A run that resumes from the checkpoint keeps the ban, too.
     path = users.out / "last.ckpt"
     assert len(torch.load(path, weights_only=True)["swarm_peers"]["bans"]) == 2
     another = users.invite("server", "another")

@@ -1,6 +1,6 @@
-"""Peers in processes of their own, taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is.
+"""Peers in real processes are removed: at seeded random, by a plan, or by a cloud's notice. The curve stays the same.
 
-Or left in peace, with codecs. They serve; where the lead dies they train, too.
+Other tests use codecs without removals. The peers serve; in the test in which the lead dies they train, too.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tests.parity.test_shared_data import curve
 
 NUM_SERVERS = 6
 TIMES = int(os.environ.get("SWARM_TIMES", "0"))
-"""How often each hand takes a server away, where it is to be more often than by default."""
+"""Number of removals by method, if it differs from the default."""
 MOST_S = 600.0
 
 
 class Strategy(SwarmStrategy):
-    """Of a trainer that waits for all servers before it begins."""
+    """Strategy of a trainer that waits for all servers before it begins."""
 
     @property
     @override
@@ -59,31 +59,31 @@ class Strategy(SwarmStrategy):
 
     @property
     def run(self) -> RunState:
-        """As the trainer knows it."""
+        """The run's state, as the trainer knows it."""
         assert self.peer is not None
         assert self.peer.lead.run is not None
         return self.peer.lead.run
 
     @property
     def roster(self) -> set[str]:
-        """Who is in it."""
+        """Return the members of the run."""
         return {member.peer_id for stage in self.run.rosters for member in stage}
 
 
 class FaultyStrategy(Strategy, FaultySwarmStrategy):
-    """The same, in a swarm with a plan."""
+    """The same strategy in a swarm with a fault plan."""
 
 
 class Steps(L.Callback):
-    """The curve; ends the run.
+    """Records the curve, and ends the run.
 
     Args:
-        look: Called after each step; whether all has happened that shall.
+        look: Called after each step; returns whether the run may end.
     """
 
     def __init__(self, look: Callable[[Strategy], bool]) -> None:
         self.losses: list[float] = []
-        self.events: Counter[str] = Counter()  # in the Trainer's logger
+        self.events: Counter[str] = Counter()  # counts in the Trainer's logger
         self.begin_s = self.end_s = time.monotonic()
         self._look = look
 
@@ -111,7 +111,7 @@ class Swarm:
     """Servers that wait for their trainer.
 
     Args:
-        options: Of each server, see `serve` in `zygote.py`.
+        options: Options of each server, as in `serve` in `zygote.py`.
     """
 
     zygote: Zygote
@@ -124,7 +124,7 @@ class Swarm:
             self.begin(number)
 
     def begin(self, number: int = 0) -> None:
-        """One more server."""
+        """Start another server."""
         known = [one.address for one in (self.servers[:1] if number else self.servers)]
         self.servers.append(self.zygote.begin(known, num_stages=self.num_stages, **self.options(number)))
 
@@ -134,7 +134,7 @@ class Swarm:
                 os.kill(server.pid, signal.SIGKILL)
 
     def strategy(self, made: type[Strategy] = Strategy, **options: Any) -> Strategy:
-        """Of the trainer."""
+        """Return the trainer's strategy."""
         return made(
             role="trainer",
             num_stages=self.num_stages,
@@ -145,11 +145,11 @@ class Swarm:
         )
 
     def wait(self) -> None:
-        """Until the run is over at the servers, too."""
+        """Wait until the run is over at the servers, too."""
         wait_until(lambda: not any(one.alive for one in self.servers), "a server outlived its run")
 
     def train(self, look: Callable[[Strategy], bool], made: type[Strategy] = Strategy, **options: Any) -> Steps:
-        """Until `look` says so. Losses and weights are the plain Trainer's, and no server outlives the run."""
+        """Train until `look` returns True. The curve is the plain Trainer's, and no server outlives the run."""
         strategy = self.strategy(made, microbatch_size=2, **options)
         steps = Steps(look)
         L.seed_everything(0)
@@ -169,7 +169,7 @@ class Swarm:
         weights_off = max(float((state[name] - tensor).abs().max()) for name, tensor in plain.weights.items())
         assert weights_off <= WEIGHT_TOLERANCE
         self.wait()
-        print(  # with `-s`, for docs/faults.md
+        print(  # shown with `-s`, for docs/faults.md
             f"\n{trainer.global_step} steps in {steps.end_s - steps.begin_s:.0f} s, losses off by {off:.1e}, "
             f"weights by {weights_off:.1e}, {dict(steps.events)}"
         )
@@ -181,24 +181,24 @@ class Swarm:
 
 @dataclass
 class Hand:
-    """What takes servers away while the trainer's loop runs.
+    """Removes servers while the trainer's loop runs.
 
     Args:
-        take: Does it to a server; returns whether a new one is needed.
-        times: How often.
+        take: Removes a server; returns whether a new one is needed.
+        times: Number of removals.
     """
 
     swarm: Swarm
     take: Callable[[Hand, Server], bool]
     times: int
     rng: random.Random = field(default_factory=lambda: random.Random(7))
-    taken: list[tuple[int, str]] = field(default_factory=list)  # in which step, whom
+    taken: list[tuple[int, str]] = field(default_factory=list)  # (step, server)
     strategy: Strategy | None = None
     error: BaseException | None = None
     done: bool = False
 
     def look(self, strategy: Strategy) -> bool:
-        """Whether it has done its work, which begins with the first look."""
+        """Start the removals on the first call; return whether they are done."""
         if self.strategy is None:
             self.strategy = strategy
             threading.Thread(target=self.work, daemon=True).start()
@@ -215,7 +215,7 @@ class Hand:
         return self.strategy.run.version
 
     def work(self) -> None:
-        """On a thread of its own."""
+        """Remove servers, on a separate thread."""
         try:
             for _ in range(self.times):
                 self._once()
@@ -228,7 +228,7 @@ class Hand:
         servers = self.swarm.servers
         server = self.rng.choice(servers)
         before = self.step
-        wait_until(lambda: self.step > before, "no step was decided")  # somewhere in a step, not where one begins
+        wait_until(lambda: self.step > before, "no step was decided")  # a random moment within a step
         threading.Event().wait(self.rng.uniform(0.0, 0.1))
         self.taken.append((self.step, server.peer_id))
         if self.take(self, server):
@@ -246,7 +246,7 @@ def kill(hand: Hand, server: Server) -> bool:
 
 
 def freeze(hand: Hand, server: Server) -> bool:
-    """Until the others have gone on without it. Then it joins again, by itself."""
+    """Freeze a server until the run has excluded it. Thawed, it joins again by itself."""
     os.kill(server.pid, signal.SIGSTOP)
     wait_until(lambda: server.peer_id not in hand.roster, f"{server.peer_id} is frozen and still in the roster")
     os.kill(server.pid, signal.SIGCONT)
@@ -254,7 +254,7 @@ def freeze(hand: Hand, server: Server) -> bool:
 
 
 def terminate(hand: Hand, server: Server) -> bool:
-    """It leaves by a record, and ends."""
+    """Let a server leave by a record, and end."""
     os.kill(server.pid, signal.SIGTERM)
     wait_until(lambda: not server.alive, f"{server.peer_id} did not leave")
     assert server.peer_id not in hand.roster
@@ -266,7 +266,7 @@ def terminate(hand: Hand, server: Server) -> bool:
     ("take", "times"),
     [
         pytest.param(kill, TIMES or 6, id="kill -9"),
-        # Each takes `silence_timeout` at the least.
+        # Each removal takes at least `silence_timeout`.
         pytest.param(freeze, TIMES or 2, id="SIGSTOP and SIGCONT"),
         pytest.param(terminate, TIMES or 6, id="SIGTERM"),
     ],
@@ -291,7 +291,7 @@ def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("cut", [True, False])
 def test_another_trainer_leads_when_the_lead_is_killed(zygote: Zygote, tmp_path: Path, cut: bool) -> None:
-    """In the middle of an epoch. What is trained and validated is what one trainer has that nothing happens to."""
+    """The lead dies in the middle of an epoch; training and validation equal one trainer's without failures."""
     limits = {**LIMITS, "silence_timeout": 2.0, "revive_timeout": 1.0, "snapshot_interval": 0.001}
     options = {"folder": str(tmp_path), "limits": limits, "cut": cut}
     trainers = [zygote.begin_trainer(number=0, others=2, initial_peers=[], **options)]
@@ -322,7 +322,7 @@ def test_another_trainer_leads_when_the_lead_is_killed(zygote: Zygote, tmp_path:
 
 
 def assert_undisturbed(seen: Several, make: type[Validated] = Validated) -> None:
-    """Samples, losses and weights are those of the plain Trainer, each sample once an epoch."""
+    """Check samples, losses and weights against the plain Trainer's, with each sample once an epoch."""
     loader, validated, num_epochs = make().train_dataloader(), Losses(), len(seen.validated)
     num_batches, batches_of_a_step = make.num_batches, make.batches_of_a_step
     listed = [batch[-1].tolist() for _ in range(num_epochs) for batch in islice(loader, num_batches)]
@@ -335,7 +335,7 @@ def assert_undisturbed(seen: Several, make: type[Validated] = Validated) -> None
         make, make().train_dataloader(), make().val_dataloader(),
         max_epochs=num_epochs, accumulate_grad_batches=batches_of_a_step, callbacks=[validated],
     )  # fmt: skip
-    # Lightning shows the loss as its part of the step.
+    # Lightning reports the loss divided by the number of the step's batches.
     assert [loss / batches_of_a_step for _, loss in counted] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
     assert [loss for _, (_, loss) in sorted(seen.validated.items())] == pytest.approx(
         validated.losses, rel=LOSS_TOLERANCE
@@ -349,7 +349,7 @@ def assert_undisturbed(seen: Several, make: type[Validated] = Validated) -> None
 
 @pytest.mark.thorough
 def test_a_ban_outlives_the_coordinator(zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner bans a server, the coordinator is killed, and the next one keeps the banned peer out."""
+    """The owner bans a server, the coordinator is killed, and its successor keeps the banned peer out."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
     def command(*arguments: object) -> None:
@@ -367,7 +367,7 @@ def test_a_ban_outlives_the_coordinator(zygote: Zygote, tmp_path: Path, monkeypa
         return hand.strategy.status().coordinator
 
     def take(hand: Hand, server: Server) -> bool:
-        if server.peer_id == coordinator(hand):  # another one, so that there is a coordinator to kill afterwards
+        if server.peer_id == coordinator(hand):  # another server, so that the coordinator can be killed afterwards
             server = next(one for one in hand.swarm.servers if one.peer_id != coordinator(hand))
         number = hand.swarm.servers.index(server)
         leads = next(one for one in hand.swarm.servers if one.peer_id == coordinator(hand))
@@ -400,16 +400,16 @@ def test_a_ban_outlives_the_coordinator(zygote: Zygote, tmp_path: Path, monkeypa
 # ---------------------------------------------------------------------- by a plan
 
 FAULTS: Planned = [
-    # The first one: a server whose first answer took long is asked seldom, and the fifth may be far away.
+    # The first call, because a server with a slow first answer gets few further calls, and a fifth may come late.
     ("kill", "server-2", {"at": "BACKWARD_DONE"}),
-    # Long enough to be left out even if it coordinates: then the others have to notice, and to agree on another.
+    # Long enough to be excluded even as the coordinator, which takes detection and an election.
     ("freeze", "server-3", {"at": "CLOSE", "step": 16, "for_s": 4 * LIMITS["silence_timeout"]}),
 ]
 
 
 @pytest.mark.thorough
 def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) -> None:
-    """One ends with its first gradient added and no receipt sent; one freezes when sums are, and joins again."""
+    """One server dies after adding its first gradient, before its receipt; one freezes at a close and returns."""
     fired = tmp_path / "fired"
 
     def told(number: int) -> dict[str, Any]:
@@ -418,7 +418,7 @@ def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) ->
     with closing(Swarm(zygote, num_stages=2, options=told)) as swarm:
         killed, frozen = swarm.servers[2:4]
         kills, freezes = (str(fault) for fault in planned(FAULTS).faults)
-        there: list[bool] = []  # after each step since it froze, whether the frozen one is in the roster
+        there: list[bool] = []  # whether the frozen server is in the roster, after each step since
 
         def struck() -> list[str]:
             return sorted(fired.read_text().splitlines()) if fired.exists() else []
@@ -440,7 +440,7 @@ def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_a_server_leaves_on_its_clouds_notice_and_nothing_is_replayed(zygote: Zygote) -> None:
-    """The notice comes as AWS gives it, by HTTP."""
+    """The notice comes by HTTP in the form of AWS."""
     with closing(Metadata()) as service:
         service.be_aws()
 
@@ -474,7 +474,7 @@ def test_a_server_leaves_on_its_clouds_notice_and_nothing_is_replayed(zygote: Zy
 
 @pytest.mark.thorough
 def test_the_curve_is_nearly_the_plain_trainers_in_an_eighth_of_the_bytes(zygote: Zygote, tmp_path: Path) -> None:
-    """All that travels is encoded: hidden states there and back in eight bits, sums and their means in four."""
+    """All tensors are encoded: hidden states and their gradients in eight bits, sums and their means in four."""
     codecs = Compression(activations="8bit", gradients="8bit", averaging="4bit", error_feedback=True)
     num_steps, microbatch_size = 8, 16
 
@@ -499,7 +499,7 @@ def test_the_curve_is_nearly_the_plain_trainers_in_an_eighth_of_the_bytes(zygote
     tensors = sum(n for one in files for _, method, n in one["sent"] if method == "ticket.wait")
     num_microbatches = num_steps * 2 * train.ROWS // microbatch_size
     hidden = 2 * num_microbatches * microbatch_size * train.WIDTH * Blockwise8Bit.bits / 8
-    # Of the three servers of a stage each sends two thirds of its sums, and a third of the mean to both others.
+    # Each of a stage's three servers sends two thirds of its sums, and a third of the mean to each of the two peers.
     weights = sum(one.numel() for one in module.net.parameters())
     averaged = num_steps * 4 * weights * Rotated4Bit.bits / 8
     assert hidden + averaged < tensors < 1.05 * (hidden + averaged)

@@ -1,4 +1,4 @@
-"""Kinds of projects with servers in processes of their own: the plain Trainer's result, as in `tests/parity`."""
+"""Unusual kinds of projects with servers in real processes have the plain Trainer's result, as in `tests/parity`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A notebook's process, which has no script: it helps in another run, trains, and is told what it cannot do."""
+"""A notebook's process, without a script, serves in another run, trains, and gets errors for unsupported settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print("still here")
 
 
 class Notebook(Callback):
-    """Starts a process like a notebook's once training begins, and ends training when it has helped for a while."""
+    """Starts a notebook-like process once training begins, and ends training after that process served for a while."""
 
     def __init__(self, folder: Path) -> None:
         self.cells = folder / "cells.txt"
@@ -92,7 +92,7 @@ def test_a_notebook_outlives_the_run_in_which_it_helped(tmp_path: Path) -> None:
             trainer.fit(DigitsMLP(), loader(digits()))
         finally:
             assert notebook.process is not None
-            said = notebook.process.communicate(timeout=200.0)[0]  # the end of its input ends it
+            said = notebook.process.communicate(timeout=200.0)[0]  # closing its input ends the process
     assert "helped: finished False" in said, said
     assert "trained: 7" in said
     assert "refused: in a notebook or at a Python prompt `devices` must be 1" in said

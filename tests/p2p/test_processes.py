@@ -1,4 +1,4 @@
-"""Separate processes over hivemind: the plain Trainer's curve, the bytes between them, and no ghosts afterwards."""
+"""Separate processes over hivemind: the plain Trainer's curve, their traffic, and no process left afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start_warm(start: Start) -> Start:
 
 
 KILLED_AT = 30
-"""In this step the only server of the second stage dies. Its launcher's process goes back to a snapshot, alone."""
+"""The step in which the second stage's only server dies. The remaining process rolls back to a snapshot alone."""
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,8 @@ def test_curve_equals_the_plain_trainers(
     clip: float | None,
     joiner_at: int | None,
 ) -> None:
-    # DataLoader workers: forked from a process with a swarm in it, alive when it leaves, and masters of SIGCHLD.
+    # DataLoader workers are forked from a process with a swarm, outlive it for a moment, and set their own SIGCHLD
+    # handler.
     options: list[object] = ["--clip", clip, "--num-workers", 2, "--kill-at", KILLED_AT] if clip else []
     if joiner_at:
         options += ["--joiner-at", joiner_at]
@@ -79,7 +80,7 @@ def test_curve_equals_the_plain_trainers(
         (tmp_path / "joiner").mkdir()
         environment = {"PYTHONPATH": str(SCRIPT.parents[2])}
         joiner = start_warm(
-            # Into how many stages the model is cut, the run decides.
+            # The run determines the number of stages.
             "serve", address, SCRIPT, model, tmp_path / "joiner", "--devices", 1, "--role", "both", "--num-stages", 3,
             program=COMMAND, environment=environment,
         )  # fmt: skip
@@ -92,7 +93,7 @@ def test_curve_equals_the_plain_trainers(
         assert joiner.survivors() == []
         assert [path.name for path in (tmp_path / "joiner").iterdir()] == ["traffic-0.json"], "it trained nothing"
         newcomer = json.loads((tmp_path / "joiner" / "traffic-0.json").read_text())["peer_id"]
-        # Which stage it got, measured rates decide, and whether the server that had two still holds it, too.
+        # Measured rates decide the joiner's stage, and whether the server with two stages still holds it, too.
         (shared,) = (stage for stage in seen["stages"] if newcomer in stage)
         assert len(shared) in (1, 2)
         assert [len(stage) for stage in seen["stages"] if stage is not shared] == [1, 1, 1]
@@ -123,7 +124,7 @@ def test_curve_equals_the_plain_trainers(
 def assert_plain(
     out: Path, model: str, clip: float | None = None, prepared: Callable[[Net], Net] = lambda module: module
 ) -> list[float]:
-    """Losses and weights of the run are the plain Trainer's, whose norms are returned."""
+    """Check losses and weights against the plain Trainer; return the Trainer's gradient norms."""
     result = json.loads((out / "result.json").read_text())
     steps: dict[str, Any] = {"max_steps": 50, "max_epochs": -1}
     plain = run_plain(lambda: prepared(make(model)[0]), make(model)[1], gradient_clip_val=clip, **steps)
@@ -147,7 +148,7 @@ def with_wires(module: Net) -> Net:
 
 @pytest.mark.thorough
 def test_boundary_carries_one_activation_and_one_gradient(start_warm: Start, tmp_path: Path) -> None:
-    """Encoded, and none of it passes through the trainer, which holds no stage here."""
+    """Both are encoded, and neither passes through the trainer, which holds no stage here."""
     run = start_warm(
         "wide", tmp_path, "--devices", 3, "--num-stages", 2, "--role", "trainer", "--microbatch-size", ROWS,
         "--max-steps", 50, "--split", CUT, "--compression", "8bit",
@@ -162,9 +163,9 @@ def test_boundary_carries_one_activation_and_one_gradient(start_warm: Start, tmp
     names = {server["peer_id"] for server in servers}
     between = sum(_sent(server, to=names) for server in servers)
     one_way_bytes = num_microbatches * ROWS * WIDTH * Blockwise8Bit.bits / 8
-    checked_bytes = 8 * one_way_bytes / num_microbatches  # rows that are computed together and apart, once
+    checked_bytes = 8 * one_way_bytes / num_microbatches  # rows that a check computes together and apart, once
     assert 2 * one_way_bytes < between - checked_bytes <= 1.05 * 2 * one_way_bytes
-    # Beside the weights, at the run's two ends, the trainer's traffic would not hold the activations of one stage.
+    # Apart from the weights at both ends of the run, the trainer's traffic is too small for one stage's activations.
     to_servers = _sent(trainer, to=names)
     to_trainer = sum(_sent(server, to={trainer["peer_id"]}) for server in servers)
     assert to_servers + to_trainer < 0.4 * one_way_bytes
@@ -177,7 +178,7 @@ def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:
 
 @pytest.mark.thorough
 def test_two_trainers_make_the_curve_of_the_batches_that_count(start_warm: Start, tmp_path: Path) -> None:
-    """Until an exception of the lead ends the run for both; no process outlives it."""
+    """An exception in the lead ends the run for both; no process outlives it."""
     run = start_warm("digits", tmp_path, "--role", "both", "--target-batch-size", 20, "--fail-at", 60)
     run.wait_for("batch 60")
     assert run.survivors() == []
@@ -231,8 +232,8 @@ def test_no_process_outlives_its_run(start: Start, tmp_path: Path, how: str) -> 
     else:
         run.process.kill()
     assert run.survivors() == []
-    assert (run.wait() == 0) == (how == "SIGTERM")  # which Lightning takes for an orderly end
+    assert (run.wait() == 0) == (how == "SIGTERM")  # Lightning treats SIGTERM as an orderly end
     if how in ("Ctrl-C", "SIGTERM"):
-        # The weights came home, and the other peer was told.
+        # The weights were gathered, and the other peer was notified.
         noise = ("Traceback", "older weights", "was killed", "[ERROR]")
         assert not [line for line in run.output if any(word in line for word in noise)]

@@ -1,4 +1,4 @@
-"""A finished model, served by real processes: texts, a death in the middle, OpenAI's client, and a leave."""
+"""A finished model served by real processes: texts, a death during one, OpenAI's client, and a graceful leave."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEXTS = 64 << 20  # bytes
 
 
 def save(folder: Path) -> Any:
-    """Save a small model with a tokenizer whose tokens are letters; returns the model."""
+    """Save a small model with a tokenizer whose tokens are letters; return the model."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -56,12 +56,12 @@ def save(folder: Path) -> Any:
 
 
 class Servers:
-    """Processes that serve one folder, each with about half of the blocks but the first."""
+    """Processes that serve one folder. All but the first have room for about half of the blocks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs: dict[str, Run] = {}
-        self.names: dict[str, str] = {}  # by peer id
+        self.names: dict[str, str] = {}  # peer id -> name
         self.address = ""
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         self.half = ("--memory", size // 2 + TEXTS, "--texts", TEXTS)
@@ -107,7 +107,7 @@ def read(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def until_ill(base: str, deadline_s: float) -> None:
-    """Ask for the health, until the answer is an error."""
+    """Poll the health endpoint until it returns an error."""
     while time.monotonic() < deadline_s:
         read(f"{base}/health")
         threading.Event().wait(1.0)
@@ -150,7 +150,7 @@ def test_a_model_is_served_by_processes_of_which_one_is_killed(servers: Servers)
 
 
 def test_texts_of_many_at_once_and_texts_that_nobody_closes(servers: Servers) -> None:
-    """Eight write at once. Then eighty leave theirs open, which take no more memory than the server gives them."""
+    """Eight texts are written at once. Then eighty stay open, whose memory stays within the server's limit."""
     model = make_model("llama")
     server = servers.start("a", "--weights", servers.folder, "--memory", 2 * TEXTS, "--texts", TEXTS)
     remote = remote_model(servers.address)
@@ -169,11 +169,11 @@ def test_texts_of_many_at_once_and_texts_that_nobody_closes(servers: Servers) ->
             left.append(text)
             taken.append(memory_bytes(server.process.pid))
         kept = sum(one.nbytes for layer in cache_of(model, rows).layers for one in (layer.keys, layer.values))
-        assert 80 * kept > 2 * TEXTS  # so most of them have been dropped
-        shares = [(one - taken[0]) / TEXTS for one in taken]  # the first one has what a step takes meanwhile
+        assert 80 * kept > 2 * TEXTS  # most of them have been dropped
+        shares = [(one - taken[0]) / TEXTS for one in taken]  # the first measurement includes the memory of a step
         print(f"of the memory for texts: {statistics.median(shares[40:]):.2f}, at most {max(shares):.2f}")
         assert 0.5 < statistics.median(shares[40:]) < 1.1
-        for text in (left[0], left[-1]):  # one that is gone at the server, and one that is there
+        for text in (left[0], left[-1]):  # one that the server has dropped, and one that it still has
             found = remote.generate(text.sequences, past_key_values=text.past_key_values, **options)
             assert torch.equal(found, model.generate(text.sequences, **options))
     finally:
@@ -220,7 +220,7 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
     expected = tokenizer.decode(tokens, skip_special_tokens=True)
     assert written.wait() == 0
     assert expected in "".join(written.output)
-    expected = f" {expected}"  # as it follows the prompt
+    expected = f" {expected}"  # the separator from the prompt comes first
     client = openai.OpenAI(base_url=f"{base}/v1", api_key="-")
     assert [one.id for one in client.models.list()] == ["small"]
     options: dict[str, Any] = {"model": "small", "temperature": 0.0, "max_tokens": NUM_NEW}
@@ -258,7 +258,7 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
 
 
 def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(servers: Servers, tmp_path: Path) -> None:
-    """Two scripts at once, each with a text of its own; each adapter writes its text. A server dies in the middle."""
+    """Two scripts with different texts at once; each adapter generates its text. A server dies during the tuning."""
     servers.start("a", "--weights", servers.folder)
     servers.start("b", *servers.half, "--stay")
     servers.start("c", *servers.half, "--stay")
@@ -284,11 +284,12 @@ def test_users_tune_adapters_over_the_same_processes_of_which_one_is_killed(serv
     assert "h g f e d c b a h" in "".join(generating.output)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # caused by peft
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
-@pytest.mark.filterwarnings("ignore:unclosed resource <UVProcess")  # the loop ends before it hears of the daemon's end
+# The loop ends before the daemon's end is reported to it.
+@pytest.mark.filterwarnings("ignore:unclosed resource <UVProcess")
 def test_a_kill_in_mid_backward_changes_no_gradient(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 steps of LoRA in float64: those of peft on one machine with the plain Trainer."""
+    """50 steps of LoRA in float64 equal peft with the plain Trainer on one machine."""
     for name in "abc":
         servers.start(name, "--weights", servers.folder, "--stay", *(servers.half if name != "a" else ()))
     killed: list[str] = []

@@ -1,4 +1,4 @@
-"""Stock clients of OpenAI's protocol, each in a process, on an endpoint whose server is killed in mid-text."""
+"""Stock clients of OpenAI's protocol, each in a process, with an endpoint whose server is killed during a text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KILL_AT = 4  # pieces
 
 
 class Endpoint:
-    """A live endpoint in this process, so that it is known which server has a text."""
+    """A live endpoint in this process, so that the test knows which server has a text."""
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
@@ -62,14 +62,14 @@ class Endpoint:
             return one.connect_ex(("127.0.0.1", port)) == 0
 
     def kill(self) -> PeerId:
-        """Kill the server of the first stage of the text that is being written; returns its id."""
+        """Kill the server with the first stage of the current text; return its id."""
         (session,) = self.model.swarm.served._forwards._sessions._open.values()
         peer = session._route[0]
         os.kill(self.servers.runs[self.servers.names[peer]].process.pid, signal.SIGKILL)
         return PeerId(peer)
 
     def is_avoided(self, peer: PeerId) -> bool:
-        """Whether the endpoint noticed that a server is gone."""
+        """Return whether the endpoint noticed that a server is gone."""
         return peer in self.model.swarm.routes._banned
 
 
@@ -89,7 +89,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
 
 
 def node(folder: Path) -> list[str]:
-    """The command of the client of Node.js; skips where there is no Node.js, or no registry."""
+    """Return the command of the Node.js client; skip without Node.js or a registry."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("Node.js is not installed")
@@ -106,7 +106,7 @@ def test_a_text_is_streamed_on_although_its_server_is_killed(endpoint: Endpoint,
     if client in PYTHON and importlib.util.find_spec(PYTHON[client]) is None:
         pytest.skip(f"{PYTHON[client]} is not installed")
     command = [sys.executable, str(CLIENTS / client)] if client in PYTHON else node(tmp_path)
-    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # which it would fetch at each import
+    offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise LiteLLM would download it at each import
     running = Run(endpoint.url, PROMPT, NUM_NEW, program=command, environment=offline)
     try:
         pieces, killed = [], None
@@ -132,7 +132,7 @@ def pieces_of(running: Run) -> Iterator[str]:
 
 
 def expected_text(endpoint: Endpoint) -> str:
-    """What the model writes in this process."""
+    """Return the text that the model generates in this process."""
     folder = endpoint.servers.folder
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)

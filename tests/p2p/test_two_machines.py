@@ -1,4 +1,4 @@
-"""The pages about several machines, followed to the letter on two: network namespaces with the pages' addresses."""
+"""The pages about several machines, followed literally on two network namespaces with the pages' addresses."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Machine:
         self.home.mkdir()
 
     def type_in(self, words: list[str], **environment: str) -> Server:
-        """Begin a command."""
+        """Start a command."""
         environment = {"HOME": str(self.home), "XDG_CONFIG_HOME": "", "OMP_NUM_THREADS": "1", **environment}
         return self._zygote.type_in(words, self.folder, netns=self._netns, **environment)
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
-        """Cut the machine off: its peers cannot even say that their connections end."""
+        """Cut the machine off: its peers cannot even report that their connections end."""
         device = ["ip", "-n", self._netns, "link", "set", DEVICE]
         subprocess.run([*device, "down"], check=True)
         yield
@@ -78,14 +78,14 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 
 
 def commands(page: str, *, after: str = "") -> list[list[str]]:
-    """The commands of a page, from the first block that contains a text on."""
+    """Return the commands of a page, from the first block that contains a text on."""
     found = [block.text for block in blocks(page) if block.kind == "sh"]
     begin = next(index for index, text in enumerate(found) if after in text)
     return [words for text in found[begin:] for words in lines(text)]
 
 
 def edited(script: str, page: str) -> str:
-    """The quickstart's script with the changes that a page asks for."""
+    """Return the quickstart's script with the changes that a page asks for."""
     strategy = next(block.text for block in blocks(page) if block.kind == "python")
     [call] = re.findall(r"^strategy = (SwarmStrategy\(.*\))$", strategy, re.MULTILINE)
     assert script.count("SwarmStrategy(num_stages=2)") == 1
@@ -134,7 +134,7 @@ class Pair:
         assert self.join == [*printed[:3], "--listen", "0.0.0.0:31337", *printed[3:]]
 
     def peers_at(self, host: str, *, number: int) -> set[str]:
-        """The ids of a host's peers that hold stages, once there are as many."""
+        """Return the ids of a host's peers that hold stages, once there are as many."""
         found: set[str] = set()
 
         def look() -> bool:
@@ -149,7 +149,7 @@ class Pair:
 
 
 def test_the_second_machine_joins_as_printed_and_comes_back_after_each_kill(machines: list[Machine]) -> None:
-    """Each time as the same peer: the invitation has one use."""
+    """It returns as the same peer each time, because the invitation has one use."""
     pair = Pair(machines, devices=1)
     report = pair.second.run(pair.doctor)
     assert "WRONG" not in report, report
@@ -163,7 +163,7 @@ def test_the_second_machine_joins_as_printed_and_comes_back_after_each_kill(mach
 
 @pytest.mark.thorough
 def test_each_process_of_a_machine_comes_back_as_itself(machines: list[Machine]) -> None:
-    """Also where the run has not heard of its death: its network is gone before it is killed."""
+    """This also works if the run has not detected its death: its network is cut before it is killed."""
     pair = Pair(machines, devices=2)
     found = []
     for _ in range(2):
@@ -252,5 +252,5 @@ def invite(first: Machine, second: Machine, command: str) -> None:
 
 
 def with_address(words: list[str], address: str) -> list[str]:
-    """A page's command with an address that was printed in place of the page's."""
+    """Return a page's command with a printed address in place of the page's."""
     return [re.sub(rf"{_FIRST}:31337/12D3\w*\.\.\.", address, word) for word in words]

@@ -1,4 +1,4 @@
-"""Machines of two kinds hold one stage, in processes of their own: processors with fused operations and without."""
+"""Processes of two kinds of machines hold one stage: processors with and without fused operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.p2p.processes import MODULE, SCRIPT, Run
 # Cold starts of peers in this file: 2, and in thorough runs 4 more.
 
 UNFUSED = {"ATEN_CPU_CAPABILITY": "default", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-AVX2,-AVX2_Usable,-FMA4"}
-"""What makes a processor one without fused multiplication and addition."""
+"""Environment that turns off fused multiplication and addition."""
 _JOINER_AT = 5
 _KILLED_AFTER = 30
 
@@ -40,7 +40,7 @@ def hosts() -> Iterator[Hosts]:
 def _join(
     start: Callable[..., Run], run: Run, out: Path, kind: Mapping[str, str], *on: str, listen: str = "127.0.0.1"
 ) -> Run:
-    """Have a machine of a kind join, and return once the run has gone on with it."""
+    """Start a joiner of a kind of machine, and return once the run has continued with it."""
     invitation = run.wait_for("can join this run: lightning-swarm join ")
     address = invitation.partition("lightning-swarm join ")[2].split()[0]
     run.wait_for("waiting for a joiner")
@@ -60,7 +60,7 @@ def _begun(start: Callable[..., Run], out: Path, kind: Mapping[str, str], *on: s
     return start(
         *("gpt-losses", out, "--devices", 1, "--num-stages", 2, "--microbatch-size", 3, "--max-steps", 50),
         *("--joiner-at", _JOINER_AT, "--listen", listen),
-        *("--rebalancing", "none"),  # else the lead may give up the stage that it shares with the joiner
+        *("--rebalancing", "none"),  # otherwise the lead may give up the stage that it shares with the joiner
         program=[*on, sys.executable, str(SCRIPT)],
         environment=kind,
     )
@@ -71,7 +71,7 @@ def _assert_joined_and_exact(run: Run, out: Path, kind: Mapping[str, str]) -> di
     found: dict[str, Any] = json.loads((out / "result.json").read_text())
     assert [len(peers) for _, peers in found["newcomers"]] == [1], "it came in once, and was left out never"
     assert not [line for line in run.output if "left out" in line]
-    # On a machine of the lead's kind: it draws the data and the first weights, in whose last bits kinds differ, too.
+    # On a machine of the lead's kind, because data and initial weights also differ in their last bits between kinds.
     code = "import sys, pathlib, tests.p2p.test_processes as t; t.assert_plain(pathlib.Path(sys.argv[1]), 'gpt-losses')"
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1", **kind}
     plain = subprocess.run(
@@ -112,7 +112,7 @@ def test_two_machines_of_two_kinds(start: Callable[..., Run], hosts: Hosts, tmp_
 
 @pytest.mark.thorough
 def test_the_kinds_differ() -> None:
-    """Else the tests above would show nothing: the same operation has other bits there."""
+    """The same operation has other bits on the two kinds; otherwise the tests above would show nothing."""
     code = (
         "import torch; x = torch.arange(1, 4097).double().reciprocal(); print(torch.lerp(x, x.flip(0), 0.1).tolist())"
     )

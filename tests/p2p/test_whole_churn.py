@@ -1,6 +1,6 @@
-"""Trainers of a model that is not cut, each in a process of its own: they come, go and are killed; each sample counts.
+"""Trainers of an uncut model, in real processes, join, leave and are killed; each sample counts once.
 
-`test_whole_churn.py` in `tests/parity` does as much in memory, a hundred times. `SWARM_TIMES=5` runs five seeds.
+`test_whole_churn.py` in `tests/parity` tests this in memory, a hundred times. `SWARM_TIMES=5` runs five seeds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tests.parity.test_shared_data import counted
 EVENTS = {"comes": 5, "leaves": 2, "is killed": 2, "lead is killed": 1}
 NUM_EVENTS = sum(EVENTS.values())
 NUM_STARTERS = 3
-LEAST, MOST = 3, Long.batches_of_a_step  # who live. Of two, none could tell a dead lead from a broken link
+LEAST, MOST = 3, Long.batches_of_a_step  # living trainers; two could not tell a dead lead from a broken link
 NUM_STEPS = NUM_EPOCHS * Long.num_batches // Long.batches_of_a_step
-STEPS_OF_AN_EVENT = 5  # somebody who comes takes two records: one for the server, one for the trainer
+STEPS_OF_AN_EVENT = 5  # a joining trainer takes two records: one for its server, one for itself
 SEEDS = range(max(1, int(os.environ.get("SWARM_TIMES", "0"))))
 
 
@@ -41,7 +41,7 @@ def zygote() -> Iterator[Zygote]:
 
 
 def drawn(rng: random.Random) -> list[str]:
-    """The events in an order in which neither too few nor too many ever live."""
+    """Draw the events in an order that keeps the number of living trainers within its bounds."""
     while True:
         events = rng.sample(list(EVENTS), NUM_EVENTS, counts=list(EVENTS.values()))
         living = accumulate((1 if event == "comes" else -1 for event in events), initial=NUM_STARTERS)
@@ -61,7 +61,7 @@ class Churn:
     happened: list[str] = field(default_factory=list)
 
     def begin(self, **more: Any) -> None:
-        """One more trainer, which knows one of those that live. `more` are options of `Zygote.begin_trainer`."""
+        """Start a trainer that knows the address of a living one. `more` are options of `Zygote.begin_trainer`."""
         known = [address for number in sorted(self.living) if (address := self.address(number))]
         options = {
             "folder": str(self.folder),
@@ -77,16 +77,16 @@ class Churn:
         self.trainers.append(self.zygote.begin_trainer(**options))
 
     def notes(self, kind: str) -> list[tuple[list[Any], int]]:
-        """What trainers noted of this kind, and who did."""
+        """Return the trainers' log lines of a kind, with the trainers' numbers."""
         lines = [(line, number) for number in range(len(self.trainers)) for line in said(self.folder, number)]
         return [(line[1:], number) for line, number in lines if line[0] == kind]
 
     def address(self, number: int) -> str:
-        """Where a trainer listens; empty until it trains."""
+        """Return a trainer's address; empty until it trains."""
         return next((line[3] for line in said(self.folder, number) if line[0] == "begun"), "")
 
     def is_held(self, step: int) -> bool:
-        """Whether the lead is held in this step or a later one, another could lead, and all that live take part."""
+        """Return whether the lead is held in this step or later, with a standby and all living trainers in the run."""
         assert all(self.trainers[one].alive for one in self.living), [self.trainers[one].said for one in self.living]
         if not (held := self.notes("held")):
             return False
@@ -95,23 +95,24 @@ class Churn:
         return at >= step and trainers == servers == peers
 
     def wait(self, step: int) -> None:
-        """Until the run is held in this step or a later one."""
+        """Wait until the run is held in this step or a later one."""
         let_go(self.folder, *range(step))
         wait_until(lambda: self.is_held(step), f"not all take part in step {step} after {self.happened}")
 
     def act(self, event: str, until: int) -> None:
-        """Let it happen, and the run go on until it is held in the step `until`."""
+        """Carry out an event, and let the run continue until it is held in the step `until`."""
         if event == "comes":
             self.begin()
         else:
             (generation, at, *_), lead = max(self.notes("held"))
             victim = lead if event == "lead is killed" else self.rng.choice(sorted(self.living - {lead}))
-            if event == "is killed" and self.rng.random() < 0.5:  # not in a batch, but anywhere after a record
+            # Kill it at any moment after a record, not within a batch.
+            if event == "is killed" and self.rng.random() < 0.5:
                 let_go(self.folder, *range(max(until, at + 1)))
                 wait_until(lambda: self.is_decided(generation, at), f"step {at} has no record")
             os.kill(self.trainers[victim].pid, signal.SIGTERM if event == "leaves" else signal.SIGKILL)
             self.living.remove(victim)
-            if event == "leaves":  # as a preempted machine is told to: after its batch in hand, by a record
+            if event == "leaves":  # like a preempted machine, it leaves after its current batch, by a record
                 let_go(self.folder, *range(at + 2))
                 wait_until(lambda: not self.trainers[victim].alive, f"{victim} is asked to leave and stays")
                 assert "Received SIGTERM" in self.trainers[victim].said
@@ -119,11 +120,11 @@ class Churn:
         self.happened.append(event)
 
     def is_decided(self, generation: int, step: int) -> bool:
-        """Whether a trainer has the record of a step."""
+        """Return whether a trainer has the record of a step."""
         return any(of == generation and places[0][0] >= step for (of, places), _ in self.notes("record"))
 
     def finish(self) -> None:
-        """Let all steps go, and wait until the run is over for all."""
+        """Release all steps, and wait until all trainers have ended."""
         let_go(self.folder, *range(NUM_STEPS))
         wait_until(lambda: not any(one.alive for one in self.trainers), "a trainer outlived its run")
 
@@ -137,7 +138,7 @@ class Churn:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_sample_counts_once(zygote: Zygote, tmp_path: Path, seed: int) -> None:
-    """And losses and weights are the plain Trainer's."""
+    """Losses and weights are the plain Trainer's."""
     rng = random.Random(seed)
     events = drawn(rng)
     steps = [STEPS_OF_AN_EVENT * number + rng.randint(1, STEPS_OF_AN_EVENT) for number in range(NUM_EVENTS + 1)]

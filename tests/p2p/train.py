@@ -1,4 +1,4 @@
-"""A training in processes of its own, started by the tests beside it; writes what it saw into a folder.
+"""A training run in real processes, started by the tests beside it; writes its observations into a folder.
 
 Every peer runs this script again, as with any script.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' models, whatever the working directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # imports the tests' models in any working directory
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core.limits import Limits
@@ -35,7 +35,7 @@ ROWS = 64
 
 
 class Wide(Net):
-    """Boundaries wide enough for their activations to outweigh the words around them; the trainer has a weight, too."""
+    """Has boundaries so wide that activations outweigh message headers; the trainer has a weight, too."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -50,17 +50,17 @@ class Wide(Net):
 
 
 def make(name: str, num_workers: int = 0, *, endless: bool = False) -> tuple[Net, DataLoader[Any]]:
-    """A model and its batches."""
+    """Return a model and its batches."""
     if name == "wide":
         rows = torch.randn(4 * ROWS, 16, generator=torch.Generator().manual_seed(5))
         return Wide(), DataLoader(TensorDataset(rows), batch_size=2 * ROWS)
     build, data = MODELS[name]
-    # OneCycle knows its last step and raises after it.
+    # OneCycle raises after its last step, so the number of steps must be known.
     return build(Recipe(schedule="constant" if endless else "onecycle")), loader(data(), num_workers=num_workers)
 
 
 class WatchedStrategy(SwarmStrategy):
-    """Writes down the traffic of every peer when its part is over."""
+    """Writes each peer's traffic to a file when the peer ends."""
 
     def __init__(self, out: Path, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -90,11 +90,11 @@ class WatchedStrategy(SwarmStrategy):
 
 
 class FaultyStrategy(WatchedStrategy, FaultySwarmStrategy):
-    """The same, struck by a plan."""
+    """The same strategy with a fault plan."""
 
 
 class Notes(L.Callback):
-    """Of each of several trainers: which samples it trained on, where they counted, and what the records count."""
+    """Writes one of several trainers' log: its samples, their places, and the batches in the records."""
 
     def __init__(self, out: Path, module: Net) -> None:
         self.out = out
@@ -125,16 +125,16 @@ class Notes(L.Callback):
 
 
 class Watch(L.Callback):
-    """Losses as they come, and what the tests wait for."""
+    """Records the losses, and holds the run for joiners and observers."""
 
     def __init__(self, out: Path, fail_at: int | None, joiner_at: int | None) -> None:
         self.out = out
         self.joiner_at = joiner_at
         self.fail_at = fail_at
         self.losses: list[float] = []
-        self.went_back: list[int | None] = []  # to which steps
+        self.went_back: list[int | None] = []  # the steps of rollbacks
         self.status: Any = None
-        self.newcomers: list[Any] = []  # the step that each came with, and the peers
+        self.newcomers: list[Any] = []  # (step, peers) of each record with newcomers
         self.num_left = 0  # stages that a server gave up
         self.num_refused = 0  # requests of uninvited peers
 
@@ -162,7 +162,7 @@ class Watch(L.Callback):
             raise RuntimeError("the user's own mistake")
 
     def _first_again(self, trainer: L.Trainer) -> int | None:
-        """The step to which the run has gone back since the last batch."""
+        """Return the step to which the run has rolled back since the last batch."""
         assert isinstance(trainer.strategy, SwarmStrategy)
         assert trainer.strategy.peer is not None
         steps = [event.step for event in trainer.strategy.peer.events.newest if event.kind == "went_back"]
@@ -181,7 +181,7 @@ class Watch(L.Callback):
 
 
 def wait_for_joiner(trainer: L.Trainer) -> None:
-    """Hold the step open until a server has caught up that waits for its record."""
+    """Hold the step open until a server has downloaded the state and waits for the record."""
     assert isinstance(trainer.strategy, SwarmStrategy)
     peer = trainer.strategy.peer
     assert peer is not None
@@ -196,7 +196,7 @@ def wait_for_joiner(trainer: L.Trainer) -> None:
 
 
 def wait_until(happened: Callable[[], bool], otherwise: str) -> None:
-    """Another thread and other processes work meanwhile. The test itself ends its processes when it gives up."""
+    """Wait for another thread or process. The test ends its processes if it gives up."""
     deadline = time.monotonic() + 1800.0
     while not happened():
         assert time.monotonic() < deadline, otherwise
@@ -204,7 +204,7 @@ def wait_until(happened: Callable[[], bool], otherwise: str) -> None:
 
 
 def make_strategy(arguments: argparse.Namespace) -> WatchedStrategy:
-    """As the tests want it."""
+    """Return the strategy that the arguments describe."""
     options: dict[str, Any] = {
         "num_stages": arguments.num_stages,
         "role": arguments.role,

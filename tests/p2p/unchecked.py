@@ -1,4 +1,4 @@
-"""`lightning-swarm`, changed to present whatever certificate it has: what a joiner of bad faith would run."""
+"""`lightning-swarm`, modified to present any certificate unchecked, as a malicious joiner would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_swarm.trust.credentials import RunCredentials
 
 
 def main() -> int:
-    """Run the command behind the number of days by which certificates are dated back."""
+    """Run the command; the first argument is the number of days by which certificates are dated back."""
     days = int(sys.argv.pop(1))
     certify = SecretInvitation.certify
 

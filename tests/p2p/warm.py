@@ -1,4 +1,4 @@
-"""Peers that are forked from a process which has imported everything, and a hand that does things to them."""
+"""Peers forked from a process that has all imports, and access to their processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+:\d+/\w+")
 
 
 class Zygote:
-    """Begins peers. Modules beside the package itself are imported before if they are named."""
+    """Starts peers."""
 
     def __init__(self, folder: Path, *modules: str) -> None:
         self._folder = folder
@@ -54,22 +54,22 @@ class Zygote:
         assert self._read() == "ready"
 
     def begin(self, initial_peers: list[str], **options: Any) -> Server:
-        """One server; the first one has nobody to join. `options` are those of `serve` in `zygote.py`."""
+        """Start a server; without `initial_peers` it is the first. `options` are as in `serve` in `zygote.py`."""
         return self._begin("serve", {"model": "digits", "initial_peers": initial_peers, "limits": LIMITS, **options})
 
     def begin_trainer(self, *, netns: str = "", **options: Any) -> Server:
-        """One trainer that serves, too, in a network namespace if it has a name.
+        """Start a trainer that also serves, in a network namespace if `netns` names one.
 
-        `options` are those of `train` in `several.py`.
+        `options` are as in `train` in `several.py`.
         """
         return self._begin("train", options, netns)
 
     def begin_kind(self, **options: Any) -> Server:
-        """One server of a project. `options` are those of `serve_kind` in `kinds.py`."""
+        """Start a server of a project. `options` are as in `serve_kind` in `kinds.py`."""
         return self._begin("kind", options)
 
     def type_in(self, command: list[str], folder: Path, *, netns: str, **environment: str) -> Server:
-        """One command of a page, as typed in a folder. `environment` adds to this process's."""
+        """Run a command of a documentation page in a folder. `environment` adds to this process's."""
         options = {"command": command, "folder": str(folder), "environment": environment}
         return self._begin("type", options, netns)
 
@@ -121,7 +121,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where it listens, as it prints it."""
+        """Return its address, from its output."""
         wait_until(lambda: _ADDRESS.search(self.said) is not None, f"{self.log} names no address")
         found = _ADDRESS.search(self.said)
         assert found is not None
@@ -133,7 +133,7 @@ class Server:
 
     @property
     def said(self) -> str:
-        """All that it printed."""
+        """Return all its output."""
         return self.log.read_text() if self.log.exists() else ""
 
     @property
@@ -142,7 +142,7 @@ class Server:
 
     @property
     def state(self) -> str:
-        """The kernel's letter for it, ``T`` while it is stopped; empty: there is none."""
+        """Return the kernel's state letter, ``T`` while it is stopped; empty if it has ended."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
@@ -150,7 +150,7 @@ class Server:
 
 
 def wait_until(reached: Callable[[], bool], otherwise: str) -> None:
-    """Other processes and threads work meanwhile."""
+    """Wait while other processes and threads work."""
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
         assert time.monotonic() < deadline, otherwise

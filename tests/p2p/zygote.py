@@ -1,8 +1,13 @@
-"""A process that has imported everything and forks peers: as real as any, without the seconds that imports take.
+"""A process that has all imports and forks peers, which are real processes without the seconds of importing.
 
+<<<<<<< HEAD
 It reads one JSON object a line from its standard input and answers with the process id of the peer that it began, or
 with the exit status of a peer. It has no thread and no event loop of its own, so a fork of it is as clean as a new
 process. Its arguments are the names of further modules to import.
+=======
+It reads one JSON object per line from its standard input, and answers with the process id of the new peer. It has no
+thread and no event loop of its own, so its forks are as clean as new processes.
+>>>>>>> b868e32c (tests/p2p: plain docstrings and comments)
 """
 
 from __future__ import annotations
@@ -41,11 +46,11 @@ _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 
 Planned = Sequence[tuple[str, str, dict[str, Any]]]
-"""Faults as JSON has them: a method of `FaultPlan`, a name, and the method's keywords, the phase by its name."""
+"""Faults in JSON: a method of `FaultPlan`, a name, and the method's keywords, with the phase as a name."""
 
 
 def planned(faults: Planned) -> FaultPlan:
-    """The plan that was told."""
+    """Return the plan for these faults."""
     plan = FaultPlan()
     for kind, peer, when in faults:
         getattr(plan, kind)(peer, **{**when, "at": Phase[when["at"]]})
@@ -53,7 +58,7 @@ def planned(faults: Planned) -> FaultPlan:
 
 
 def build(name: str) -> L.LightningModule:
-    """One of the tests' models."""
+    """Return one of the tests' models."""
     if name == "writer":
         from tests.parity.test_generation import Writing, made  # imports transformers, which takes seconds
 
@@ -63,8 +68,12 @@ def build(name: str) -> L.LightningModule:
 
 def main() -> None:
     codec("8bit")  # imports bitsandbytes, which takes seconds
+<<<<<<< HEAD
     for name in sys.argv[1:]:
         importlib.import_module(name)
+=======
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for the peers, which would become zombies
+>>>>>>> b868e32c (tests/p2p: plain docstrings and comments)
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -84,7 +93,7 @@ def _status(pid: int) -> str:
 
 
 def _live(order: dict[str, Any]) -> None:
-    """Be a peer until the run is over."""
+    """Run as a peer until the run is over."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -125,20 +134,20 @@ def serve(
     identity_path: str = "",
     pipeline: str = "net",
 ) -> None:
-    """As a user's script does that joins a run.
+    """Serve as a user's script that joins a run would.
 
     Args:
-        model: Of the tests' models.
-        num_stages: Of the run.
-        initial_peers: Of it; none: this is its first server.
+        model: One of the tests' models.
+        num_stages: The run's number of stages.
+        initial_peers: Peers of the run; empty: this is its first server.
         limits: As in `Limits`.
-        faults: Of the whole swarm; None: nothing is planned.
-        name: Of this process in that plan.
-        fired: The file for faults that strike.
-        metadata: Where a cloud's metadata service answers whose notices this server heeds.
-        traffic: The folder for what it sent, in the end.
-        invite: The file of its invitation, if the run takes only invited peers.
-        identity_path: The file of its key, if it is to come again as the same peer.
+        faults: Faults of the whole swarm; None: no faults are planned.
+        name: This process's name in that plan.
+        fired: File that records the faults that struck.
+        metadata: Address of a cloud's metadata service whose notices this server obeys.
+        traffic: Folder for the traffic that it sent, written at the end.
+        invite: File of its invitation, if the run only admits invited peers.
+        identity_path: File of its key, with which it returns as the same peer.
         pipeline: As in `SwarmStrategy`.
     """
     torch.manual_seed(len(initial_peers))  # its own initial weights are never used
@@ -175,9 +184,9 @@ def serve(
 
 
 def type_in(*, command: list[str], folder: str, environment: dict[str, str]) -> None:
-    """Run a command of a page, ``python`` or ``lightning-swarm``, as typed in a folder; `environment` adds to this."""
+    """Run ``python`` or ``lightning-swarm`` as typed in a folder; `environment` adds to this process's."""
     os.chdir(folder)
-    program._imported_in = Path(folder)  # else that of the zygote, which has imported the package for all
+    program._imported_in = Path(folder)  # otherwise the zygote's folder, which imported the package for all
     os.environ.update(environment)
     if command[0] == "python":
         _bootstrap.run(command[1:])

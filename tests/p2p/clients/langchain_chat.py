@@ -1,4 +1,4 @@
-"""Stream a chat by langchain-openai; prints each piece as a line of JSON."""
+"""Stream a chat with langchain-openai; print each piece as a line of JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Stream a chat by LiteLLM; prints each piece as a line of JSON."""
+"""Stream a chat with LiteLLM; print each piece as a line of JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Stream a completion by OpenAI's asynchronous client; prints each piece as a line of JSON."""
+"""Stream a completion with OpenAI's asynchronous client; print each piece as a line of JSON."""
 
 import asyncio
 import json

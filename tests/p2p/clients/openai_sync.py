@@ -1,4 +1,4 @@
-"""Stream a chat by OpenAI's client; prints each piece as a line of JSON."""
+"""Stream a chat with OpenAI's client; print each piece as a line of JSON."""
 
 import json
 import sys
