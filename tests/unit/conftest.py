@@ -18,7 +18,7 @@ needs_full_disk = pytest.mark.skipif(not _FULL.exists(), reason="no file is full
 
 
 def on_a_full_disk(**_: object) -> IO[bytes]:
-    """In the place of `tempfile.TemporaryFile`."""
+    """Replace `tempfile.TemporaryFile` on a full disk."""
     return _FULL.open("w+b", buffering=0)
 
 

@@ -69,7 +69,7 @@ MODE = ComputeMode(training=True, grad=True, input_grad=True, default_dtype="flo
 
 
 def make_module(num_blocks: int) -> nn.Sequential:
-    """Blocks in float64, the same ones for the same number."""
+    """Return blocks in float64, the same blocks for the same number."""
     generator = torch.Generator().manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_blocks))).double()
     with torch.no_grad():
@@ -87,17 +87,17 @@ def rows(seed: int, num_rows: int = 2) -> Tensor:
 
 
 def key(first: int = 0, index: int = 0, **changes: Any) -> CallKey:
-    """A microbatch of step 0."""
+    """Return the key of a microbatch of step 0."""
     return CallKey(**{"generation": 0, "step": 0, "first": first, "index": index, "call": 0, **changes})
 
 
 def result_of(peer: PeerId, k: CallKey, stage: int, direction: Direction, trainer: PeerId = LEAD) -> Ticket:
-    """The ticket of a result that was asked for by hand, as below."""
+    """Return the ticket of a result that a test requested by a raw call."""
     return Ticket(peer_id=peer, name=k.name(stage, direction, trainer), key=RESULT_KEY)
 
 
 def closing(**changes: Any) -> Closing:
-    """Of a step with one microbatch of two samples."""
+    """Return the closing of a step with one microbatch of two samples."""
     fields: dict[str, Any] = {
         "generation": 0,
         "step": 0,
@@ -123,7 +123,7 @@ async def _avoid_nobody(_caller: PeerId, _body: bytes) -> bytes:
 
 
 def _answer_audits(transport: MemoryTransport) -> None:
-    """Have a trainer that is driven by hand say that it has no copies of microbatches."""
+    """Make a trainer that tests drive by hand report that it has no copies of microbatches."""
     transport.handle_call(ORDER_AUDITS, _have_no_copies)
     transport.handle_call(RESULTS, _have_no_results)
     transport.handle_call(AVOID, _avoid_nobody)
@@ -133,29 +133,29 @@ class Swarm:
     """Servers that hold the stages of one model, admitted to a run, and its lead.
 
     Args:
-        rosters: For each stage, the names of its servers. The first one of all coordinates and votes.
-        target_batch_size: Of the run.
-        clip: Of the run.
-        limits: Of the servers.
-        network: Another one than the plain one.
+        rosters: For each stage, the names of its servers. The first server of all coordinates and votes.
+        target_batch_size: The run's.
+        clip: The run's.
+        limits: Limits of the servers.
+        network: Replaces the plain in-memory network.
         admit: Whether to begin the run.
-        optimizer: Of every server.
-        hosts: Whom the servers were told to join.
-        voters: Names of servers; none: the coordinator alone.
-        trainers: Names, the lead's first; none: the lead, two more, and all servers.
-        open_to_trainers: Others may come.
+        optimizer: Makes each server's optimizer.
+        hosts: Peers that the servers were started to join.
+        voters: Names of servers; empty: the coordinator alone.
+        trainers: Names, the lead's first; empty: the lead, two more, and all servers.
+        open_to_trainers: Whether further trainers may join.
         module: One block for each stage; None: `make_module`'s.
-        compression: By which tensors travel.
-        delays: Each step but the first computes on the weights before the newest ones.
-        around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
-        invitations: By which the first members came; unset: the run takes any peer.
-        scaling: Of all trainers' losses; None: a lone trainer scales as it likes, and several do not.
-        keepers: Names of servers that decide, besides the lead, in a run that is audited; none: the voters.
-        audit_share: Of a run that is audited; None: that of a run with `keepers` is 0, and no other run is audited.
-        microbatch_size: Of the run, whose gradients then add up to the same bits; None: they need not.
+        compression: Codecs of the run's tensors.
+        delays: Each step but the first computes with weights that are one step old.
+        around: Names of the trainers that hold the layers around the pipeline; empty: there are no such layers.
+        invitations: Invitations of the first members; unset: the run admits any peer.
+        scaling: All trainers' loss scaling; None: a single trainer scales freely, several do not scale.
+        keepers: Names of the deciding servers of an audited run, besides the lead; empty: the voters.
+        audit_share: Share of an audited run; None: 0 in a run with `keepers`, and other runs are not audited.
+        microbatch_size: The run's, with which gradients add up to the same bits; None: rounding may differ.
     """
 
-    trainers_send_audits = False  # by an `AuditSender` of their own
+    trainers_send_audits = False  # otherwise this class answers audits for them
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Swarm:
             ),
         )
         self.joining: list[asyncio.Task[None]] = []
-        self.announced: list[PeerId] = []  # who came to coordinate
+        self.announced: list[PeerId] = []  # peers that became coordinator
         self.steps = self.client(self.trainer)
         self.steps.hyperparameters = lambda: HYPERPARAMETERS
         for server in self.servers.values():
@@ -269,7 +269,7 @@ class Swarm:
         tickets = TicketStore(transport, max_bytes=1 << 30)
 
         async def connect() -> None:
-            """Peers of one network reach each other anyway."""
+            """Do nothing: peers of one network reach each other anyway."""
 
         async def announce(coordinator: PeerId) -> None:
             self.announced.append(coordinator)
@@ -298,13 +298,13 @@ class Swarm:
         return server
 
     def add_server(self, name: str) -> Server:
-        """One more, which is in no roster."""
+        """Add a server that is in no roster."""
         server = self.servers[PeerId(name)] = self._server(PeerId(name), 100 + len(self.servers), self._optimizer)
         self.run(server.start())
         return server
 
     def join(self, name: str) -> Server:
-        """One more, which has caught up, and waits for a record to let it in."""
+        """Add a server that has downloaded the state, and waits for a record to admit it."""
         server = self.add_server(name)
 
         async def find() -> Sequence[PeerId]:
@@ -315,27 +315,27 @@ class Swarm:
         return server
 
     def client(self, trainer: MemoryTransport) -> StepClient:
-        """Of one more trainer."""
+        """Return the client of a further trainer."""
 
         async def note(record: Record, rosters: Sequence[Sequence[Member]]) -> None:
-            """The tests choose their routes themselves."""
+            """Keep the routes, which the tests choose themselves."""
             self.seated[record.closing.generation, record.step] = rosters
 
         run = RunState(self.manifest)
         return StepClient(trainer, run, patience=PATIENCE, on_record=note, events=EventLog())
 
     def counted(self, record: Record) -> list[Receipt]:
-        """The microbatches that a record counts, each held by one server in each stage of the pipeline."""
+        """Return the microbatches that a record counts, each held by one server in each stage of the pipeline."""
         return self.held.counted(record, len(self.rosters))
 
     def names_after(self, record: Record) -> list[str]:
-        """For each stage, who holds it after a record."""
+        """Return each stage's holders after a record."""
         rosters = self.seated[record.closing.generation, record.step]
         return ["".join(member.peer_id for member in roster) for roster in rosters]
 
     @property
     def rosters_now(self) -> list[list[Member]]:
-        """As the lead knows them."""
+        """The rosters as the lead knows them."""
         return self.steps.run.rosters
 
     @property
@@ -352,11 +352,11 @@ class Swarm:
         return self.loop.run_until_complete(work)
 
     def settle(self) -> None:
-        """Let all that is under way come to its end: longer than any call, shorter than a download may idle."""
+        """Let all pending work end: wait longer than any call, and shorter than a download may idle."""
         self.run(asyncio.sleep(50.0))
 
     def close(self) -> None:
-        """Raises what a task of a server raised."""
+        """Close all peers; raise errors from the servers' tasks."""
         try:
             for task in self.joining:
                 task.cancel()
@@ -370,11 +370,11 @@ class Swarm:
             self.loop.close()
 
     def events(self, peer: PeerId) -> tuple[Event, ...]:
-        """What a server noted."""
+        """Return a server's events."""
         return self.servers[peer].events.newest
 
     def state(self) -> dict[str, Any]:
-        """All that a refused message must leave as it was."""
+        """Return all state that a refused message must leave unchanged."""
         state: dict[str, Any] = {}
         for name, server in self.servers.items():
             steps = server.steps
@@ -457,7 +457,7 @@ class Swarm:
     def backward_request(
         self, k: CallKey, stage: int, route: Sequence[PeerId], gradient: Tensor, **changes: Any
     ) -> Message:
-        """With `again`, a tree of inputs (or None) and extras, the forward can be done again."""
+        """Return a backward request; `again`, a tree of inputs (or None) and extras, makes the forward repeatable."""
         last, trainer = stage == len(self.rosters) - 1, changes.pop("trainer", LEAD)
         structure, tensors = serialization.flatten(([gradient] if last else None, changes.pop("again", None)))
         fields: dict[str, Any] = {
@@ -480,7 +480,7 @@ class Swarm:
     async def forward(
         self, k: CallKey, x: Tensor, *, route: Sequence[PeerId] | None = None, mode: ComputeMode = MODE
     ) -> Tensor:
-        """All stages' calls at once; the last one's output."""
+        """Call all stages at once; return the last one's output."""
         route = route or self.route()
         for stage, peer in enumerate(route):
             await self.send(peer, FORWARD, self.forward_request(k, stage, route, x, mode))
@@ -490,19 +490,19 @@ class Swarm:
     async def backward(
         self, k: CallKey, gradient: Tensor, *, route: Sequence[PeerId] | None = None, **changes: Any
     ) -> list[CallReport]:
-        """All stages' calls; their reports, first stage first."""
+        """Call all stages; return their reports, first stage first."""
         route = route or self.route()
         for stage in reversed(range(len(route))):
             await self.send(route[stage], BACKWARD, self.backward_request(k, stage, route, gradient, **changes))
         return await self.receipts(k, route)
 
     async def send_as(self, trainer: PeerId, peer: PeerId, method: str, message: Message) -> None:
-        """A trainer that may be frozen or killed by now had sent this."""
+        """Deliver a message that a trainer sent before it was frozen or killed."""
         handler, *_ = self.servers[peer]._transport._stream_handlers[method]
         await handler(trainer, message)
 
     async def receipts(self, k: CallKey, route: Sequence[PeerId], trainer: PeerId = LEAD) -> list[CallReport]:
-        """The reports of backwards that were sent."""
+        """Return the reports of backwards that were sent."""
         names = [result_of(peer, k, stage, "backward", trainer) for stage, peer in enumerate(route)]
         return [decode(await self.tickets.wait(name, timeout=30.0), CallReport) for name in names]
 
@@ -518,7 +518,7 @@ class Swarm:
     async def through(
         self, k: CallKey, x: Tensor, *, route: Sequence[PeerId] | None = None, weight: float = 1.0
     ) -> Tensor:
-        """One microbatch forward and backward; the loss is half the sum of squares."""
+        """Run one microbatch forward and backward; the loss is half the sum of squares."""
         output = await self.forward(k, x, route=route)
         reports = await self.backward(k, output, route=route, weight=weight)
         assert all(report.receipt for report in reports)
@@ -526,7 +526,7 @@ class Swarm:
         return output
 
     def _attribute(self, k: CallKey, route: Sequence[PeerId]) -> None:
-        """Have sums say that a microbatch came from the trainer that was granted it: here the lead sends for all."""
+        """Attribute a microbatch to the trainer that was granted it, because here the lead sends for all."""
         led = [server.admission.leadership.coordinator for server in self.servers.values()]
         states = [coordinator.generation.step_state for coordinator in led if coordinator is not None]
         steps = [step for state in states if (step := state.find(k.step)) is not None and k.first in step.origins]
@@ -538,7 +538,7 @@ class Swarm:
     # ------------------------------------------------------------------ whole steps
 
     async def batch(self, *microbatches: Tensor) -> bool:
-        """A granted batch, its microbatches on one route after the other. Whether its step closes."""
+        """Run a granted batch, its microbatches on successive routes; return whether its step closes."""
         grant = await self.steps.grant(sum(map(len, microbatches)))
         done = []
         for index, x in enumerate(microbatches):
@@ -548,7 +548,7 @@ class Swarm:
         return await self.steps.done(grant.lease, done)
 
     async def step(self, *microbatches: Tensor) -> Record:
-        """A step of one batch."""
+        """Run a step of one batch."""
         if not await self.batch(*microbatches):
             await self.steps.close()
         return await self.record(self.steps.version)
@@ -559,7 +559,7 @@ class Swarm:
         return record
 
     def weights(self) -> dict[str, Tensor]:
-        """By name; all replicas must have the same bytes."""
+        """Return the weights by name; all replicas must have the same bytes."""
         found: dict[str, Tensor] = {}
         for server in self.servers.values():
             for index in server.steps.stages:
@@ -569,14 +569,14 @@ class Swarm:
 
 
 def prefer(router: StageRouter, peers: Collection[str]) -> None:
-    """Have a trainer think that these are fast, and the others slow."""
+    """Make a trainer measure these peers as fast, and all other peers as slow."""
     for peer in router.peers:
         for _ in range(FIRST_MEASURED):
             router.settle(router.charge(peer, 1), busy_s=1e-3 if peer in peers else 1e3, queued=0)
 
 
 def plain_steps(module: nn.Module, batches: Sequence[Sequence[Tensor]], *, divisors: Sequence[float]) -> None:
-    """The same on one machine: one optimizer step for each batch, its gradients' sum over `divisors`."""
+    """Train on one machine: one optimizer step for each batch, with its summed gradients over `divisors`."""
     optimizer = make_optimizer(module)
     for microbatches, divisor in zip(batches, divisors, strict=True):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Modules keep the names by which users import them, wherever they stand in the package."""
+"""Modules keep their import names for users, wherever they are in the package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATHS = {
     "lightning_swarm.view": "SwarmView",
 }
 
-# A filter of a user's script on Lightning's class finds what it finds without this package.
+# A user's warning filter for Lightning's class works as without this package.
 _DEPRECATION = """
 import lightning.pytorch
 from lightning.fabric.utilities.rank_zero import LightningDeprecationWarning, rank_zero_deprecation
@@ -40,7 +40,7 @@ assert issubclass(caught[0].category, LightningDeprecationWarning), caught[0].ca
 assert "lightning_swarm.strategy.strategy" not in sys.modules
 """
 
-# A Trainer imports the strategy by its name. The classes that a command line may name alone are imported along with it.
+# A Trainer imports the strategy by its name. Classes that a command line may name alone are imported with it.
 _BY_NAME = """
 strategy = lightning.pytorch.Trainer(strategy="swarm", accelerator="cpu", logger=False).strategy
 assert type(strategy) is lightning_swarm.SwarmStrategy
@@ -51,8 +51,8 @@ assert "lightning_swarm.strategy.attach" in sys.modules
 
 @pytest.fixture(scope="module")
 def imported() -> set[str]:
-    """What a fresh process imports by each path alone, before anything else of the package."""
-    # Where only `pytorch_lightning` is said, it is imported: that changes what Lightning logs, and its warnings' class.
+    """Return the paths that a fresh process can import, each as the first import of the package."""
+    # Only the path with `pytorch_lightning` imports that tree, as it changes Lightning's logs and its warnings' class.
     program = f"import sys, warnings\n{_DEPRECATION}" + "\n".join(
         f"assert ('pytorch_lightning' in sys.modules) == {path > 'lightning_swarm.pytorch_lightning'}\n"
         f"from {path} import {name}; import {path}; assert {path}.{name} is {name}; print('{path}')"

@@ -1,4 +1,4 @@
-"""The command line: what it accepts, what it runs, what it says."""
+"""The command line: accepted arguments, executed actions, and output."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ MODEL = [f"--model={__name__}.Net", f"--data={__name__}.Data"]
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing that is written stays, and the tests' own arguments are not those of the command."""
+    """Run in a temporary folder, without the tests' own arguments and import path."""
     monkeypatch.setattr(sys, "argv", ["lightning-swarm"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
 
 
 def strategy_of(*options: str, kind: type[LightningCLI] = SwarmCLI) -> SwarmStrategy:
-    """What `Trainer` got."""
+    """Return the strategy that the CLI passed to `Trainer`."""
     made = kind(Net, Data, run=False, save_config_callback=None, args=[*QUIET, *options])
     strategy = made.trainer.strategy
     assert type(strategy) is SwarmStrategy
@@ -293,7 +293,7 @@ def test_help_begins_with_what_to_type_and_an_example(
     usage, what, *rest = capsys.readouterr().out.split("\n\n")
     assert usage.startswith(f"usage: lightning-swarm {name} ")
     line = what.partition(". ")[0].splitlines()[0].rstrip(".")
-    assert f" {name} {line}" in overview  # the overview says the same
+    assert f" {name} {line}" in overview  # the overview has the same line
     examples = "\n".join(rest).partition("options:")[0]
     assert f"\n    lightning-swarm {name} " in f"\n{examples}"
 
@@ -323,7 +323,7 @@ def test_without_jsonargparse_the_remedy_is_named(
 
 
 class Watched(InMemoryStrategy):
-    """The last one made."""
+    """Keeps the last instance."""
 
     last: InMemoryStrategy
 
@@ -341,7 +341,7 @@ def test_commands_run_on_a_swarm(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     assert command(monkeypatch, name, *MODEL, *QUIET, *calls, "--trainer.num_sanity_val_steps=0") == 0
     assert name in made[0].seen
     assert len(Watched.last.servers) == 2
-    assert list(Path.cwd().iterdir()) == []  # no configuration beside the user's own files
+    assert list(Path.cwd().iterdir()) == []  # writes no configuration beside the user's files
 
 
 def test_garbage_is_collected_as_usual_from_fit_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_optimizer_of_the_command_line_steps_every_stage() -> None:
 
 @pytest.fixture
 def checkpoint() -> Path:
-    """With a tied weight, and a tensor that is not contiguous."""
+    """A checkpoint with a tied weight, and a tensor that is not contiguous."""
     module = Net()
     module.tied = module.net[0].weight
     module.register_buffer("turned", torch.arange(6.0).reshape(2, 3).T)
@@ -421,7 +421,7 @@ class Trap:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str, target: str) -> str:
-    """What the command says when it exports nothing."""
+    """Run an export that must fail; return the error output."""
     assert command(monkeypatch, "export", source, target) == 2
     assert not list(Path.cwd().glob("*.safetensors*"))
     said = capsys.readouterr()

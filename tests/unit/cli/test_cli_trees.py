@@ -59,7 +59,7 @@ class Data(pl.LightningDataModule):
 
 
 class Watched(InMemoryStrategy):
-    """The last one made."""
+    """Keeps the last instance."""
 
     last: InMemoryStrategy
 

@@ -1,4 +1,4 @@
-"""Scripts that complete command lines, in the shells themselves."""
+"""Scripts that complete command lines, run in the shells themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _lightning_swarm
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
-# The functions that zsh has only in an interactive shell print what they get.
+# These functions exist only in an interactive zsh; here they print their arguments.
 _ZSH = """
 function compdef { }
 function compadd { print -l -- ${(P)2} }
@@ -55,7 +55,7 @@ def shell(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Capture
         (["invite", "--"], ["--role", "--uses", "--out"], ["--weights"]),
         (["-vv", "invite", "--"], ["--role"], []),
         (["invite", "--role", ""], ["observer", "server", "trainer", "keeper"], ["--role"]),
-        (["serve", "--"], ["--listen", "--preemption", "--weights", "--memory"], []),  # of both kinds of `serve`
+        (["serve", "--"], ["--listen", "--preemption", "--weights", "--memory"], []),  # both kinds of `serve`
         (["join", "--preemption", ""], ["auto", "aws", "gcp", "azure"], []),
         (["fit", "--"], ["--model", "--trainer.strategy.num_stages"], ["--weights"]),
         (["plan", "machines.yaml", "--ends", ""], ["stages", "trainer"], []),
@@ -71,11 +71,12 @@ def test_words_are_completed(shell: tuple[str, Path], line: list[str], found: li
 def test_files_are_completed_elsewhere(shell: tuple[str, Path]) -> None:
     name, script = shell
     for line in (["export", "last"], ["fit", "--config", "run"], ["invite", "--out", ""]):
-        assert completed(name, script, line) == ({"FILES"} if name == "zsh" else set())  # bash falls back by itself
+        # Bash completes files without the script.
+        assert completed(name, script, line) == ({"FILES"} if name == "zsh" else set())
 
 
 def completed(name: str, script: Path, line: list[str]) -> set[str]:
-    """Return the words that a shell would offer behind a command line."""
+    """Return the words that a shell offers after a command line."""
     options = ["--norc"] if name == "bash" else ["--no-rcs"]
     command = [name, *options, "-c", COMMANDS[name], str(script), "lightning-swarm", *line]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -90,6 +91,6 @@ def test_the_listed_options_of_the_trainer_exist(
     with pytest.raises(SystemExit):
         cli.main()
     text = capsys.readouterr().out
-    # Options of the strategy are in a help of their own, which another test reads.
+    # The strategy's options are in a separate help, which another test reads.
     listed = [option for option in completion.TRAINER_OPTIONS if not option.startswith("--trainer.strategy.")]
     assert [option for option in listed if option not in text] == []

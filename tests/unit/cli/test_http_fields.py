@@ -1,4 +1,4 @@
-"""Each field of OpenAI's requests, and of those that vLLM adds, is honoured or refused by its name."""
+"""Each field of OpenAI's requests and of vLLM's additions is supported, or refused by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP endpoint under clients that mean harm: on a virtual clock, by the real application, without sockets."""
+"""The HTTP endpoint under malicious clients: the real application on a virtual clock, without sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = json.dumps({"model": "m", "prompt": "a", "max_tokens": 4}).encode()
 
 
 class Writer:
-    """A text that ends when the test says so."""
+    """A text that ends when the test ends it."""
 
     made: list[Writer]
 
@@ -44,13 +44,13 @@ class Writer:
 
 
 class Ids:
-    """Token ids: their shape is all that is read of them here."""
+    """Token ids, of which only the shape is read here."""
 
     shape = (1, 1)
 
 
 class Tokenizer:
-    """Takes until the test says so for a long prompt."""
+    """Takes until the test ends it for a long prompt."""
 
     def __init__(self) -> None:
         self.may_go = threading.Event()
@@ -62,7 +62,7 @@ class Tokenizer:
 
 
 class Model:
-    """A model without a longest text."""
+    """A model without a limit on the length of texts."""
 
     generation_config = None
 
@@ -75,7 +75,7 @@ class Model:
 
 
 class Client:
-    """Sends a request to the application, in the messages of ASGI."""
+    """Sends a request to the application as ASGI messages."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ def test_a_body_in_tiny_parts_takes_no_more_memory_than_its_bytes(served: Served
         tracemalloc.start()
         try:
             asked = asyncio.ensure_future(client.run())
-            await until(client.to_send.empty)  # all parts have come, and more are to come
+            await until(client.to_send.empty)  # the parts so far were received, and more will follow
             assert tracemalloc.get_traced_memory()[0] < 100 * num_parts
         finally:
             tracemalloc.stop()
@@ -200,10 +200,10 @@ def test_a_body_in_tiny_parts_takes_no_more_memory_than_its_bytes(served: Served
 def test_a_client_that_leaves_amid_its_body_gives_its_room_back(served: ServedText) -> None:
     async def attack() -> None:
         app = TextEndpoint([served]).app()
-        for _ in range(20):  # 80 MB in all: more than there is room for
+        for _ in range(20):  # 80 MB in all, which exceeds the limit
             client = Client(app).body(b"a" * 4_000_000, more=True)
             client.to_send.put_nowait({"type": "http.disconnect"})
-            assert await client.run() == 400  # and no failure is raised, which a server would log
+            assert await client.run() == 400  # and raises no error, which a server would log
 
     run(attack())
 
@@ -213,7 +213,7 @@ def test_bodies_that_never_end_leave_room_and_are_given_up(served: ServedText) -
         app = TextEndpoint([served]).app()
         clients = [Client(app).body(b"a" * (4_000_000), more=True) for _ in range(60)]
         asked = [asyncio.ensure_future(client.run()) for client in clients]
-        await until(lambda: sum(client.status == 429 for client in clients) == 48)  # 12 of them are held: 48 MB
+        await until(lambda: sum(client.status == 429 for client in clients) == 48)  # 12 requests are held: 48 MB
         held = [client for client in clients if not client.status]
         held[0].body(b"a" * 400_000)
         await until(lambda: held[0].status)
@@ -223,10 +223,10 @@ def test_bodies_that_never_end_leave_room_and_are_given_up(served: ServedText) -
         await until(lambda: Writer.made)
         Writer.made[0].over.set()
         assert await answered == 200
-        await asyncio.gather(*asked)  # in virtual seconds
+        await asyncio.gather(*asked)  # virtual seconds
         assert [client.status for client in held[1:]] == [408] * 11
         assert b"within 30 s" in held[1].content
-        last = Client(app).body(b"a" * 4_000_000)  # no JSON, but there is room for it
+        last = Client(app).body(b"a" * 4_000_000)  # no JSON, but within the limit
         assert await last.run() == 400
 
     run(attack(), VirtualLoop())
@@ -238,7 +238,7 @@ def test_long_prompts_do_not_hold_up_short_ones(served: ServedText) -> None:
         long = json.dumps({"model": "m", "prompt": "a " * 1_000_000, "max_tokens": 4}).encode()
         waiting = [asyncio.ensure_future(Client(app).body(long).run()) for _ in range(40)]
         answered = asyncio.ensure_future(Client(app).body(SMALL).run())
-        await until(lambda: Writer.made)  # the short one's: no long prompt is tokenized yet
+        await until(lambda: Writer.made)  # the short prompt's; no long prompt is tokenized yet
         assert not served.tokenizer.may_go.is_set()
         Writer.made[0].over.set()
         assert await answered == 200
@@ -301,7 +301,7 @@ def test_a_stream_whose_client_left_before_it_began_gives_its_place_back(served:
     async def attack() -> None:
         app = TextEndpoint([served]).app()
         long = json.dumps({"model": "m", "prompt": "a", "max_tokens": 30000, "stream": True}).encode()
-        for number in range(1, 100):  # more than there are places
+        for number in range(1, 100):  # more than the limit
             client = Client(app).body(long)
             client.to_send.put_nowait({"type": "http.disconnect"})
             await client.run()

@@ -1,4 +1,4 @@
-"""The command line answers at once: only a command that computes imports torch."""
+"""The command line answers immediately: only commands that compute import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CALLS = [
     (["completion", "zsh"], 0),
     (["completion", "tcsh"], 2),
     (["nonsense"], 2),
-    (["stat"], 2),  # no abbreviation
+    (["stat"], 2),  # abbreviations are refused
     (["status"], 2),
     (["ban", PLACE], 2),
     (["join", "here", "train.py"], 2),
@@ -62,7 +62,7 @@ print(json.dumps(found))
 
 
 def test_help_invitations_and_mistakes_import_nothing_slow(tmp_path: Path) -> None:
-    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")  # before it imports anything
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")  # exits before it imports a package
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps([words for words, _ in CALLS])],
         capture_output=True,
@@ -74,7 +74,7 @@ def test_help_invitations_and_mistakes_import_nothing_slow(tmp_path: Path) -> No
     )
     for (words, expected), (status, modules) in zip(CALLS, json.loads(run.stdout.splitlines()[-1]), strict=True):
         assert status == expected, words
-        assert "msgspec" in modules  # so this is a list of modules
+        assert "msgspec" in modules  # shows that this is a list of modules
         assert not SLOW & set(modules), words
     assert run.stderr.splitlines()[-1] == "Importing torch, Lightning and leaves.py."
     assert (tmp_path / "one.invite").read_text().startswith("swarm-invite")

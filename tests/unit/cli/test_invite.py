@@ -1,4 +1,4 @@
-"""`lightning-swarm invite`: what it writes, where, and what it refuses; and who looks at a run of invited peers."""
+"""`lightning-swarm invite`: written files and refused requests; and observers of a run of invited peers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HERE = f"203.0.113.7:31337/{ID}"
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The current one, with the user's keys in `config`."""
+    """Use a temporary folder, with the user's keys in `config`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(commands, "follow_environment", lambda: None)
@@ -89,7 +89,7 @@ def test_a_file_of_an_invitation_is_for_this_user_and_stays_as_it_is(
 def test_a_file_of_an_invitation_is_whole_or_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    assert command(monkeypatch, "invite") == 0  # the owner's key is there by now
+    assert command(monkeypatch, "invite") == 0  # the owner's key exists by now
     tried = []
 
     def full(descriptor: int) -> None:
@@ -188,7 +188,7 @@ def test_who_looks_at_a_run_shows_an_invitation(
 
 
 def role_of(visitor: Any) -> Role:
-    """What the certificate permits that a visitor shows to peers of its own run."""
+    """Return the role in the certificate that a visitor presents to peers of its own run."""
     credentials = visitor.certify(ID)
     assert isinstance(credentials, RunCredentials)
     role: Role = credentials.verify(ID, credentials.certificate, now_s=time.time()).role  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`lightning-swarm ban` and `unban`: of whom the owner speaks, and what the command says then."""
+"""`lightning-swarm ban` and `unban`: the subjects that an owner may name, and the output."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FIRST, SECOND = bytes(16).hex(), bytes(15).hex() + "02"
 
 
 class _Run(Members):
-    """A run to which `PEER` came by two invitations."""
+    """A run that `PEER` joined with two invitations."""
 
     def __init__(self) -> None:
         self.said: list[SignedBan] = []
-        self.banned: set[str] = set()  # by records
-        self.refusing: str | None = None  # a subject of which one peer has heard something newer
+        self.banned: set[str] = set()  # banned by records
+        self.refusing: str | None = None  # a subject for which one peer has a newer statement
 
     def members(self) -> list[RunMember]:
         return [RunMember(PEER, "server", number, (1, 1), (), None) for number in (FIRST, SECOND)]

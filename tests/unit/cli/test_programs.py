@@ -1,4 +1,4 @@
-"""`lightning-swarm join` and `serve`: what they tell the program, and which program they run."""
+"""`lightning-swarm join` and `serve`: the programs that they run, and the settings that they pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Ran = list[tuple[list[str], dict[str, str]]]
 
 @pytest.fixture(autouse=True)
 def _process_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a command changes of the process is taken back."""
+    """Restore the parts of the process that a command changes."""
     for name in NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def _process_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
-    """Programs that would have run, and what they would have been told."""
+    """Collect the programs that would have run, with their environment variables."""
     started: Ran = []
 
     def run(program: list[str]) -> None:
@@ -105,7 +105,7 @@ def test_a_program_is_told_whom_to_join(
     told: dict[str, str],
 ) -> None:
     assert command(monkeypatch, *arguments) == 0
-    # Empty values go before the program's own ones, which are those of the machine that it was written for.
+    # Empty values override the program's own, which are meant for its author's machine.
     assert ran == [(program, {"SWARM_ANNOUNCE": "", "SWARM_IDENTITY": "", **told})]
     what = "the model" if program[0] == "lightning-swarm" else program[program[0] == "-m"]
     assert capsys.readouterr().err == f"Importing torch, Lightning and {what}.\n"
@@ -180,7 +180,7 @@ def test_an_invitation_on_standard_input_reaches_the_program_in_a_file_without_a
 
     def run(program: list[str]) -> None:
         path = os.environ[process.INVITE]
-        read.extend(Path(path).read_text() for _ in range(2))  # children read it, too
+        read.extend(Path(path).read_text() for _ in range(2))  # child processes read it, too
         status = Path(path).stat()
         assert (status.st_mode & 0o777, status.st_nlink) == (0o600, 0)
         SwarmLauncher.launched = True

@@ -1,4 +1,4 @@
-"""Text that is passed on as it comes, up to a string that ends it."""
+"""Streamed text is passed on until a stop string."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def test_it_does_not_matter_in_which_pieces_text_comes(seed: int) -> None:
     ends = [text.find(stop) for stop in stops if stop in text]
     assert finder.found == bool(ends)
     assert text.startswith(said)
-    # The string that is complete first ends it, as whoever reads along sees it.
+    # The first complete string ends the text, as a reader of the stream would see.
     assert not ends or len(said) in ends

@@ -1,4 +1,4 @@
-"""Uploads of adapters: once to each server, however many calls name one at the same time."""
+"""Uploads of adapters: once to each server, however many calls need one at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVER = PeerId("a")
 
 
 class Swarm:
-    """A client, and a server that counts what comes."""
+    """A client, and a server that counts uploads."""
 
     def __init__(self) -> None:
         self.loop, network = VirtualLoop(), MemoryNetwork()
@@ -56,7 +56,7 @@ def test_each_goes_once(swarm: Swarm) -> None:
     swarm.send(1, 1, 2, 1)
     swarm.send(1, 2)
     assert sorted(swarm.came) == [1, 2]
-    swarm.send(1, 1, again=True)  # both missed it there: one upload serves both
+    swarm.send(1, 1, again=True)  # both calls found it missing there, and one upload serves both
     assert sorted(swarm.came) == [1, 1, 2]
 
 

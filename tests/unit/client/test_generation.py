@@ -1,4 +1,4 @@
-"""A rollback leaves nothing of the old generation in a trainer, however late the answers of the coordinator come."""
+"""A rollback removes the old generation from a trainer, even if answers of the coordinator come late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that are through, as their trainers know, and are struck from their steps all the same: they are told."""
+"""Trainers are notified if batches that they know as through are struck from their steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER = PeerId("other")
 
 
 def begun(make_swarm: MakeSwarm, target_batch_size: int | None) -> tuple[Trial, StepClient, Grant]:
-    """Another trainer's batch is through, and the lead's; then its gradients are lost, and it has kept no copies."""
+    """Finish another trainer's batch and the lead's; then lose the other's gradients, of which it keeps no copies."""
     plan = FaultPlan().kill("c", at=Phase.CLOSE)
     trial = Trial(make_swarm, plan, "a", "b c", target_batch_size=target_batch_size, trainers=f"{LEAD} other")
     swarm = trial.swarm
@@ -73,7 +73,7 @@ def test_a_step_that_takes_batches_again(make_swarm: MakeSwarm) -> None:
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_records_that_were_passed_over(make_swarm: MakeSwarm, is_lost: bool) -> None:
-    """The newest one says nothing of a batch of an earlier step."""
+    """The newest record contains no batch of an earlier step."""
     if is_lost:
         trial, other, grant = begun(make_swarm, None)
     else:
@@ -92,7 +92,7 @@ def test_records_that_were_passed_over(make_swarm: MakeSwarm, is_lost: bool) -> 
 
 @pytest.mark.parametrize("target_batch_size", [None, 2])
 def test_no_step_is_made_of_nothing(make_swarm: MakeSwarm, target_batch_size: int | None) -> None:
-    """The only batch is lost though its trainer lives: it runs again in this step, which does not close before."""
+    """The only batch is lost though its trainer lives, so it runs again in this step, which stays open until then."""
     plan = FaultPlan().kill("c", at=Phase.CLOSE)
     trial = Trial(make_swarm, plan, "a", "b c", target_batch_size=target_batch_size, trainers=str(LEAD))
     swarm = trial.swarm
@@ -114,7 +114,7 @@ def test_no_step_is_made_of_nothing(make_swarm: MakeSwarm, target_batch_size: in
 
 
 def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) -> None:
-    """It did not hear of the batch when it asked, and hears of it too late."""
+    """The batch was not reported to it in time, and comes too late."""
     trial = test_takeover.Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)
@@ -156,7 +156,7 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
 
 
 def test_what_was_struck_before_a_takeover_is_not_waited_for_after_it(make_swarm: MakeSwarm) -> None:
-    """The new coordinator hears of it as under way, for its trainer does not know yet; then a server tells that one."""
+    """The trainer, which does not know yet, reports the batch as under way; later a server notifies the trainer."""
     trial = test_takeover.Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)

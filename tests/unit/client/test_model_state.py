@@ -1,4 +1,4 @@
-"""Snapshots of a swarm are what one process would have written."""
+"""Snapshots of a swarm equal a single process's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.swarm import Swarm, rows
 
 
 def two_groups(module: nn.Module) -> Optimizer:
-    """Biases apart, and neither group in the order of the module."""
+    """Biases are apart, and neither group has the module's order."""
     named = list(module.named_parameters())
     biases = [parameter for name, parameter in named if name.endswith("bias")]
     others = [parameter for name, parameter in reversed(named) if not name.endswith("bias")]
@@ -90,7 +90,7 @@ def test_before_the_first_step_there_is_no_optimizer_state(make_swarm: MakeSwarm
 
 
 def test_a_stage_is_had_from_whoever_of_its_peers_is_left(make_swarm: MakeSwarm) -> None:
-    """As when one is killed between a step and the checkpoint of it: no record has left it out yet."""
+    """For example, a peer is killed between a step and its checkpoint, when no record has excluded it yet."""
     swarm = trained(make_swarm, [rows(0)], "a b c", "c")
     expected = swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 1, timeout=1.0))
     for peer in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Routes of sessions through the servers of a model."""
+"""Choice of sessions' routes through the servers of a model."""
 
 from __future__ import annotations
 

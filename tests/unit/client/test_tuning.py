@@ -1,4 +1,4 @@
-"""How a batch that is tuned on is cut."""
+"""Cuts of a tuning batch into microbatches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_swarm.client.tuning import microbatch_rows
     ("rows", "positions", "num_stages", "expected"),
     [
         (32, 64, 2, 4),  # four for each stage
-        (8, 64, 2, 2),  # of 128 positions each
+        (8, 64, 2, 2),  # 128 positions each
         (8, 1024, 2, 1),
-        (8, 4, 2, 2),  # but two for each stage
+        (8, 4, 2, 2),  # each stage gets at least two
         (8, 0, 2, 2),
         (3, 64, 4, 1),
         (1, 64, 2, 1),

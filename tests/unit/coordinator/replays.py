@@ -1,4 +1,4 @@
-"""A trainer that keeps copies of what it sent, and sends it again: the harness's side of a closing that met a fault."""
+"""A trainer that keeps its inputs and repeats them on request, for tests of closings after a fault."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class Replayer:
     """Trains in a swarm, and answers REPLAY.
 
     Args:
-        swarm: Which.
-        transport: Of the trainer that is asked; None: the lead's.
+        swarm: The swarm.
+        transport: The transport of the trainer that gets the calls; None: the lead's.
     """
 
     def __init__(self, swarm: Swarm, transport: MemoryTransport | None = None) -> None:
         self.swarm = swarm
         self.copies: dict[Receipt, tuple[CallKey, Tensor, Tensor, float]] = {}
-        self.avoid: set[PeerId] = set()  # no microbatch goes there
+        self.avoid: set[PeerId] = set()  # servers that get no microbatch
         self.replayed: list[Replay] = []
         (transport or swarm.trainer).handle_call(REPLAY, self._handle)
 
     def route(self, choice: int, avoid: Sequence[PeerId] = ()) -> list[PeerId]:
-        """Round the servers that are there."""
+        """Return a route; successive choices go round the servers that are there."""
         rosters = [[member.peer_id for member in roster] for roster in self.swarm.steps.run.rosters]
-        del rosters[len(self.swarm.rosters) :]  # on trainers
+        del rosters[len(self.swarm.rosters) :]  # the trainers' own stage
         there = [[peer for peer in roster if peer not in {*self.avoid, *avoid}] for roster in rosters]
         return [roster[choice % len(roster)] for roster in there]
 
     async def through(self, k: CallKey, x: Tensor, *, weight: float = 1.0, choice: int = 0) -> None:
-        """As `Swarm.through`, with copies kept."""
+        """Call `Swarm.through`, keeping copies of the inputs."""
         output = await self.swarm.through(k, x, route=self.route(choice), weight=weight)
         self.copies[k.receipt] = (k, x, output, weight)
 
     async def batch(self, *microbatches: Tensor) -> bool:
-        """As `Swarm.batch`, with copies kept."""
+        """Call `Swarm.batch`, keeping copies of the inputs."""
         steps = self.swarm.steps
         grant = await steps.grant(sum(map(len, microbatches)))
         done = []
@@ -56,7 +56,7 @@ class Replayer:
         return await steps.done(grant.lease, done)
 
     async def step(self, *microbatches: Tensor) -> Record:
-        """A step of one batch."""
+        """Run a step of one batch."""
         if not await self.batch(*microbatches):
             await self.swarm.steps.close()
         record = await self.swarm.record(self.swarm.steps.version)

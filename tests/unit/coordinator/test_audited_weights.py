@@ -1,4 +1,4 @@
-"""In an audited run replicas are compared by what nobody can forge, and the coordinator's server is right."""
+"""An audited run compares replicas by an unforgeable proof, with the coordinator's server as the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A, B, C, D = map(PeerId, "abcd")
 
 
 def forge(swarm: Swarm, peer: PeerId, stage_index: int) -> None:
-    """Have a server come to hold other weights with the same fingerprint."""
+    """Give a server other weights with the same fingerprint."""
     stage = swarm.servers[peer].steps.stage(stage_index)
     own = stage.weights()
     changed = forged(list(own.values()))
@@ -46,7 +46,7 @@ def test_weights_that_a_forger_made_are_found_before_they_count(make_swarm: Make
 
 
 def test_what_passed_a_server_with_other_weights_counts_nowhere(make_swarm: MakeSwarm) -> None:
-    """The stage before it was sent gradients of other outputs, and added them up honestly."""
+    """The previous stage received gradients of other outputs, and added them honestly."""
     swarm = make_swarm("a", "b c d", audit_share=0.0, trainers=LEAD)
     swarm.run(swarm.step(rows(0)))
     forge(swarm, B, 1)
@@ -115,5 +115,5 @@ def test_each_tensor_is_hashed_once_a_step_however_often_a_step_closes(
     swarm.settle()
     assert all(challenges)
     assert len(set(challenges)) == len(challenges), "each time another one"
-    tensors = 2 + 2  # of a stage: weight and bias, and a momentum of each
+    tensors = 2 + 2  # per stage: weight and bias, and a momentum of each
     assert len(hashed) == 3 * tensors

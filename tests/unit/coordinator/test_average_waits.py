@@ -1,4 +1,4 @@
-"""How long the coordinator waits for a server that does not average, while others report that it gave them nothing."""
+"""The coordinator's wait for a server that does not average, while other servers report that it sent them no part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES = ["a", "b", "c"], ["d", "e"], ["own", "f"]
 
 
 def ended_s(loop: VirtualLoop, reports: Mapping[str, tuple[float, str]]) -> dict[str, float]:
-    """When the wait for each server that never answers ends, if the others report at a time whom they missed."""
+    """Return when the wait for each silent server ends, if the rest report at a time which servers they missed."""
     rosters = [[PeerId(peer) for peer in stage] for stage in STAGES]
     choose = partial(choose_blamed, rosters, (), spared=PeerId("own"), is_audited=True)
     ended: dict[str, float] = {}
@@ -53,9 +53,9 @@ FINE = dict.fromkeys("abcdef", (0.1, "")) | {"own": (0.1, "")}
     [
         ({"a": (4.5, "c"), "b": (5.0, "c"), "c": None}, {"c": 5.0}),
         ({"a": (1.0, "c"), "b": (1.0, "c"), "c": None}, {"c": PATIENCE_S}),
-        ({"a": (4.5, "c"), "c": None}, {"c": LONGEST_S}),  # `a` may be the liar
-        ({"a": (4.5, "d"), "b": (4.5, "d"), "d": None}, {"d": LONGEST_S}),  # they hold no stage together
-        ({"d": (4.5, "e"), "e": None}, {"e": 4.5}),  # nobody else can say it
+        ({"a": (4.5, "c"), "c": None}, {"c": LONGEST_S}),  # `a` may be the malicious one
+        ({"a": (4.5, "d"), "b": (4.5, "d"), "d": None}, {"d": LONGEST_S}),  # they share no stage
+        ({"d": (4.5, "e"), "e": None}, {"e": 4.5}),  # no other server could report it
         ({"own": (4.5, "f"), "f": None}, {"f": 4.5}),
         ({"a": (4.5, "c"), "b": (5.0, "c"), "c": None, "d": (6.0, "e"), "e": None}, {"c": 5.0, "e": 6.0}),
         ({"c": None}, {"c": LONGEST_S}),

@@ -1,4 +1,4 @@
-"""Servers that go anywhere between a microbatch's receipt and the record: the weights are those of one machine."""
+"""Servers that go at any time between a microbatch's receipt and the record: the weights equal one machine's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trial:
         self.records: list[Record] = []
 
     def train(self, num_steps: int, *, avoid: Sequence[PeerId] = ()) -> None:
-        """Steps as they come; `avoid` takes no microbatch after the first of them."""
+        """Run steps; servers in `avoid` get no microbatch after the first step."""
         for _ in range(num_steps):
             step = len(self.records)
             self.records.append(self.swarm.run(self.trainer.step(*batch_of(step, NUM_MICROBATCHES))))
@@ -61,7 +61,7 @@ class Trial:
         return [[member.peer_id for member in roster] for roster in self.swarm.rosters_now]
 
     def check(self) -> None:
-        """The faults happened; the weights are one machine's; each microbatch counted once; replicas are equal."""
+        """Check faults, the weights of one machine, that each microbatch counts once, and that replicas are equal."""
         self.plan.check()
         batches = [batch_of(step, NUM_MICROBATCHES) for step in range(len(self.records))]
         for record in self.records:
@@ -70,7 +70,7 @@ class Trial:
         self.check_weights(self.records[-1])
 
     def check_weights(self, record: Record) -> None:
-        """Those of all who are in the next step."""
+        """Check the weights of all members of the next step."""
         expected = self.swarm.module.state_dict()
         seen: dict[str, Tensor] = {}
         for index, roster in enumerate(self.swarm.rosters_now):
@@ -101,7 +101,7 @@ CLOSING = [
 
 
 def test_servers_begin_to_average_when_they_freeze(make_swarm: MakeSwarm) -> None:
-    """Between a freeze and its record there are the parts, the means, the answer and the vote: nothing for ledgers."""
+    """Only the parts, the means, the answer and the vote lie between freeze and record; no extra round for ledgers."""
     latency_s = 1.0
     swarm = make_swarm("a", "b c", network=MemoryNetwork(latency_s=latency_s))
     at_s: dict[str, float] = {}
@@ -132,13 +132,13 @@ def test_a_server_that_goes_while_a_step_closes(
     assert not any(C in roster for roster in trial.members()), "it is left out by the record"
     assert trial.events["gone"] == 1
     assert trial.events["replay"] == len([1 for one in trial.trainer.replayed for _ in one.holders]) > 0
-    if phase is not Phase.AVERAGE_SEND:  # its parts leave from the freeze on: it may go with its answer to that
+    if phase is not Phase.AVERAGE_SEND:  # it sends parts as soon as it freezes, so it may die with its answer to that
         assert ("round_repeated" in trial.events) == (phase.name.startswith("AVERAGE"))
 
 
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_server_that_goes_between_its_receipts_and_the_closing(make_swarm: MakeSwarm, kind: str) -> None:
-    # With DONE, which goes to the coordinator: all receipts of the batch were seen then.
+    # DONE goes to the coordinator after the batch's last receipt.
     trial = Trial(make_swarm, strike(kind, "c", Phase.DONE, of="trainer"), "a c", "b")
     trial.train(4)
     trial.check()
@@ -148,7 +148,7 @@ def test_a_server_that_goes_between_its_receipts_and_the_closing(make_swarm: Mak
 
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_server_that_goes_when_it_has_averaged(make_swarm: MakeSwarm, kind: str) -> None:
-    """The others hold the round's result; it is not known whether it does."""
+    """The other servers hold the round's result; whether it does is unknown."""
     trial = Trial(make_swarm, strike(kind, "c", Phase.AVERAGE_DONE), "a", "b c d")
     trial.train(4)
     trial.check()
@@ -160,7 +160,7 @@ def test_a_server_that_goes_when_it_has_averaged(make_swarm: MakeSwarm, kind: st
 @pytest.mark.parametrize("phase", [Phase.DECIDE, Phase.DECIDE_DONE, Phase.APPLY, Phase.APPLY_DONE], ids=str)
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_server_that_goes_with_the_record(make_swarm: MakeSwarm, kind: str, phase: Phase) -> None:
-    """Its round counts; the record after leaves it out."""
+    """Its round counts; the next record excludes it."""
     plan = strike(kind, "c", phase, of="c")
     trial = Trial(make_swarm, plan, "a", "b c d")
     trial.train(1)
@@ -196,7 +196,7 @@ def test_a_record_that_a_server_missed_is_told_before_its_sums_are_frozen(make_s
     trial = Trial(make_swarm, plan, "a", "b c")
     trial.train(2)
     assert trial.swarm.servers[C].steps.version == 1
-    trial.trainer.avoid.add(C)  # who would wait there until it is told again
+    trial.trainer.avoid.add(C)  # calls to it would wait until it gets the record again
     trial.train(1)
     trial.check()
     assert trial.members() == [[A], [B, C]]
@@ -249,7 +249,7 @@ def test_nobody_waits_for_a_server_that_refuses_a_round(make_swarm: MakeSwarm, m
 
 
 def test_two_replicas_that_do_not_reach_each_other(make_swarm: MakeSwarm) -> None:
-    """Each blames the other; the coordinator reaches both, and goes on with one."""
+    """Each accuses the other; the coordinator reaches both, and continues with one."""
     plan = FaultPlan().partition("b", "c", for_s=LONG_S, at=Phase.CLOSE, step=1)
     trial = Trial(make_swarm, plan, "a", "b c")
     trial.train(3)
@@ -273,8 +273,8 @@ def test_who_most_do_not_reach_is_gone(make_swarm: MakeSwarm) -> None:
         ("e", Phase.CLOSE, {}),
         ("d", Phase.REPLAY, {"of": "trainer"}),
         ("e", Phase.REPLAY, {"of": "trainer"}),
-        ("d", Phase.BACKWARD, {"nth": 3}),  # the first one beyond its own share
-        ("e", Phase.FORWARD, {"nth": 4}),  # likewise
+        ("d", Phase.BACKWARD, {"nth": 3}),  # the first backward beyond its own share
+        ("e", Phase.FORWARD, {"nth": 4}),  # the first forward beyond its own share
         ("d", Phase.AVERAGE, {}),
         ("e", Phase.AVERAGE_REDUCE, {}),
     ],
@@ -284,7 +284,7 @@ def test_who_most_do_not_reach_is_gone(make_swarm: MakeSwarm) -> None:
 def test_two_servers_that_go_in_one_step(
     make_swarm: MakeSwarm, kind: str, other: str, phase: Phase, when: dict[str, Any]
 ) -> None:
-    """The second one, of the same stage or of another, while the first one's work is done again."""
+    """The second server, of the same stage or another, goes while the first one's work is repeated."""
     plan = strike(kind, other, phase, **when).kill("c", at=Phase.CLOSE, step=1)
     trial = Trial(make_swarm, plan, "a e", "b c d")
     trial.train(4)
@@ -296,7 +296,7 @@ def test_two_servers_that_go_in_one_step(
 
 
 def test_a_gradient_that_nobody_counts_is_discarded(make_swarm: MakeSwarm) -> None:
-    """Of a batch that was withdrawn, say: what was added with it is computed again."""
+    """Its batch was withdrawn, for example. The sums that contain it are recomputed."""
     trial = Trial(make_swarm, FaultPlan(), "a", "b c")
     trial.swarm.run(trial.swarm.through(key(100), rows(9), route=[A, C]))
     trial.train(2)
@@ -308,7 +308,7 @@ def test_a_gradient_that_nobody_counts_is_discarded(make_swarm: MakeSwarm) -> No
 
 def test_a_gradient_in_two_sums_stays_in_one(make_swarm: MakeSwarm) -> None:
     trial = Trial(make_swarm, FaultPlan(), "a", "b c")
-    # Also sent to c, as by a trainer that took b for gone.
+    # Also send it to c, like a trainer that took b for gone.
     trial.swarm.run(trial.swarm.through(key(0, 0), batch_of(0, 1)[0], route=[A, C]))
     trial.train(2)
     trial.check()
@@ -347,7 +347,7 @@ def test_a_stage_that_stays_silent_ends_the_run(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_stage_that_was_restarted_ends_the_run_at_once(make_swarm: MakeSwarm) -> None:
-    """Nobody has its weights any more."""
+    """No server has its weights any more."""
     trial = Trial(make_swarm, FaultPlan(), "a", "b")
     trial.train(1)
 
@@ -417,7 +417,7 @@ def test_a_server_that_was_not_told_what_trains_takes_no_part(make_swarm: MakeSw
 
 
 def begun(make_swarm: MakeSwarm, plan: FaultPlan, **settings: Any) -> tuple[Trial, Grant]:
-    """A batch of another trainer is through; the lead's is not."""
+    """Start a step in which another trainer's batch is through and the lead's is not."""
     trial = Trial(make_swarm, plan, "a", "b c", **settings)
     swarm = trial.swarm
     other = swarm.client(swarm.network.transport("other"))
@@ -451,7 +451,7 @@ def test_a_batch_whose_trainer_and_server_are_gone_is_struck(make_swarm: MakeSwa
 
 
 def test_a_step_that_lost_a_batch_takes_another(make_swarm: MakeSwarm) -> None:
-    """Whoever waits for the record gets a place instead, and the sums are open to it."""
+    """The trainer that waits for the record gets a place instead, and the sums accept the new batch."""
     trial, grant = begun(make_swarm, FaultPlan().kill("c", at=Phase.CLOSE), target_batch_size=4)
     swarm = trial.swarm
     swarm.run(swarm.steps.done(grant.lease, [key().receipt]))
@@ -510,7 +510,7 @@ def test_weights_are_hashed_where_somebody_may_compare_them(make_swarm: MakeSwar
 
 
 def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -> None:
-    """A request that was on its way while the server was taken for gone must not open its sums, or begin them anew."""
+    """A delayed request, from before the server was taken for gone, must not open its sums or begin them anew."""
     swarm = make_swarm("a", "b")
     swarm.run(swarm.through(key(), rows(1)))
     coordinator = swarm.servers[A]._transport

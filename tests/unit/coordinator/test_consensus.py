@@ -1,4 +1,4 @@
-"""Deciding: a majority under one term, voters that keep their word, and what a new term finishes."""
+"""Deciding: a majority under one term, voters that keep their promises, and records that a new term finishes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def accepts(voter: Voter, proposed: Record, term: Term = TERM) -> bool:
 
 
 class Election:
-    """Two that would coordinate, and some voters."""
+    """Two candidates, and some voters."""
 
     def __init__(self, loop: VirtualLoop, num_voters: int) -> None:
         self.loop = loop
@@ -93,7 +93,7 @@ class Election:
             )
         )
         self.events = EventLog()
-        self.coordinated = False  # a coordinator answers the voters
+        self.coordinated = False  # no coordinator answers the voters
         self.proposer = self.proposes(COORDINATOR, TERM)
 
     def proposes(self, name: PeerId, term: Term, run: RunState | None = None) -> Proposer:
@@ -109,10 +109,10 @@ class Election:
         )
 
     def check_slot(self, generation: int, step: int) -> None:
-        """Any may be open."""
+        """Accept any slot."""
 
     async def check_record(self, record: Record) -> None:
-        """No voter finds anything wrong."""
+        """Accept any record."""
 
     async def may_succeed(self, candidate: PeerId) -> bool:
         return not self.coordinated
@@ -147,7 +147,7 @@ def test_a_voter_never_goes_back_to_a_lower_term() -> None:
 
 
 def test_one_number_is_promised_to_one_peer() -> None:
-    """Rounds, leases and places are told apart by it."""
+    """The number distinguishes rounds, leases and places."""
     voter, member = Voter(0), Member(peer_id=PeerId("v"), boot_id=0)
     assert voter.promise(prepare(0, (5, "x", 1))).promised
     for other in ((5, "y", 1), (5, "x", 2)):
@@ -243,7 +243,7 @@ def test_what_was_fenced_off_is_finished_by_nobody() -> None:
 
 
 def test_a_fence_of_a_later_slot_leaves_the_open_one_open() -> None:
-    """A proposer may be a slot ahead of the voter, or lie; two fences tell that what was before them is decided."""
+    """A proposer may be a slot ahead of the voter, or malicious. Only two fences prove earlier slots decided."""
     voter = Voter(0)
     assert accepts(voter, record(1), (1, "x", 0))
     assert voter.promise(prepare(2, (2, "liar", 0), fence=True)).promised
@@ -374,7 +374,7 @@ def test_a_new_term_finishes_what_a_majority_accepted(loop: VirtualLoop) -> None
     ("lie", "num_dead"),
     [
         ({"fence": (2**30, "z", 0)}, 2),
-        ({"fence": (4, "z", 0)}, 1),  # which could be true of that voter
+        ({"fence": (4, "z", 0)}, 1),  # possibly true of that voter
         ({"accepted": Accepted(term=(2**30, "z", 0), record=record(clip_factor=0.1))}, 2),
         ({"accepted": Accepted(term=(5, RIVAL, 0), record=record(clip_factor=0.1))}, 2),
     ],
@@ -382,7 +382,7 @@ def test_a_new_term_finishes_what_a_majority_accepted(loop: VirtualLoop) -> None
 def test_one_voter_that_lies_voids_no_decided_record(loop: VirtualLoop, lie: dict[str, Any], num_dead: int) -> None:
     election = Election(loop, 5)
     election.decide(record(clip_factor=0.5))
-    loop.run_until_complete(asyncio.sleep(1.0))  # until all have heard of it
+    loop.run_until_complete(asyncio.sleep(1.0))  # all must have the record
     election.kill(range(num_dead))
     honest = election.transports[4]._call_handlers[PREPARE]  # type: ignore[attr-defined]
 
@@ -449,7 +449,7 @@ def test_a_foreign_term_is_refused(loop: VirtualLoop) -> None:
 
 
 def test_a_term_beyond_all_is_refused(loop: VirtualLoop) -> None:
-    """Nobody could ever lead under it, nor under a higher one."""
+    """No peer could ever lead under it, nor under a higher one."""
     election = Election(loop, 1)
     coordinator = election.proposer._transport
     request = prepare(0, (1 << 40, "coordinator", 0))

@@ -1,17 +1,17 @@
 """Deciding under random schedules: peers crash, restart, freeze, join; messages are lost, doubled and reordered.
 
-What is modelled:
+The model:
 
-- Three to six peers at first, one to five of them voters. Each runs `Voter` and, when it likes, a `Ballot` for the next
-  step that it knows of; both are the code as it is. The network and the proposers' pace are the model's own.
-- Messages of all ballots, old ones too, arrive in any order, twice, late or never.
-- Peers crash, and come again as somebody else: with another boot id, nothing promised and no records. Peers freeze,
-  without losing anything, and thaw.
-- Peers that were never there before join, under new names and at any time: they fetch records like whoever missed some,
-  and become voters by a record that names them, as members do that were no voters. Records also take voters out.
+- Three to six initial peers, one to five of them voters. Each runs `Voter` and, at random times, a `Ballot` for the
+  next step that it knows of; both are the production code. The network and the proposers' pace are the model's own.
+- Messages of all ballots, old ballots included, arrive in any order, twice, late or never.
+- Peers crash, and return as new peers: with another boot id, no promises and no records. Peers freeze and thaw
+  without losing state.
+- New peers join under new names at any time: they fetch records like a peer that missed some, and a record makes them
+  voters, like members that were no voters. Records also remove voters.
 
-Two promises are checked: one record for a slot, and no record decided whose round of averaging may have been
-overwritten since. Broken variants of both must be caught, so that the model can be trusted.
+Two invariants are checked: one record for a slot, and no record decided whose round of averaging may have been
+overwritten since. The model must catch broken variants of both, so that it can be trusted.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ EMPTY = record()
 
 
 def voters_of(record: Record) -> list[Member]:
-    """Those after it: here each record names them."""
+    """Return the voters after a record, which each record of the model names."""
     assert record.next_voters is not None
     return record.next_voters
 
 
 class Broken(AssertionError):
-    """A promise was."""
+    """An invariant was violated."""
 
 
 @dataclass
 class Node:
     member: Member
     voter: Voter
-    log: list[Record] = field(default_factory=list)  # decided ones, as far as it knows
+    log: list[Record] = field(default_factory=list)  # decided records that it knows
     ballot: Ballot | None = None
-    record: Record | None = None  # that its ballot proposes
+    record: Record | None = None  # its ballot's proposal
     number: int = 0
     alive: bool = True
     frozen: bool = False
@@ -65,17 +65,17 @@ class Node:
         return self.alive and not self.frozen
 
 
-Mail = tuple[str, int, int, Ballot, Any]  # kind, sender, receiver, the ballot that it is of, content
+Mail = tuple[str, int, int, Ballot, Any]  # kind, sender, receiver, ballot, content
 
 
 class Schedule:
     """One random run of the protocol.
 
     Args:
-        seed: Of all that is random in it.
-        new_voter: Makes voters; those of a broken variant forget or permit what they must not.
-        new_ballot: Likewise.
-        forgetful: Whether a restarted voter pretends to be the one that it was.
+        seed: Seed of all random choices.
+        new_voter: Makes voters, possibly of a broken variant.
+        new_ballot: Makes ballots, possibly of a broken variant.
+        forgetful: Whether a restarted voter claims to be its predecessor.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Schedule:
         self.mail: list[Mail] = []
         self.num_records = 0
         self.decided: dict[Slot, bytes] = {}
-        self.origin: dict[bytes, Term] = {}  # under which a record was first proposed
+        self.origin: dict[bytes, Term] = {}  # record -> term under which it was first proposed
         self.begun: dict[Slot, Term] = {}  # the highest term that began a round for the slot
         self.seen: Counter[str] = Counter()
 
@@ -131,7 +131,7 @@ class Schedule:
         if 0.08 <= chance < 0.14:
             self.seen["lost"] += 1
         elif node.frozen:
-            self.mail.append(mail)  # until it thaws
+            self.mail.append(mail)  # kept until it thaws
         elif node.alive:
             self.handle(kind, sender, receiver, node, ballot, content)
 
@@ -198,7 +198,7 @@ class Schedule:
             self.mail.append((kind, me, int(voter.peer_id[1:]), ballot, content))
 
     def fresh(self, ballot: Ballot) -> Record:
-        """A record of its own; working towards it overwrites what servers hold of earlier rounds."""
+        """Make a new record; preparing it overwrites the servers' state of earlier rounds."""
         self.num_records += 1
         self.begun[ballot.slot] = max(ballot.term, self.begun.get(ballot.slot, NO_TERM))
         voters = self.next_voters(list(ballot.voters))
@@ -208,7 +208,7 @@ class Schedule:
         return made
 
     def next_voters(self, voters: list[Member]) -> list[Member]:
-        """Mostly as before: promises then hold on. Else any of all, or somebody new in the place of one."""
+        """Return mostly the same voters, whose promises stay valid; otherwise random members, or one new voter."""
         members = [one.member for one in self.nodes]
         newcomers = [one for one in members[self.num_first :] if one not in voters]
         chance = self.rng.random()
@@ -286,13 +286,13 @@ def test_never_two_records_for_one_slot() -> None:
 
 
 class NoPromise(Ballot):
-    """Proposes without asking what was accepted."""
+    """Proposes without asking for accepted records."""
 
     prepared = may_begin = property(lambda self: True)  # type: ignore[assignment]
 
 
 class FirstBest(Ballot):
-    """Finishes any accepted record, not the one of the highest term."""
+    """Finishes any accepted record, not that of the highest term."""
 
     @property
     def chosen(self) -> Record | None:
@@ -316,14 +316,14 @@ class Unfenced(Ballot):
 
 
 class OneWord(Ballot):
-    """Takes its promises to other voters."""
+    """Uses its promises with other voters."""
 
     def after(self, slot: Slot, voters: Any) -> Ballot:
         return OneWord(self.term, slot, voters, promised=voters, fenced=voters)
 
 
 class FallsBack(Voter):
-    """Accepts what comes, under whatever term."""
+    """Accepts proposals under any term."""
 
     def consider(self, proposal: Proposal) -> Vote:
         self.term = min(self.term, proposal.term)
@@ -331,7 +331,7 @@ class FallsBack(Voter):
 
 
 class Silent(Voter):
-    """Does not say what it has accepted."""
+    """Conceals its accepted record."""
 
     def promise(self, request: Prepare) -> Promise:
         return replaced(super().promise(request), accepted=None)

@@ -1,4 +1,4 @@
-"""The coordinator's books, pure; and whole steps through coordinator and servers."""
+"""The coordinator's books, without a network; and whole steps through coordinator and servers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_withdrawn_batch_counts_nowhere_and_its_place_stays_empty() -> None:
 
 
 def test_a_trainer_that_reports_a_lease_has_no_say_in_its_weight() -> None:
-    """A new coordinator knows what the former one can have granted."""
+    """A new coordinator computes the weights that its predecessor must have granted."""
     for target, weight in ((None, 1.0), (8, 4.0)):
         step = OpenStep(0, target)
         for wrong in (1e6, 1e-6, 8.0):
@@ -115,7 +115,7 @@ def test_each_granted_batch_ends_once_and_by_its_trainer() -> None:
         with pytest.raises(ProtocolError, match="lease 1 begins at 0"):
             step.complete(1, LEAD, foreign)
     step.complete(1, LEAD, [(0, 0, 0)])
-    step.complete(1, LEAD, [(0, 0, 0)])  # it did not hear that it was heard
+    step.complete(1, LEAD, [(0, 0, 0)])  # a repeated report, whose first answer was lost
     for other in ([], [(0, 1, 0)]):
         with pytest.raises(ProtocolError, match="no open lease"):
             step.complete(1, LEAD, other)
@@ -173,7 +173,7 @@ def test_records_apply_in_order_and_once(make_swarm: MakeSwarm) -> None:
     before = swarm.state()
     coordinator = swarm.servers[A]._transport
     for record in records:
-        swarm.run(coordinator.call(B, APPLY, encode(record), timeout=1.0))  # told twice
+        swarm.run(coordinator.call(B, APPLY, encode(record), timeout=1.0))  # repeated
     early = replaced(records[-1], closing=replaced(records[-1].closing, step=7))
     with pytest.raises(ProtocolError):
         swarm.run(coordinator.call(B, APPLY, encode(early), timeout=1.0))
@@ -192,7 +192,7 @@ def test_a_record_whose_caller_hung_up_is_told_again(make_swarm: MakeSwarm, monk
         apply(record, averaged)
         found.append(steps.stage(1).fingerprint())
         if len(found) == 1:
-            raise Unreachable("the caller is gone")  # here its handler is cancelled
+            raise Unreachable("the caller is gone")  # the handler would be cancelled here
 
     monkeypatch.setattr(steps.sums, "apply", applied_unheard)
     swarm.run(swarm.step(rows(0)))
@@ -392,7 +392,7 @@ def test_a_trainer_cannot_be_ahead_of_the_coordinator(make_swarm: MakeSwarm) -> 
 
 
 def assert_undecided(swarm: Swarm, words: str) -> None:
-    """The step fails for whoever waits, no voter accepted a record, and no weight changed."""
+    """Check that the step fails for all its callers, no voter accepted a record, and no weight changed."""
     start = {name: tensor.clone() for name, tensor in swarm.weights().items()}
     with pytest.raises(StepError, match=words):
         swarm.run(swarm.step(rows(1), rows(2)))
@@ -404,7 +404,7 @@ def assert_undecided(swarm: Swarm, words: str) -> None:
 
 
 def step_without(swarm: Swarm, peer: PeerId) -> Event:
-    """A step that leaves a server out, and whose batch runs again; why."""
+    """Run a step that excludes a server and repeats its batch; return the event with the reason."""
 
     async def step() -> Record:
         await swarm.batch(rows(1), rows(2))
@@ -452,7 +452,7 @@ def test_a_restarted_server_fails_the_step(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_bug_while_closing_reaches_who_waits() -> None:
-    """And it ends the server."""
+    """The server also ends."""
     swarm = Swarm("a")
 
     async def odd(*_: object, **__: object) -> float:
@@ -494,7 +494,7 @@ def test_nobody_waits_for_the_record_of_a_step_that_takes_batches(make_swarm: Ma
 
 
 def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
-    """A trainer that is there, and does not come to the end of its batch, is done without."""
+    """A live trainer that does not finish its batch is passed over."""
     swarm = make_swarm("a", target_batch_size=4)
     other = swarm.client(swarm.network.transport(OTHER))
 
@@ -518,7 +518,7 @@ def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
 
 
 def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: MakeSwarm) -> None:
-    """A late copy of a microbatch that counts, but on another replica, would be in the mean twice."""
+    """A late copy of a microbatch that counts on another replica would be in the mean twice."""
     swarm = make_swarm("a", "b c")
     refusals: list[Any] = []
     source = result_of(A, key(), 0, "forward")

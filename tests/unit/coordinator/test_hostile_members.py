@@ -1,4 +1,4 @@
-"""A member of the run that lies: it does not come to coordinate, keeps nobody else from it, and ends nothing."""
+"""A malicious member cannot become coordinator, keep other peers from it, or end the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEADS_WITHIN_S = 120.0
 
 
 class Coup(Trial):
-    """Five voters, of which `c` lies."""
+    """Five voters, of which `c` is malicious."""
 
     def __init__(self, make_swarm: MakeSwarm) -> None:
         super().__init__(make_swarm, FaultPlan(), "a b c e", "d b c e")
@@ -49,14 +49,14 @@ class Coup(Trial):
         return replaced(prepare, **changes)
 
     def stand(self, peers: Sequence[PeerId], **changes: Any) -> None:
-        """Have the liar ask voters for their promises, under a term just above theirs."""
+        """Make the malicious voter request promises, under a term just above the voters'."""
         for peer in peers:
             number = self.swarm.servers[peer].voter.term[0] + 1
             with contextlib.suppress(Busy, ProtocolError):
                 self.tell(peer, PREPARE, self.prepare(peer, number, **changes))
 
     def answer(self, method: str, lie: Callable[[bytes], bytes]) -> None:
-        """Have the liar answer so, on top of what it would have answered."""
+        """Make the malicious voter falsify its answers to a method."""
         honest = self.handlers[method]
 
         async def answer(caller: PeerId, body: bytes) -> bytes:
@@ -69,7 +69,7 @@ class Coup(Trial):
         self.answer(method, lambda body: encode(replaced(decode(body, kind), **changes)))
 
     def claim(self, **changes: Any) -> None:
-        """Have it say that it accepted a record of the open step, under the term of somebody who is gone."""
+        """Make it claim that it accepted a record of the open step, under the term of an absent peer."""
         newest = self.records[-1]
         closing = replaced(newest.closing, **{"step": len(self.records), **changes})
         record = replaced(newest, closing=closing, next_voters=None)
@@ -141,7 +141,7 @@ def test_terms_rise_by_small_steps_where_there_is_no_coordinator(make_swarm: Mak
 
 
 def test_a_voter_that_was_away_for_long_promises_high_terms_in_the_end(make_swarm: MakeSwarm) -> None:
-    """The others had many elections meanwhile."""
+    """The other voters had many elections meanwhile."""
     coup = Coup(make_swarm)
     for name in (B, C, D, E):
         coup.swarm.servers[name].admission.leadership._highest_number = 5 * MAX_STEP
@@ -167,7 +167,7 @@ EARLY = {
 @pytest.mark.parametrize("fence", [False, True], ids=["promise", "fence"])
 @pytest.mark.parametrize("early", EARLY, ids=lambda early: early.replace(" ", "-"))
 def test_a_promise_for_another_slot_ends_no_vote(make_swarm: MakeSwarm, early: str, fence: bool) -> None:
-    """The voters decide the open one, whatever a member that leads nobody has fenced."""
+    """The voters decide the open slot, although a member without leadership has fenced another one."""
     coup = Coup(make_swarm)
     coup.swarm.network.kill(A)
     coup.stand([B, D, E], **{**EARLY[early], "fence": fence})
@@ -181,7 +181,7 @@ def test_a_promise_for_another_slot_ends_no_vote(make_swarm: MakeSwarm, early: s
 @pytest.mark.thorough
 @pytest.mark.parametrize("asked", ["b", "b d e"])
 def test_numbers_rise_no_faster_than_the_others_follow(make_swarm: MakeSwarm, asked: str) -> None:
-    """However often a member asks while there is no coordinator: soon after it is silent somebody leads."""
+    """However often a member asks while there is no coordinator, one leads soon after it stops."""
     coup = Coup(make_swarm)
     voters = {peer: coup.swarm.servers[peer].voter for peer in map(PeerId, asked.split())}
     transport = coup.swarm.servers[LIAR]._transport
@@ -230,10 +230,10 @@ LIES: dict[str, Callable[[Coup], None]] = {
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.replace(" ", "-"))
 def test_what_one_voter_says_is_no_majority(make_swarm: MakeSwarm, lie: str) -> None:
-    """The others do without it, or with its vote where they need that."""
+    """The other voters decide without it, or with its vote if they need it."""
     coup = Coup(make_swarm)
     LIES[lie](coup)
-    if lie in WATCHED:  # whoever has a coordinator asks nobody else
+    if lie in WATCHED:  # peers with a coordinator poll no other peer
         coup.swarm.network.kill(A)
     coup.train(1, avoid="a" if lie in WATCHED else "")
     coup.swarm.settle()
@@ -258,7 +258,7 @@ def test_a_server_that_says_it_follows_another_is_left_out(make_swarm: MakeSwarm
 
 
 def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: MakeSwarm) -> None:
-    """Whatever its coordinator makes of it: each of these is refused before the honest one is accepted."""
+    """Each of these invalid records is refused before the honest record is accepted."""
     coup = Coup(make_swarm)
     swarm, num_refused = coup.swarm, 0
     calls = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""In an audited run only keepers vote, coordinate and lead, whoever else asks to, and whoever dies."""
+"""In an audited run only keepers vote, coordinate and lead, even after deaths and requests of other peers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = Limits(call_timeout=30.0, silence_timeout=10.0, stage_timeout=600.0)
 
 
 def audited(make_swarm: MakeSwarm, keepers: str, *rosters: str, **options: Any) -> Swarm:
-    """The first server of the first roster coordinates."""
+    """Return an audited swarm, coordinated by the first server of the first roster."""
     rosters = rosters or ("a b c", "d b c")
     return make_swarm(*rosters, keepers=keepers, trainers=TRAINER, limits=LIMITS, **options)
 
@@ -63,7 +63,7 @@ def coordinators(swarm: Swarm) -> set[PeerId]:
 
 
 def test_only_keepers_come_to_vote(make_swarm: MakeSwarm) -> None:
-    """Of four servers three would vote."""
+    """Without keepers three of the four servers would vote."""
     swarm = audited(make_swarm, "a c")
     for seed in range(3):
         swarm.run(step(swarm, seed))
@@ -78,7 +78,7 @@ def test_all_three_vote_if_all_keep(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_second_keeper_takes_over_and_nobody_else_does(make_swarm: MakeSwarm) -> None:
-    """One vote of two keepers would die with its voter, so three of them keep."""
+    """There are three keepers, because the single vote of two would be lost with its voter."""
     swarm = audited(make_swarm, "a c e", "a b c e", "d b c e")
     swarm.run(step(swarm, 0))
     assert voters(swarm) == [A, C, PeerId("e")]
@@ -152,7 +152,7 @@ def test_a_server_that_keeps_nothing_does_not_take_over_though_the_coordinator_a
 
 
 def test_a_keeper_takes_over_from_one_that_leaves(make_swarm: MakeSwarm) -> None:
-    """Though it has no vote, as one of two."""
+    """It takes over without a vote, as one of two keepers."""
     swarm = audited(make_swarm, "a c")
     swarm.run(step(swarm, 0))
     swarm.run(swarm.servers[A].admission.leadership.abdicate())
@@ -190,7 +190,7 @@ def test_a_term_of_another_server_is_not_followed_whoever_says_that_voters_promi
 def test_a_view_of_another_server_tells_nobody_that_the_run_went_on_without_it(
     make_swarm: MakeSwarm, liar: PeerId, is_believed: bool
 ) -> None:
-    """Neither its lead nor another server."""
+    """A keeper's view counts, another server's does not: neither the lead nor a server gives up."""
     swarm = audited(make_swarm, "a c")
     swarm.run(step(swarm, 0))
     run = swarm.steps.run
@@ -284,14 +284,14 @@ def test_a_run_is_begun_by_keepers_or_refused(make_swarm: MakeSwarm) -> None:
 
 
 def certified(make_swarm: MakeSwarm, **options: Any) -> Swarm:
-    """Keepers are the lead, `a`, and joiners called `k`."""
+    """Return a swarm whose keepers are the lead, `a`, and joiners called `k`."""
     network = InvitedNetwork(role_of=lambda peer: Role.KEEPER if peer in (TRAINER, A, K) else Role.SERVER)
     names = ["a", "b", "c", "d", TRAINER]
     return audited(make_swarm, "a", network=network, invitations=network.used_by(names), **options)
 
 
 def test_a_newcomer_with_a_keeper_s_certificate_decides_from_its_record_on(make_swarm: MakeSwarm) -> None:
-    """Also after the run went back; one with another certificate does not."""
+    """This also holds after a rollback. A newcomer with another certificate does not vote."""
     swarm = certified(make_swarm)
     swarm.join("k")
     swarm.join("j")
@@ -320,7 +320,7 @@ def test_a_voter_refuses_a_keeper_whose_certificate_says_otherwise(make_swarm: M
 
 
 def test_a_joiner_believes_keepers_alone(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
-    """A member that shows the run as its own is not asked to let it in."""
+    """A member that claims the run for itself gets no request to join."""
     swarm = certified(make_swarm)
     swarm.run(step(swarm, 0))
     server = swarm.add_server("j")
@@ -362,7 +362,7 @@ def test_a_joiner_takes_the_members_from_the_coordinator_not_from_its_donor(
     seat = server.joiner._seat
 
     def lied(seats: Any, version: int) -> None:
-        if not seen:  # what the donor says comes first
+        if not seen:  # the donor's statement comes first
             seats = replaced(seats, keepers=[*seats.keepers, B])
         seen.append(seats.keepers)
         seat(seats, version)

@@ -1,4 +1,4 @@
-"""What a step takes of the line of who coordinates grows with the peers, and none of its messages passes the bound."""
+"""A step's traffic at the coordinator grows in proportion to the peers, and none of its messages exceeds the limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def crowd(num_servers: int, num_trainers: int, num_microbatches: int = 4) -> Ite
 
 
 async def step_of(trainers: Sequence[BriefTrainer]) -> None:
-    """A step that the lead, the first of them, closes without the others."""
+    """Run a step that the lead, the first trainer, closes without the other trainers."""
     working = asyncio.gather(*(trainer.step() for trainer in trainers))
     await asyncio.sleep(1.0)
     await trainers[0].steps.close()
@@ -61,7 +61,7 @@ async def step_of(trainers: Sequence[BriefTrainer]) -> None:
 
 @pytest.mark.thorough
 def test_a_step_of_a_thousand_trainers_and_a_thousand_servers_fits_into_calls() -> None:
-    """Though all servers have something of everything to tell, and a hundred are gone. So does who is there."""
+    """All servers report all kinds of values, and a hundred are gone. The list of members fits, too."""
     with crowd(1000, 1000, num_microbatches=2) as made:
         made.kill(100)
         made.loop.run_until_complete(made.step())
@@ -69,12 +69,12 @@ def test_a_step_of_a_thousand_trainers_and_a_thousand_servers_fits_into_calls() 
         assert [len(roster) for roster in seats.rosters] == [899, 1]
         assert sum(number for _, _, number in made.newest.closing.batches) == 1000
         assert made.calls.largest.keys() >= {ADMIT, GRANT, DONE, FREEZE, AVERAGE, PROPOSE, APPLY, RECORD}
-        assert max(made.calls.largest.values()) < MAX_CALL_BYTES // 3  # each kind of event adds a count of each server
+        assert max(made.calls.largest.values()) < MAX_CALL_BYTES // 3  # each kind of event adds a count per server
         assert len(encode(RecordReply(record=made.newest, closing=False, seats=seats))) < MAX_CALL_BYTES // 4
 
 
 def passed_over(made: Crowd) -> BriefTrainer:
-    """A trainer that two steps went on without, while servers were lost."""
+    """Return a trainer that missed two steps, during which servers were lost."""
     *there, absent = made.trainers
     made.kill(3)
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_a_record_that_is_not_the_next_one_is_refused_without_who_is_there() -> 
 
 
 def bytes_of_a_step(num_servers: int, num_trainers: int) -> int:
-    """At who coordinates."""
+    """Return the coordinator's traffic in a step."""
     with crowd(num_servers, num_trainers) as made:
         made.clear()
         for _ in range(NUM_STEPS):
@@ -134,7 +134,7 @@ def test_what_a_trainer_is_told_of_a_step_has_one_size() -> None:
             trainers = [one.peer_id for one in made.transports[num_servers + 1 :]]
             return made.by_method(trainers)[RECORD]
 
-    assert told(40, 80) - told(10, 10) < 10  # a number more has a digit more
+    assert told(40, 80) - told(10, 10) < 10  # one more digit in some numbers
 
 
 # ---------------------------------------------------------------------- many in a few bytes

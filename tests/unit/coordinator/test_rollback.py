@@ -1,4 +1,4 @@
-"""A run that goes back: every server drops what it holds, and nothing of the old generation counts any more."""
+"""A rollback: every server drops its state, and messages of the old generation count no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
 
 
 def restarting(swarm: Swarm, step: int = 0) -> RestartRequest:
-    """Back to the weights that the run began with."""
+    """Return a request to restart with the run's initial weights."""
     run = swarm.steps.run
     return RestartRequest(
         generation=run.manifest.generation + 1, first_step=step, seats=run.seats, selection=swarm.manifest.selection
@@ -40,7 +40,7 @@ def restarting(swarm: Swarm, step: int = 0) -> RestartRequest:
 
 
 def go_back(swarm: Swarm, step: int = 0) -> None:
-    """Begin anew at `step` with the weights that the run began with."""
+    """Restart the run at `step` with its initial weights."""
     asked = restarting(swarm, step)
 
     async def go() -> None:
@@ -52,7 +52,7 @@ def go_back(swarm: Swarm, step: int = 0) -> None:
 
 
 async def step(swarm: Swarm, *seeds: int) -> Record:
-    """A step of one batch in the present generation."""
+    """Run a step of one batch in the current generation."""
     grant = await swarm.steps.grant(2 * len(seeds))
     done = []
     for index, seed in enumerate(seeds):
@@ -73,7 +73,7 @@ def assert_trains_as_from_the_beginning(swarm: Swarm, num_stages: int = 2) -> No
 
 @pytest.mark.parametrize("first_step", [0, 1, 2, 7])
 def test_it_trains_as_if_nothing_had_been(make_swarm: MakeSwarm, first_step: int) -> None:
-    """Whether the run goes back, stays or jumps: momenta, sums and books are gone."""
+    """For any restart step, momenta, sums and books are reset."""
     swarm = make_swarm("a b", "c d")
     for seed in 5, 6:
         swarm.run(step(swarm, seed, seed + 1))
@@ -94,7 +94,7 @@ def test_it_goes_back_again_and_again(make_swarm: MakeSwarm) -> None:
 def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By it one came in, who has not heard of it either, one gave up a stage, and others vote."""
+    """That record admitted a server that also missed it, had another one give up a stage, and changed the voters."""
     swarm = make_swarm("a b", "b")
     swarm.join("j")
     handlers = {peer: swarm.network.find(peer)._call_handlers for peer in (B, J)}
@@ -122,7 +122,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
 
 
 def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm) -> None:
-    """Else the next time that nobody is there would be cut short by this one."""
+    """Otherwise this outage would shorten the wait in the next one."""
     swarm = make_swarm("a", "b")
     role = swarm.servers[A].admission.leadership.coordinator
     assert role is not None
@@ -161,7 +161,7 @@ def test_optimizer_state_comes_after_the_weights(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_microbatch_under_way_is_given_up(make_swarm: MakeSwarm) -> None:
-    """Its forward is kept, one gradient is in a sum, another call waits for an input that never comes."""
+    """One forward is cached, one gradient is in a sum, another call waits for an input that never comes."""
     swarm = make_swarm("a", "b")
     swarm.run(swarm.steps.grant(4))
     output = swarm.run(swarm.forward(key(), rows(5)))
@@ -180,7 +180,7 @@ def test_a_microbatch_under_way_is_given_up(make_swarm: MakeSwarm) -> None:
 
 @pytest.mark.parametrize("method", [FREEZE, AVERAGE, APPLY])
 def test_a_step_that_closes_is_given_up(make_swarm: MakeSwarm, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes back while one server has not answered the coordinator yet; what it answers is late."""
+    """The run rolls back while one server has not answered the coordinator yet; its answer comes too late."""
     swarm = make_swarm("a b", "c d")
     held, let_go = asyncio.Event(), asyncio.Event()
     handlers = swarm.servers[PeerId("d")]._transport._call_handlers  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ def test_a_step_that_closes_is_given_up(make_swarm: MakeSwarm, method: str, monk
 
 
 def old_calls(swarm: Swarm) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]:
-    """What a trainer of the old generation may still say, of the step that is open now."""
+    """Return the calls that a trainer of the old generation may still make for the open step."""
     steps = swarm.steps
     output = rows(7)
     old = RunState(swarm.manifest)
@@ -238,7 +238,7 @@ OLD_CALLS = ["grant", "done", "record", "forward", "backward", "cancel", "state"
 def test_the_old_generation_is_refused_and_changes_nothing(make_swarm: MakeSwarm, name: str) -> None:
     swarm = make_swarm("a", "b")
     go_back(swarm)
-    swarm.steps.run.manifest = swarm.manifest  # it has not heard of it
+    swarm.steps.run.manifest = swarm.manifest  # it missed the restart
     swarm.steps.generation = TrainerGeneration(swarm.steps.run)
     before = swarm.state()
     with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
@@ -253,7 +253,7 @@ def test_who_waits_for_a_record_hears_of_the_next_generation_at_once(make_swarm:
 
     async def go() -> None:
         await swarm.steps.grant(2)
-        await swarm.steps.close()  # its batch is under way still
+        await swarm.steps.close()  # its batch is still under way
         waiting = asyncio.ensure_future(swarm.trainer.call(A, RECORD, encode(request), timeout=30.0))
         await asyncio.sleep(0.1)
         assert not waiting.done()

@@ -1,4 +1,4 @@
-"""Steps whose gradients travel scaled, as with `16-mixed`: the scale is divided out once, whoever gets the means."""
+"""Steps with scaled gradients, as with `16-mixed`: each receiver of the means divides by the scale once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_alike(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize("late", ["a", "b"])
 def test_a_replica_that_takes_its_part_late_gets_the_same(late: str) -> None:
-    """When the others have divided theirs."""
+    """It comes after the other replicas have divided their parts."""
     network = MemoryNetwork(latency_s=0.001)
     swarm = Swarm("a b", network=network, trainers=LEAD)
     plan = FaultPlan().delay(late, by_s=1.0, at=Phase.AVERAGE_REDUCE)

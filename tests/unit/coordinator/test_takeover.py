@@ -1,4 +1,4 @@
-"""A coordinator that goes in any phase: another peer takes over, and nothing is lost or counted twice."""
+"""If a coordinator goes in any phase, another peer takes over, and no batch is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SILENCE_S = 10.0
 
 
 class Trial:
-    """A swarm whose first step has made three of its servers voters, a trainer that keeps copies, and faults."""
+    """A swarm with three voters from its first step, a trainer that keeps copies, and faults."""
 
     def __init__(self, make_swarm: MakeSwarm, plan: FaultPlan, *rosters: str, trainers: str = LEAD) -> None:
         network = MemoryNetwork(latency_s=0.001)
@@ -62,14 +62,14 @@ class Trial:
         self.records: list[Record] = []
 
     def train(self, num_steps: int, *, avoid: str = "") -> None:
-        """Steps as they come; `avoid` takes no microbatch from the next step on."""
+        """Run steps; servers in `avoid` get no microbatch from the next step on."""
         self.trainer.avoid |= set(map(PeerId, avoid.split()))
         for _ in range(num_steps):
             step = len(self.records)
             self.records.append(self.swarm.run(self.trainer.step(*batch_of(step, NUM_MICROBATCHES))))
 
     def second(self) -> StepClient:
-        """Of another trainer, which knows of what was decided so far."""
+        """Return the client of another trainer, which knows the records so far."""
         other = self.swarm.client(self.swarm.network.transport(OTHER))
         other.run.version = len(self.records)
         other.run.set_members(self.swarm.steps.run.seats)
@@ -88,7 +88,7 @@ class Trial:
         return [[member.peer_id for member in roster] for roster in self.swarm.rosters_now]
 
     def check(self) -> None:
-        """The faults happened; each microbatch counted once; replicas are equal, and those of one machine."""
+        """Check faults, that each microbatch counts once, and that replicas are equal and the same as one machine's."""
         self.plan.check()
         assert [record.step for record in self.records] == list(range(len(self.records)))
         for record in self.records:
@@ -136,7 +136,7 @@ PHASES = [
     (Phase.PREPARE_DONE, 1),
     (Phase.DECIDE, 1),  # between the proposal and a majority
     (Phase.DECIDE, 2),
-    (Phase.DECIDE_DONE, 1),  # after a majority, which the coordinator has not heard of
+    (Phase.DECIDE_DONE, 1),  # after a majority, of which the coordinator has not learned
     (Phase.DECIDE_DONE, 2),
     (Phase.APPLY, 1),
     (Phase.APPLY, 3),
@@ -201,7 +201,7 @@ def test_a_coordinator_that_goes_with_gradients_in_its_sum(
     "phase", [Phase.GRANT, Phase.DONE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=lambda phase: phase.name
 )
 def test_a_coordinator_that_comes_back_does_no_harm(make_swarm: MakeSwarm, phase: Phase, for_s: float) -> None:
-    """It was frozen: for a moment, until others are about to take over, or until they have."""
+    """It was frozen for a moment, until other peers are about to take over, or until one has."""
     plan = FaultPlan().freeze("a", for_s=for_s, at=phase, of="a", step=1)
     trial = Trial(make_swarm, plan)
     trial.train(1)
@@ -209,7 +209,7 @@ def test_a_coordinator_that_comes_back_does_no_harm(make_swarm: MakeSwarm, phase
     trial.swarm.settle()
     trial.check()
     assert len(trial.coordinators) == 1, "the old one has stepped down"
-    if for_s != 12.0:  # else it is back about when the others notice
+    if for_s != 12.0:  # the other peers notice after about 12 s, so then the outcome varies
         assert trial.count("takeover") == (for_s > SILENCE_S)
 
 
@@ -246,7 +246,7 @@ def test_one_after_the_other(make_swarm: MakeSwarm, phase: Phase) -> None:
 
 
 def test_a_coordinator_that_is_cut_off_from_the_others(make_swarm: MakeSwarm) -> None:
-    """It has the lead on its side, and no majority; when the cut heals it steps down."""
+    """It is connected to the lead, but to no majority; when the connection returns it steps down."""
     plan = FaultPlan().partition(["a", LEAD], ["b", "c", "d"], for_s=40.0, at=Phase.DONE, of="a", step=1)
     trial = Trial(make_swarm, plan)
     trial.train(1)
@@ -259,7 +259,7 @@ def test_a_coordinator_that_is_cut_off_from_the_others(make_swarm: MakeSwarm) ->
 
 
 def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
-    """Both other voters are frozen for long; nothing is decided until they are back, and a line a minute says so."""
+    """Both other voters are frozen for long; no record is decided until they return, and a line a minute reports it."""
     plan = FaultPlan().freeze("b", for_s=300.0, at=Phase.DECIDE, of="b", step=1)
     plan.freeze("c", for_s=300.0, at=Phase.DECIDE, of="c", step=1)
     trial = Trial(make_swarm, plan)
@@ -275,7 +275,7 @@ def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm, ca
 
 @pytest.mark.parametrize("number", [2, 7])
 def test_a_voter_that_tried_to_coordinate_in_vain_still_makes_a_majority(make_swarm: MakeSwarm, number: int) -> None:
-    """It promised itself a higher term, and without it there is no majority: the coordinator takes a higher one yet."""
+    """It promised itself a higher term, and there is no majority without it, so the coordinator takes a higher one."""
     trial = Trial(make_swarm, FaultPlan().kill("c", at=Phase.DECIDE, of="c", step=1))
     trial.train(1)
     server = trial.swarm.servers[B]
@@ -326,12 +326,12 @@ def test_who_does_not_coordinate_says_so(make_swarm: MakeSwarm) -> None:
 def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it would do for it, the next one does."""
+    """The successor would carry out the same request."""
     swarm = make_swarm("a", "b")
     grant = Grant(lease=1, generation=0, step=0, first=0, weight=1.0)
     request = GrantRequest(step=0, num_samples=2, generation=0)
     report = ReportReply(begun=True, leases=[Lease(grant=grant, request=request)], closed=[])
-    swarm.coordinator.generation.trainers._first_lease = 2  # as of one that came after another
+    swarm.coordinator.generation.trainers._first_lease = 2  # acts like a successor of another coordinator
 
     async def slow(*_: Any, **__: Any) -> dict[tuple[int, int], Message]:
         await asyncio.sleep(5.0)
@@ -361,7 +361,7 @@ def test_who_hears_of_a_higher_term_while_it_comes_to_coordinate_steps_down(
 
     async def slow(self: Coordinator) -> None:
         monkeypatch.setattr(Coordinator, "start", start)
-        first._successor = C  # else its voter would promise nothing
+        first._successor = C  # otherwise its voter would promise no term
         await other.leadership._take_over(other.membership.run, "test")
         await start(self)
 
@@ -439,7 +439,7 @@ def measured(number: int) -> tuple[list[MetricState], list[torch.Tensor]]:
 def test_what_a_batch_added_to_metrics_is_lost_alone(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The coordinator, which had it, and its trainer both go when the record is out, and the lead asks for it next."""
+    """Coordinator and trainer, which had it, both go after the record, and the lead asks for it next."""
     trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other third")
     swarm = trial.swarm
     trial.train(1)
@@ -479,7 +479,7 @@ def test_what_a_batch_added_to_metrics_is_lost_alone(
 
 
 def test_a_trainer_that_does_not_report_gets_no_place_twice(make_swarm: MakeSwarm) -> None:
-    """Its batch counts nowhere; what it may have sent has a name that nobody else's batch gets."""
+    """Its batch counts nowhere, and no other batch gets the key that its calls may have used."""
     trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)
@@ -502,7 +502,7 @@ def test_a_trainer_that_does_not_report_gets_no_place_twice(make_swarm: MakeSwar
 def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the call began would have no owner yet."""
+    """A task that the call started would have no owner yet."""
     trial = Trial(make_swarm, FaultPlan())
     refused: list[str] = []
     refusal = RoleTransport._refusal
@@ -604,7 +604,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
 
 
 def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(make_swarm: MakeSwarm) -> None:
-    """It is cut off from all but a trainer, which has not heard of the other one and asks it for a place."""
+    """It is cut off from all peers but a trainer, which does not know its successor and requests a place from it."""
     trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)
@@ -650,11 +650,11 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
 
 
 def test_a_server_joins_with_the_coordinator_that_took_over(make_swarm: MakeSwarm) -> None:
-    """It was told of the first one, or of any member."""
+    """The joiner knows the first coordinator only, or any member."""
     trial = Trial(make_swarm, FaultPlan(), "a b c", "d b c")
     trial.train(1)
     trial.swarm.run(trial.swarm.servers[A].admission.leadership.abdicate())
-    trial.swarm.join("e")  # told of the first
+    trial.swarm.join("e")  # knows the first coordinator only
     trial.train(3)
     trial.check()
     assert E in {peer for roster in trial.members() for peer in roster}
@@ -667,7 +667,7 @@ def test_a_server_joins_with_the_coordinator_that_took_over(make_swarm: MakeSwar
 def test_a_coordinator_that_is_admitted_last_is_waited_for(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, late_s: float, found: list[PeerId]
 ) -> None:
-    """Those that were admitted before it look for it at once. What takes longer than a start may is a fault."""
+    """Servers admitted earlier look for it immediately. A delay beyond the start timeout is a fault."""
     limits = Limits(call_timeout=30.0, silence_timeout=SILENCE_S, start_timeout=120.0)
     swarm = make_swarm("a b c", "d b c", admit=False, voters="a b c", limits=limits)
     connect = swarm.servers[A].admission._connect
@@ -692,7 +692,7 @@ def test_a_coordinator_that_is_admitted_last_is_waited_for(
 
 
 def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> None:
-    """The coordinator dies within a step: the order, who has which batch, and what was dropped are known on."""
+    """The coordinator dies within a step; its successor knows the order, the assigned batches and the dropped one."""
     network = MemoryNetwork(latency_s=0.001)
     limits = Limits(call_timeout=30.0, silence_timeout=SILENCE_S, stage_timeout=3600.0)
     swarm = make_swarm("a b c", "d b c", network=network, limits=limits, trainers=f"{LEAD} other", target_batch_size=4)

@@ -1,4 +1,4 @@
-"""Several trainers in one run: who waits for whom, on a virtual clock and without Lightning."""
+"""Several trainers in one run and their waits for each other, on a virtual clock and without Lightning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def logged(value: float = 1.0, batch_size: int = 2, **changes: Any) -> LoggedVal
 async def batch(
     swarm: Swarm, steps: StepClient, seed: int, logs: list[LoggedValue] | None = None
 ) -> tuple[Grant, bool]:
-    """A batch of two samples by another trainer than the lead. Whether its step closes."""
+    """Run another trainer's batch of two samples; return its grant, and whether its step closes."""
     grant = await steps.grant(2)
     await swarm.through(key(grant.first, step=grant.step), rows(seed), weight=grant.weight)
     done = [key(grant.first).receipt]
@@ -57,7 +57,7 @@ async def batch(
 
 
 def begun(make_swarm: MakeSwarm, target_batch_size: int, **settings: Any) -> tuple[Swarm, StepClient]:
-    """The lead has finished a batch of step 0."""
+    """Start a run whose lead has finished a batch of step 0."""
     swarm = make_swarm("a", "b", target_batch_size=target_batch_size, limits=LIMITS, **settings)
     swarm.run(swarm.batch(rows(0)))
     return swarm, client(swarm)
@@ -82,7 +82,7 @@ def test_samples_of_all_trainers_weigh_equally(make_swarm: MakeSwarm) -> None:
 
 
 def test_the_wait_for_batches_begins_as_a_delayed_step_s_successor_is_full(make_swarm: MakeSwarm) -> None:
-    limits = replace(LIMITS, snapshot_interval=None)  # a step whose record orders one is not late
+    limits = replace(LIMITS, snapshot_interval=None)  # a step whose record orders a snapshot is not delayed
     swarm = make_swarm("a", "b", target_batch_size=2, limits=limits, delays=True)
     other = client(swarm)
 
@@ -119,7 +119,7 @@ def test_a_trainer_that_was_busy_elsewhere_jumps_to_the_newest_record(make_swarm
 def test_a_trainer_that_passed_over_records_is_told_who_is_in_after_its_record_and_not_after_a_later_one(
     make_swarm: MakeSwarm,
 ) -> None:
-    """It asks while the later one is applied where that was decided, and not yet everywhere."""
+    """It asks while the later record is applied at the coordinator, and not yet at all servers."""
     swarm, other = begun(make_swarm, 2)
     swarm.run(swarm.record(0))
     swarm.run(swarm.step(rows(1)))
@@ -153,7 +153,7 @@ def test_a_trainer_that_passed_over_records_is_told_who_is_in_after_its_record_a
 
 
 def test_nobody_trains_before_the_lead_does(make_swarm: MakeSwarm) -> None:
-    """Before that its checks and its optimizer's state may be on their way."""
+    """Before that the lead may still check servers or send them the optimizer's state."""
     swarm = make_swarm("a", "b", target_batch_size=4, limits=LIMITS)
     other = client(swarm)
 
@@ -176,7 +176,7 @@ def test_nobody_waits_for_ever_for_the_lead_to_begin(make_swarm: MakeSwarm) -> N
 
 
 def test_a_record_waits_for_the_lead_to_ask(make_swarm: MakeSwarm) -> None:
-    """Else it would validate weights that move, and its ModelCheckpoint would miss the step."""
+    """Otherwise weights would change during its validation, and its ModelCheckpoint would miss the step."""
     swarm, other = begun(make_swarm, 4)
 
     async def go() -> Record:
@@ -233,7 +233,7 @@ def test_trainers_give_signs_of_life(make_swarm: MakeSwarm) -> None:
 
 
 def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
-    """However fast the others are: it would pass over the steps that they fill."""
+    """Otherwise it would miss the steps that faster trainers fill meanwhile."""
     swarm, other = begun(make_swarm, 4)
     second = client(swarm, SECOND)
 
@@ -249,7 +249,7 @@ def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
         await asyncio.sleep(1.0)
         await swarm.record(0)
         for _ in range(6):
-            await asyncio.sleep(1.0)  # its next batch: the others fill a step meanwhile, and stand in line for more
+            await asyncio.sleep(1.0)  # the other trainers fill a step meanwhile, and queue for more
             before = swarm.steps.version
             grant = await swarm.steps.grant(2)
             versions.append(grant.step - before)
@@ -317,7 +317,7 @@ def test_who_waits_longer_gets_a_place_first(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_place_that_is_withdrawn_is_somebody_elses(make_swarm: MakeSwarm) -> None:
-    """Who waits for the record is told, or both would wait for ever."""
+    """A trainer that waits for the record is notified; otherwise both would wait for ever."""
     swarm, other = begun(make_swarm, 4)
 
     async def go() -> Record:
@@ -334,7 +334,7 @@ def test_a_place_that_is_withdrawn_is_somebody_elses(make_swarm: MakeSwarm) -> N
 
 
 def test_a_lead_that_was_told_to_go_on_is_waited_for_again(make_swarm: MakeSwarm) -> None:
-    """What it asked before a place was withdrawn is void: by now it may validate, or have another learning rate."""
+    """Its request before a place was withdrawn is void: it may validate since, or have changed the learning rate."""
     swarm, other = begun(make_swarm, 4)
 
     async def go() -> Record:
@@ -353,7 +353,7 @@ def test_a_lead_that_was_told_to_go_on_is_waited_for_again(make_swarm: MakeSwarm
 
 
 def test_a_place_is_kept_until_its_trainer_knows_the_record_before(make_swarm: MakeSwarm) -> None:
-    """It asked in a step, was passed over in the next, and heard late that there is a place for it in the third."""
+    """It requested a place in one step, was passed over in the next, and learned late of its place in the third."""
     swarm, other = begun(make_swarm, 2)
     second = client(swarm, SECOND)
 
@@ -518,7 +518,7 @@ def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_
     async def of_a_batch(seed: int, *, withdrawn: bool = False) -> None:
         grant = await other.grant(2)
         await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))
-        await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))  # the answer may have been lost
+        await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))  # a repeat, because the answer may be lost
         await (other.withdraw(grant.lease) if withdrawn else other.done(grant.lease, []))
         with pytest.raises(LeaseRevoked if withdrawn else ProtocolError, match=r"was struck|no open lease"):
             await other.send_metrics(grant.lease, of_metric(seed, [1]))
@@ -549,7 +549,7 @@ def test_there_is_an_end_to_what_a_step_adds_to_metrics() -> None:
         step.grant(lease, trainer, 2)
     message = Message(b"12345", (torch.zeros(10, dtype=torch.float64),))
     limits = {"max_bytes": 170, "num_senders": 2}
-    for lease in (1, 2):  # there is room
+    for lease in (1, 2):  # within the limit
         step.keep_metrics(lease, OTHER, message, **limits)
     step.keep_metrics(3, SECOND, message, **limits)
     with pytest.raises(ProtocolError, match=r"`Limits.max_metric_bytes` = 170 bytes, got 340, of which 170 come from"):
@@ -560,7 +560,7 @@ def test_there_is_an_end_to_what_a_step_adds_to_metrics() -> None:
 
 
 def test_the_lead_says_how_to_step_when_it_asks(make_swarm: MakeSwarm) -> None:
-    """Not before: what a scheduler says after the step before counts."""
+    """Earlier values would miss the change by a scheduler after the previous step."""
     swarm, other = begun(make_swarm, 4)
     swarm.run(batch(swarm, other, 1))
     swarm.steps.hyperparameters = lambda: [{"lr": 0.5}]

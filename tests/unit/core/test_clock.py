@@ -1,4 +1,4 @@
-"""The virtual loop: time jumps, nothing hangs, every run is the same."""
+"""The virtual loop: time jumps, endless waits raise, and every run is the same."""
 
 from __future__ import annotations
 

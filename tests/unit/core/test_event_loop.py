@@ -1,4 +1,4 @@
-"""How the main thread uses the swarm's loop."""
+"""Use of the swarm's loop by the main thread."""
 
 from __future__ import annotations
 

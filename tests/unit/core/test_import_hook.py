@@ -1,4 +1,4 @@
-"""Imports that wait: lazy attributes, modules under further names, and modules imported along with a package."""
+"""Delayed imports: lazy attributes, modules under further names, and modules imported along with a package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("waited_for", "along", "lazy", "lazy.part")
 
 @pytest.fixture(autouse=True)
 def _packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A package, a module that is imported along with it, and a package with a part."""
+    """A package, a module that is imported along with it, and a package with a submodule."""
     (tmp_path / "waited_for.py").write_text("")
     (tmp_path / "along.py").write_text(
         "import waited_for\nwaited_for.number = waited_for.__dict__.get('number', 0) + 1\n"
@@ -38,7 +38,7 @@ def test_a_module_is_imported_along_with_a_package() -> None:
     finders = [*sys.meta_path]
     import_along("waited_for", "along")
     assert "along" not in sys.modules
-    # Others look for a package that they do not import.
+    # Code may look for a package without importing it.
     assert importlib.util.find_spec("waited_for") is not None
     assert "along" not in sys.modules
     assert importlib.import_module("waited_for").number == 1
@@ -86,7 +86,7 @@ def test_a_module_has_a_further_name_and_stays_one_module() -> None:
 
 
 def test_a_loader_of_several_modules_stays_as_it_was() -> None:
-    """As that of pytest, which rewrites assertions in modules of its choice."""
+    """For example, pytest's loader rewrites assertions in modules of its choice."""
 
     class Shared(MetaPathFinder, Loader):
         def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:

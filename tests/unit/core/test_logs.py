@@ -1,4 +1,4 @@
-"""What a process shows of the package's log."""
+"""The log messages of the package that a process shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def as_in_a_script(*handlers: logging.Handler) -> Iterator[None]:
-    """As if nobody but the script had configured the log: without the handlers that pytest gives to each test."""
+    """Run as in a script, without the handlers that pytest gives each test."""
     root = logging.getLogger()
     before = root.handlers, LOGGER.handlers, LOGGER.level, LOGGER.propagate
     root.handlers, LOGGER.handlers, LOGGER.propagate = list(handlers), [], True
@@ -36,7 +36,7 @@ def as_in_a_script(*handlers: logging.Handler) -> Iterator[None]:
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Of what three levels log."""
+    """Log on three levels; return the printed messages."""
     log = logging.getLogger("lightning_swarm.somewhere")
     log.debug("small")
     log.info("of interest")

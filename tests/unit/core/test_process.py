@@ -1,4 +1,4 @@
-"""What a process does differently while a peer is at home in it."""
+"""Process settings while a peer runs in the process."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lightning_swarm.core import process
 from lightning_swarm.core.process import ProcessSettings, collect_as_usual, collecting_rarely, max_files
 from lightning_swarm.peer import network, peer
 
-BLOCK_BYTES = 48 << 20  # above all that glibc keeps by itself, and below a thread's piece
+BLOCK_BYTES = 48 << 20  # more than glibc ever caches, and less than a thread's arena
 
 
 @pytest.fixture
 def _nothing_frozen() -> Iterator[None]:
-    gc.disable()  # nothing is collected but where a test says so
-    others, gc.callbacks[:] = gc.callbacks[:], []  # of peers that other tests left
+    gc.disable()  # only the tests collect
+    others, gc.callbacks[:] = gc.callbacks[:], []  # callbacks of other tests' peers
     gc.unfreeze()
     yield
-    gc.freeze()  # as all tests have it
+    gc.freeze()  # the state of the other tests
     gc.callbacks[:] = others
     gc.enable()
 
@@ -147,7 +147,7 @@ print(before - resident(), fewest())
 @pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have other ways to free memory")
 def test_freed_memory_is_kept_for_what_comes_next_and_given_back_at_the_end() -> None:
-    said = subprocess.run(  # of its own: what is set stays with a process
+    said = subprocess.run(  # a separate process, because the settings stay with it
         [sys.executable, "-c", _IN_A_PROCESS, process.__file__, str(BLOCK_BYTES)],
         env={name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))},
         stdout=subprocess.PIPE,
@@ -156,7 +156,7 @@ def test_freed_memory_is_kept_for_what_comes_next_and_given_back_at_the_end() ->
         timeout=60.0,
     )
     before, during, after = ([int(number) for number in line.split()] for line in said.stdout.splitlines())
-    huge_pages = BLOCK_BYTES >> 21  # the fewest that such a block can have
+    huge_pages = BLOCK_BYTES >> 21  # the fewest huge pages that such a block can have
     assert min(before) >= huge_pages
     assert max(during) < huge_pages
     given_back, fewest = after
@@ -167,7 +167,7 @@ def test_freed_memory_is_kept_for_what_comes_next_and_given_back_at_the_end() ->
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
 def test_whoever_tunes_malloc_keeps_what_they_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Made(Exception):
-        """A peer's process settings."""
+        """A peer with its process settings."""
 
     def make(*, keeps_memory: bool) -> ProcessSettings:
         raise Made(keeps_memory)

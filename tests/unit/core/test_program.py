@@ -1,4 +1,4 @@
-"""How a program was started: what it has taken from `sys.argv`, or left behind by `chdir`, is known still."""
+"""The program's command line and folder at start are known even after changes to `sys.argv` or `chdir`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_script_is_started_again_as_it_was(tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-W", "ignore", word, "0.1", "--more"]
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
     assert said[0] == str([str(path), "0.1", "--more"])
-    # Of an absolute path nothing tells the folder before the package is imported.
+    # If the path is absolute, the folder before the package's import cannot be determined.
     assert said[1] == str(tmp_path if name != "absolute" else tmp_path / "elsewhere")
 
 

@@ -1,4 +1,4 @@
-"""Messages that were recorded in real runs, as people see them."""
+"""Messages recorded in real runs, in the form shown to users."""
 
 from __future__ import annotations
 

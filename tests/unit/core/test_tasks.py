@@ -1,4 +1,4 @@
-"""Tasks with owners: nothing outlives its owner, no failure goes unseen."""
+"""Tasks with owners: no task outlives its owner, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_cancellation_wins_over_a_failure(loop: VirtualLoop) -> None:
             await asyncio.sleep(1000.0)
 
     going = loop.create_task(go_on())
-    loop.run_until_complete(asyncio.sleep(1.5))  # the failure was, and what it ended is not through yet
+    loop.run_until_complete(asyncio.sleep(1.5))  # after the failure, before the cancelled task has ended
     going.cancel()
     with pytest.raises(asyncio.CancelledError):
         loop.run_until_complete(going)
@@ -159,7 +159,7 @@ def test_the_first_has_gone_a_few_turns_of_the_loop_before_the_last_begins(loop:
 
 
 def test_what_a_failure_kept_from_beginning_is_closed(loop: VirtualLoop) -> None:
-    """A coroutine that nobody awaits warns when it is collected, and a warning fails a test."""
+    """Collecting a coroutine that was never awaited warns, and a warning fails a test."""
     works = [fail(1.0, StepError("stop")), *(after(1.0, i) for i in range(5))]
     with pytest.raises(StepError, match="stop"):
         loop.run_until_complete(gather_bounded(works, 2))

@@ -11,8 +11,8 @@ from lightning_swarm.model.fingerprint import _PRIME
 
 
 def cancelling_words() -> tuple[int, int]:
-    """What to add to two words, of which the second is a row or a tensor after the first in the same column."""
-    # Euclid: multiples of the prime come close to multiples of 2^64.
+    """Return two changes that cancel out if the second word is a row or tensor after the first, in the same column."""
+    # Euclid's algorithm finds multiples of the prime that are close to multiples of 2^64.
     before, now = (1 << 64, 0), (_PRIME, 1)
     while now[0] >= 1 << 31:
         quotient = before[0] // now[0]
@@ -23,7 +23,7 @@ def cancelling_words() -> tuple[int, int]:
 
 
 def forged(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Change two words of each pair of neighbours, if there is a column where that fits into 32 bits."""
+    """Change two words of each pair of neighbours in a column where the changes fit into 32 bits, if there is one."""
     found = [tensor.clone() for tensor in tensors]
     factor, rest = cancelling_words()
     for first, second in zip(found[::2], found[1::2], strict=False):

@@ -1,4 +1,4 @@
-"""Caches of keys and values: lengths at the client, contents at servers, and transformers as it is known here."""
+"""Caches of keys and values: lengths at the client, contents at servers, and compatibility with transformers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ READS = {
 STEPS = {"update", "update_conv_state", "update_recurrent_state", "update_indexer"}
 """Called by blocks, on servers."""
 ELSEWHERE = {"offload", "prefetch", "early_initialization"}
-"""Of caches that are refused, and of static ones."""
+"""Methods of refused caches, and of static caches."""
 
 
 def test_every_method_of_a_cache_is_known() -> None:
-    """A new one may change a cache and would not be told to servers: then texts would be wrong without a word."""
+    """A new method may change a cache without a message to the servers, which would silently change texts."""
     found = {name for name, _ in inspect.getmembers(cache_utils.Cache) if not name.startswith("_")}
     assert found == READS | STEPS | ELSEWHERE | set(_CHANGES)
 
 
 def step(cache: Any, layers: range, length: int, rows: int = 2) -> None:
-    """What blocks do."""
+    """Update the cache as blocks do."""
     for index in layers:
         cache.update(torch.ones(rows, 2, length, 4), torch.ones(rows, 2, length, 4), index)
 

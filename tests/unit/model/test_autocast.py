@@ -16,11 +16,11 @@ from lightning_swarm.model.autocast import capture, enter_backward_modes, enter_
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.wire import decode, encode
 
-HAS_BACKENDS = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # newer than the oldest torch that is supported
+HAS_BACKENDS = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # missing in the oldest supported torch
 
 
 def matmul_flags() -> tuple[str, ...]:
-    """What products of float32 are computed in, with CUDA and on the CPU."""
+    """Return the precision of products of float32, with CUDA and on the CPU."""
     if not HAS_BACKENDS:
         return (torch.get_float32_matmul_precision(),)
     found = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
@@ -28,7 +28,7 @@ def matmul_flags() -> tuple[str, ...]:
 
 
 def flags() -> dict[str, Any]:
-    """Everything that a mode may touch."""
+    """Return all flags that a mode may change."""
     return {
         "default_dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -1,4 +1,4 @@
-"""Boundary layers: what they compute, where they stand in a model, and who is refused."""
+"""Boundary layers: their computation, their places in a model, and refused uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chain(depth: int = 4, width: int = 8) -> nn.Sequential:
 
 
 class Wrapped(nn.Module):
-    """As in an existing project: the pipeline is inside of a model inside of the module."""
+    """The pipeline is inside a model inside the module, as in an existing project."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_names_say_what_the_layers_stand_after() -> None:
 
 
 def test_parameters_are_next_to_those_of_the_blocks() -> None:
-    """So that an optimizer over a part of the module, as existing projects have it, has them."""
+    """An optimizer over a part of the module, as in existing projects, then includes them."""
     outer = Wrapped()
     insert_boundary(outer, Maxout(ratio=2), ["model.parts.h.1"])
     assert "model.boundary_layers.parts.h.1.decompress.linear.weight" in outer.state_dict()
@@ -187,7 +187,7 @@ def test_new_layers_depend_on_seed_and_place_alone() -> None:
 
 def test_layers_have_the_dtype_device_and_mode_of_their_block() -> None:
     module = Wrapped().double().eval()
-    with torch.device("meta"):  # as where a large model is configured
+    with torch.device("meta"):  # a large model is configured on meta
         insert_boundary(module, Bottleneck(ratio=2), ["model.parts.h.0"])
     layer = boundary_layers(module)["model.parts.h.0"]
     assert {(one.dtype, one.device.type) for one in layer.parameters()} == {(torch.float64, "cpu")}
@@ -237,7 +237,7 @@ def test_a_peer_takes_the_layers_of_the_run_and_no_others() -> None:
         ({"boundary_layers.model.compress.linear.weight": (4, 8)}, r"after 'model' must be a boundary layer"),
         ({"boundary_layers.model.decompress.linear.weight": (8, 0)}, r"after 'model' must be a boundary layer"),
         ({"boundary_layers.model.decompress.linear.weight": (8, 3)}, r"after 'model' must be a boundary layer"),
-        # For which no machine has the memory; of the last each by itself is small.
+        # No machine has the memory for these layers; in the last case each layer alone is small.
         ({f"{LAYER}.decompress.linear.weight": (1 << 40, 1 << 39)}, r"than the model, .* after 'model\.parts\.h\.0'"),
         ({f"{LAYER}.decompress.linear.weight": (1 << 62, 1)}, r"have more numbers than the model"),
         (
@@ -366,7 +366,7 @@ def test_layers_are_inserted_once_and_at_every_cut() -> None:
 
 
 class Made(nn.Module):
-    """Makes one of its blocks anew whenever it is asked."""
+    """Creates one of its blocks anew at each access."""
 
     def __init__(self) -> None:
         super().__init__()

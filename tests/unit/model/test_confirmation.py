@@ -1,4 +1,4 @@
-"""In an audited run a trainer believes what one server sends if others have it, too."""
+"""In an audited run a trainer accepts a server's data only if other servers confirm it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and numbers that each peer makes for itself are compared, up to rounding."""
+"""Tensors and numbers that each peer computes itself are compared, up to rounding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def module(seed: int, scale: float = 1.0) -> nn.Module:
     found.heat = scale * float(torch.rand(()))
     found.rates = [scale * float(torch.rand(())) for _ in range(3)]
     found.order = tuple(torch.randperm(8).tolist())
-    found.width = seed  # a size, or how many modules there are
+    found.width = seed  # a size, or a number of modules
     found.register_buffer("buffer", torch.randn(2))
     return found
 
@@ -68,13 +68,13 @@ def test_values_that_are_no_numbers_are_passed_over() -> None:
 
 
 def test_trainers_of_a_whole_model_must_have_built_the_same_numbers() -> None:
-    """Those of the LightningModule itself are hyperparameters, or what it notes of a run."""
+    """Numbers of the LightningModule itself are not compared: they are hyperparameters, or measurements of a run."""
 
     def described(rate: float) -> dict[str, list[float]]:
         module: Any = nn.Module()
         module.inner = nn.Dropout(rate)
         module.weights = nn.Linear(1, 1)
-        module.weights.newest = torch.ones(1)  # as a forward leaves it
+        module.weights.newest = torch.ones(1)  # set by a forward
         module.began_s = rate
         model = PeerModel(
             module,

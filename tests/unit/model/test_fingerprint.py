@@ -77,7 +77,7 @@ def test_equal_bytes_are_equal_however_they_lie_in_memory() -> None:
 
 
 def test_a_proof_shows_what_a_fingerprint_does_not() -> None:
-    """Whoever solves for it changes a word of each of two rows, and the fingerprint stays."""
+    """An attacker changes a word in each of two rows such that the fingerprint stays."""
     one, other = cancelling_words()
     words = (1 << 30) + torch.randint(0, 1000, (2, _ROW), generator=torch.Generator().manual_seed(0))
     others = words.clone()
@@ -102,7 +102,7 @@ def test_a_known_value_stays() -> None:
 
 @pytest.mark.parametrize("length", [1, 100, _ROW, _ROW + 1, 3 * _ROW - 1])
 def test_numpy_and_torch_find_the_same(length: int) -> None:
-    """What a CPU finds, a GPU must find, too; and the other way round."""
+    """CPU and GPU implementations must agree."""
     words = torch.randint(-(1 << 31), 1 << 31, (length,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     assert [*_row_sums_on_cpu(words)] == [*_row_sums(words)]
 
@@ -119,7 +119,7 @@ def test_taken_in_pieces_it_is_the_same() -> None:
 
 def test_what_a_stage_took_ahead_counts_while_nothing_was_written(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a c", "b")
-    for first in (2, 4):  # after the first one a snapshot is taken, and with it the fingerprint
+    for first in (2, 4):  # after the first step a snapshot with the fingerprint is taken
         swarm.run(swarm.step(rows(first), rows(first + 1)))
     stage, other = (swarm.servers[PeerId(peer)].steps.stage(0) for peer in "ac")
     assert stage.look_ahead()

@@ -1,4 +1,4 @@
-"""What is done to tensors on meta, done again, gives what it would have given elsewhere, to the bit."""
+"""Recorded operations on meta tensors, replayed, give the same bits as on a real device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Everything(nn.Module):
-    """What constructors do."""
+    """Uses all kinds of operations that constructors use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_any_part_has_the_values_of_the_whole(dtype: torch.dtype) -> None:
     wanted, found = tensors(expected), tensors(on_meta)
     assert all(one.is_meta for one in found.values())
     assert not record.uninitialised([record.view(one) for one in found.values()])
-    for name in reversed(wanted):  # each alone, in an order of its own
+    for name in reversed(wanted):  # each alone, in another order
         (value,) = record.values([record.view(found[name])], CPU)
         assert value.dtype == wanted[name].dtype
         assert torch.equal(value, wanted[name]), name
@@ -110,7 +110,7 @@ def test_what_nobody_filled_is_known() -> None:
 
 
 def test_nothing_else_is_made_again() -> None:
-    """Of a stage after another one no tensor is there, but for what it comes from."""
+    """For a later stage, only the tensors that it is computed from are created."""
     record, made = drawn_up(lambda: [torch.randn(4).mul_(2) for _ in range(3)])
     needed, _ = record._needed({record.view(made[1]).storage})
     assert len(needed) == 2
@@ -142,7 +142,7 @@ def test_what_it_is_made_from_must_stay() -> None:
 
 
 class Draws(TorchDispatchMode):
-    """Notes from which generators is drawn."""
+    """Records the generators that are drawn from."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ def test_it_draws_from_no_generator_of_others() -> None:
 
 
 def test_where_nothing_is_drawn_random_values_are_refused_and_others_made() -> None:
-    """Of a model whose weights are in files."""
+    """For a model whose weights are in files."""
     record = InitRecord(draws=False)
     before = torch.get_rng_state()
     with record.recording(CPU), torch.device("meta"):

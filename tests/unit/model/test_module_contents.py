@@ -1,4 +1,4 @@
-"""What changes within attributes is found, and nothing else."""
+"""Changes within attributes are found, and unchanged attributes are not reported."""
 
 from __future__ import annotations
 

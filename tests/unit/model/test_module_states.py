@@ -1,4 +1,4 @@
-"""What the trainer's code has set on modules is read with each call."""
+"""Attributes that the trainer's code sets on modules are read with each call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_swarm.model.module_states import TrainerStates
 
 
 class Cooled(nn.Module):
-    """A block whose class gives it a rate; it keeps another one itself."""
+    """A block with one rate from its class and another one of its own."""
 
     rate = 1.0
 
@@ -28,7 +28,7 @@ def test_attributes_of_classes_and_private_ones_are_read(monkeypatch: Any) -> No
     with monkeypatch.context() as patched:
         patched.setattr(Cooled, "rate", 0.25)
         blocks[1]._rate = 2.0
-        blocks[1]._note = 3  # of a library
+        blocks[1]._note = 3  # set by a library
         found = states.read()[1]
         assert found is not None
         assert found.attributes == {"0": {"rate": 0.25}, "1": {"rate": 0.25, "_rate": 2.0}}

@@ -111,7 +111,7 @@ def test_accepted_keywords_of_wrapped_forwards() -> None:
     assert accepted_keywords(block) == {"mask"}
     block.forward = print  # type: ignore[assignment]
     assert accepted_keywords(block) <= {"sep", "end", "file", "flush"}
-    # The other instances of the class are as before.
+    # The other instances of the class are unchanged.
     assert accepted_keywords(Masked()) == {"mask"}
 
 

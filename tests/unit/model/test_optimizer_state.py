@@ -1,4 +1,4 @@
-"""What an optimizer knows of its parameters, on its way between servers: as it is, whatever the optimizer."""
+"""An optimizer's state travels between servers unchanged, for any optimizer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def of(kind: Callable[..., Optimizer]) -> Any:
 
 
 def without_first_weight(swarm: Swarm) -> Selection:
-    """One parameter is frozen, and in no group any more."""
+    """Return a selection in which one parameter is frozen and in no group."""
     groups = {name: 0 for name, _ in swarm.module.named_parameters() if name != "0.0.weight"}
     return Selection(num_groups=1, groups=groups, frozen=["0.0.weight"])
 
 
 def assert_one_joins(swarm: Swarm) -> None:
-    """It comes in with the next record, and has the bytes of the others after one more."""
+    """Let a server join; check its bytes one step after the record that admits it."""
     joiner = swarm.join("j")
     swarm.run(swarm.step(rows(2), rows(3)))
     swarm.run(asyncio.sleep(1.0))
@@ -73,9 +73,10 @@ def adam_8bit(parameters: Any, lr: float) -> Optimizer:
     ],
 )
 def test_a_joiner_takes_over_any_optimizers_state(make_swarm: MakeSwarm, kind: Callable[..., Optimizer]) -> None:
-    """NAdam and ASGD keep numbers in float32 beside float64 weights; Adagrad has state before its first step.
+    """Optimizers keep different kinds of state.
 
-    This Lamb counts its steps in the parameter group.
+    NAdam and ASGD keep numbers in float32 beside float64 weights. Adagrad has state before its first step. This Lamb
+    counts its steps in the parameter group.
     """
     swarm = make_swarm("a", "b", optimizer=of(kind))
     swarm.steps.hyperparameters = lambda: [{"lr": 0.1}]
@@ -121,7 +122,7 @@ def test_a_stage_has_no_state_of_the_others_parameters(make_swarm: MakeSwarm) ->
 
 
 def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
-    """Of a parameter that left its group, too."""
+    """The state of a parameter that left its group is replaced, too."""
     swarm = make_swarm("a", "b")
     swarm.run(swarm.step(rows(0), rows(1)))
     swarm.run(swarm.steps.change(StepChange(selection=without_first_weight(swarm))))

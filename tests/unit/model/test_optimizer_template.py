@@ -1,4 +1,4 @@
-"""Stages' optimizers are copies of the user's, over their own parameters."""
+"""Stages' optimizers are copies of the user's optimizer over their own parameters."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _double(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @pytest.mark.parametrize("make", [sgd, scaled, wrapped, scheduled, hooked])
 def test_stages_step_as_the_whole(make: Any) -> None:
-    """Two stages' optimizers do together what the user's does, and leave it as it is."""
+    """Two stages' optimizers together apply the user's step, and leave the user's optimizer unchanged."""
     whole, theirs = model(), model()
     optimizer, untouched = make(whole), make(theirs)
     before = copy.deepcopy(untouched.state_dict()), vars(untouched).copy()
@@ -129,7 +129,7 @@ def test_an_optimizer_follows_parameters_that_are_replaced() -> None:
 
 
 def test_an_override_of_a_parameter_that_is_gone_is_no_other_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitsandbytes keeps overrides by the parameters' ids, which come again."""
+    """Bitsandbytes keeps overrides by the parameters' ids, which Python reuses."""
     optim = pytest.importorskip("bitsandbytes.optim")
     monkeypatch.setattr(optim.GlobalOptimManager, "_instance", None)
     manager = optim.GlobalOptimManager.get_instance()

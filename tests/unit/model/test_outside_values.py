@@ -1,4 +1,4 @@
-"""What the code of blocks reads elsewhere, and changes of it."""
+"""Values outside of blocks that their code reads, and changes of these values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic that has the same bits everywhere: right to rounding, and equal under other kernels of torch."""
+"""Arithmetic with the same bits on all machines: correct up to rounding, and equal under other kernels of torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OTHER_KERNELS = {
 
 
 def stepped(name: str, dtype: torch.dtype, *, portable: bool) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """Step small parameters with gradients that have the same bits everywhere."""
+    """Step small parameters with gradients that have the same bits on all machines."""
     draw = random.Random(name)
     shapes = [(6, 5), (3, 9)] if name == "Muon" else [(6, 5), (7,)]
 
@@ -70,7 +70,7 @@ def stepped(name: str, dtype: torch.dtype, *, portable: bool) -> tuple[torch.opt
 
 
 def digest(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> str:
-    """The digest of weights and state."""
+    """Return the digest of weights and state."""
     found = hashlib.sha256()
     for tensor in [*weights, *(one for state in optimizer.state.values() for one in state.values())]:
         if isinstance(tensor, Tensor):
@@ -89,7 +89,7 @@ def digests(*, portable: bool) -> list[str]:
 def test_optimizers_step_as_torch_does_up_to_rounding(name: str, dtype: torch.dtype) -> None:
     _, native = stepped(name, dtype, portable=False)
     optimizer, portable = stepped(name, dtype, portable=True)
-    # Muon computes its orthogonal directions in bfloat16, whatever the dtype of its parameters.
+    # Muon computes its orthogonal directions in bfloat16 for parameters of any dtype.
     rounding = torch.finfo(torch.bfloat16 if name == "Muon" else dtype).eps
     for one, other in zip(native, portable, strict=True):
         assert float((one - other).abs().max()) <= (STEPS * rounding if name != "Muon" else 1e-2)
@@ -126,7 +126,7 @@ def test_an_unlike_machine_differs_by_its_own_arithmetic_alone(name: str) -> Non
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_other_libraries_optimizers_step_to_the_same_bits_or_are_refused() -> None:
-    """Each of `pytorch_optimizer` that steps by gradients alone, on this machine and on an unlike one."""
+    """Optimizers of `pytorch_optimizer` that need only gradients step here as on an unlike machine, or are refused."""
 
     def step(make: Any, *, portable: bool) -> bytes:
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def test_powers_of_hyperparameters_are_correctly_rounded() -> None:
 # ---------------------------------------------------------------------- operations
 
 
-# What an operation takes besides the first list: "l" for another list, numbers as they are, and names of numbers.
+# An operation's arguments after the first list: "l" for another list, plain numbers, and keyword arguments.
 ON_LISTS: dict[str, tuple[tuple[Any, ...], dict[str, float]]] = {
     "add-multiple": (("l",), {"alpha": 0.3}),
     "add-number": ((0.3,), {}),

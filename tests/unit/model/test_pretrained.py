@@ -1,4 +1,4 @@
-"""Hugging Face folders read a part at a time: each tensor is the one that `from_pretrained` gives."""
+"""Hugging Face folders are read part by part: each tensor equals that of `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def read(path: Path, dtype: str) -> tuple[Any, Any]:
-    """The module read in parts, and its card."""
+    """Return the module that was read in parts, and its card."""
     folder = PretrainedFolder(path)
     model = PretrainedModel(folder.config, folder.generation_config, dtype=dtype)
     number = len(model.blocks.modules)
@@ -56,7 +56,7 @@ def changed(path: Path, **tensors: torch.Tensor) -> None:
 
 
 def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
-    """Hugging Face takes both as they are, whatever the config says."""
+    """Hugging Face loads both tensors unchanged, even if the config says that they are tied."""
     make_model("llama", tie_word_embeddings=True, dtype=torch.float32).save_pretrained(tmp_path)
     changed(tmp_path, **{"lm_head.weight": torch.randn(29, 16)})
     with pytest.raises(ConfigError, match=r"tied weights must be equal.*tie_word_embeddings"):
@@ -65,7 +65,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["nan", "inf", "70000"])
 def test_weights_that_are_no_finite_numbers_are_refused(tmp_path: Path, value: str) -> None:
-    """In float16 a number may be infinite that is none in the file."""
+    """A number may be finite in the file and infinite in float16."""
     make_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
     weight = torch.ones(16)
     weight[3] = float(value)

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms: in the order of one machine, whatever happened to the batches."""
+"""Running statistics of batch norms have one machine's order, even if batches are lost or repeated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_swarm.protocol.messages.calls import PLACES, Receipt
 
 
 def test_a_batch_that_was_granted_again_keeps_its_place() -> None:
-    """Its trainer died, say, after the next batch was in."""
+    """For example, its trainer died after the next batch had been counted."""
     norm, rows = nn.BatchNorm1d(2).double(), torch.randn(2, 4, 2, dtype=torch.float64)
     model = nn.Sequential(norm)
     (stage,) = build_stages(model, find_blocks(model, None), [range(1)])

@@ -1,4 +1,4 @@
-"""Which parameters train: told before a step's first grant, checked, and part of its record."""
+"""The selection of trained parameters: sent before a step's first grant, checked, and part of its record."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_users_word_is_read_from_module_and_optimizer() -> None:
 )
 def test_a_selection_of_something_else_is_refused(selection: Selection, words: str) -> None:
     check_selection(WHOLE, STAGES)
-    check_selection(replaced(WHOLE, frozen=["2.weight"]), STAGES)  # a complex one in no group
+    check_selection(replaced(WHOLE, frozen=["2.weight"]), STAGES)  # a complex parameter in no group
     with pytest.raises(ProtocolError, match=words):
         check_selection(selection, STAGES)
 

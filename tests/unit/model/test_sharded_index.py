@@ -1,4 +1,4 @@
-"""Indexes of sharded checkpoints: what torch writes is read, and what a stranger writes does nothing."""
+"""Indexes of sharded checkpoints: torch's are read, and malicious indexes have no effect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros((), dtype=torc
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint that torch wrote by itself, with a tensor of each kind and other values."""
+    """A checkpoint written by torch itself, with a tensor of each kind and other values."""
     content = {
         "model": WEIGHTS,
         "optimizer_0": {"param_groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"step": 3}}},
@@ -65,7 +65,7 @@ def called(module: str, name: str, argument: bytes) -> bytes:
 
 
 def set_on(module: str, name: str, attribute: str) -> bytes:
-    """A pickle that sets an attribute of what it names: by pickle's protocol a state may be two, of them the second."""
+    """Return a pickle that sets an attribute of a named object; a state of two parts sets the second by `setattr`."""
     return b"\x80\x04" + named(module, name) + b"N}" + text(attribute) + text("changed") + b"s\x86b."
 
 
@@ -141,7 +141,7 @@ def with_path(index: Metadata, path: object) -> Metadata:
 
 
 def grow(entry: TensorStorageMetadata) -> None:
-    """Ask for 4 TB of memory."""
+    """Claim a tensor of 4 TB."""
     entry.size = entry.chunks[0].sizes = torch.Size([1 << 20, 1 << 20])
 
 

@@ -1,4 +1,4 @@
-"""A proof of a stage's state changes with whatever is in the state, and with the challenge."""
+"""A proof of a stage's state depends on every part of the state, and on the challenge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters several stages hold, and what follows for their gradients."""
+"""Parameters that several stages hold, and the consequences for their gradients."""
 
 from __future__ import annotations
 

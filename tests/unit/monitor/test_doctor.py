@@ -1,4 +1,4 @@
-"""The doctor names what is wrong with a machine, and what to do; it is silent about a good one."""
+"""The doctor reports a machine's problems with their remedies, and reports none for a sound machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
         checks.check_reach(DialResult(address=PEER)),
         checks.check_clock(PEER, checks.MOST_SKEW_S, 0.0),
         checks.check_clock(PEER, -checks.MOST_SKEW_S, 0.0),
-        checks.check_clock(PEER, 3.9, 2.0),  # so slow an answer does not tell 3.9 from 2.9
+        checks.check_clock(PEER, 3.9, 2.0),  # an answer this slow leaves open whether 3.9 is 2.9
         checks.check_protocol(PEER, 1, 1),
         checks.compare_versions(PEER, HERE, HERE),
         checks.compare_versions(PEER, HERE, {}),
@@ -122,7 +122,7 @@ def test_what_may_round_in_another_way_is_a_warning(name: str) -> None:
     assert str(finding).startswith("WARN   versions at ")
     assert "-> This works. Where both machines hold one stage, portable arithmetic gives" in str(finding)
     assert "docs/join.md" in str(finding)
-    assert checks.compare_versions(PEER, here, HERE).consequence is None  # a peer that does not tell its CPU
+    assert checks.compare_versions(PEER, here, HERE).consequence is None  # a peer that does not report its CPU
 
 
 def test_no_other_peer_forges_a_line() -> None:
@@ -130,7 +130,7 @@ def test_no_other_peer_forges_a_line() -> None:
 
 
 def test_a_clock_that_is_off_is_not_blamed_on_the_invitation(loop: VirtualLoop) -> None:
-    """This peer's certificate is made by its own clock, ahead of the other peer's."""
+    """This peer's certificate has the time of its own clock, ahead of the other peer's."""
     network = MemoryNetwork()
     peer, own = (network.transport(Identity.generate().peer_id) for _ in range(2))
     owner, now_s = Owner("run", Identity.generate()), time.time()
@@ -158,7 +158,7 @@ def test_supported_versions_are_those_of_the_package() -> None:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port with a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -166,7 +166,7 @@ def taken() -> Iterator[int]:
 def test_a_port_is_tried(taken: int) -> None:
     assert doctor.try_port("127.0.0.1", 0) is None
     assert "in use" in str(doctor.try_port("127.0.0.1", taken))
-    assert doctor.try_port("192.0.2.1", 0) is not None  # an address of nobody
+    assert doctor.try_port("192.0.2.1", 0) is not None  # an address without a host
     assert doctor.try_port("127.0.0.1", 70_000) is not None
 
 
@@ -199,7 +199,7 @@ def knock(port: int, host: str = "127.0.0.1") -> Obstacle | None:
 
 
 def test_a_port_where_nobody_or_somebody_else_listens(taken: int) -> None:
-    assert knock(taken) is Obstacle.PROTOCOL  # it takes the connection and never says a word
+    assert knock(taken) is Obstacle.PROTOCOL  # it accepts the connection and never answers
     with socket.create_server(("127.0.0.1", 0)) as server:
         freed = server.getsockname()[1]
     assert knock(freed) is Obstacle.REFUSED
@@ -257,7 +257,7 @@ def test_a_name_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def daemons(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Where daemons were started, had they been real; and a machine with enough cores and room."""
+    """Addresses of the daemons that would have started, on a machine with enough cores and room."""
     started: list[tuple[str, int]] = []
 
     def start(host: str, port: int) -> tuple[None, float]:
@@ -295,7 +295,7 @@ def test_a_blocked_port_fails_the_command(
     assert f"port: 127.0.0.1, port {taken}: " in lines[at]
     assert lines[at + 1].strip().startswith("-> End the program that listens there")
     assert lines[-1] == "1 to mend."
-    assert daemons == []  # why it would not start has been said
+    assert daemons == []  # the reason why it cannot start was reported
 
 
 @pytest.mark.parametrize("fault", ["missing daemon", "numpy"])
@@ -318,7 +318,7 @@ def test_other_faults_fail_the_command(
 
 
 def test_one_peer_that_answers_is_enough_while_another_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer in a network that drops packets is silent until the timeout, and may be named before the others."""
+    """A peer behind a network that drops packets is silent until the timeout, and may be named first."""
     silent, answering = Address("203.0.113.8", 1, PeerId("a")), Address("203.0.113.7", 1, PeerId("b"))
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Which peers a run knows, as a command sees it."""
+"""The peers of a run, as a command sees them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_a_run_has_seen_who_ever_came_and_who_announces_itself(
     came = [UsedInvitation(number=bytes(16), uses=3, peers=[A, B])]
     view = make_swarm("a", invitations=came).servers[A].membership.run.view()
     run = Members.__new__(Members)
-    run._roles = {C: None}  # it announces itself
-    for shown, known in ((view, [A, B, C]), (None, [C])):  # none: no run has begun
+    run._roles = {C: None}  # announces itself
+    for shown, known in ((view, [A, B, C]), (None, [C])):  # None: no run has begun
         monkeypatch.setattr(Members, "view", PropertyMock(return_value=shown))
         assert [peer for peer in (A, B, C, D) if run.has_seen(peer)] == known
 
 
 def test_who_was_convicted_is_shown_with_the_reason(make_swarm: MakeSwarm) -> None:
-    """Whether the run counts invitations or not."""
+    """The same in runs with and without invitations."""
     came = [UsedInvitation(number=bytes(16), uses=3, peers=[A, B])]
     for options in ({"invitations": came}, {}):
         run = make_swarm("a", **options).servers[A].membership.run

@@ -1,4 +1,4 @@
-"""What the lead says of peers that come and go, for each way in which a record tells it."""
+"""The lead's messages about peers that join and leave, for each change that a record can contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def member(name: str) -> Member:
 
 
 def run(*rosters: str, trainers: str = "a", is_whole: bool = False, tied: Sequence[Sequence[int]] = ()) -> Any:
-    """A run whose peers have names of one letter."""
+    """Return a run whose peers have names of one letter."""
     found = [[member(name) for name in roster] for roster in rosters]
     manifest, ties = SimpleNamespace(is_whole=is_whole), SimpleNamespace(groups=lambda: tied)
     return SimpleNamespace(manifest=manifest, ties=ties, rosters=found, trainers=[*trainers], bans=(), invitations=())

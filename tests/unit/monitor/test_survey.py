@@ -1,4 +1,4 @@
-"""A swarm seen from outside: what its peers say, put together; and what a silent or lying peer can do: nothing."""
+"""A swarm observed from outside combines its peers' reports; silent or false reports do no harm."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def loop() -> Iterator[VirtualLoop]:
 
 
 def test_a_running_swarm_is_seen_by_a_stranger() -> None:
-    """Who asks any peer sees all of them, and what they have done since."""
+    """An observer that asks any peer sees all peers, and their progress since."""
     pictures = []
 
     class Onlooker(L.Callback):
@@ -243,7 +243,7 @@ def test_a_running_swarm_is_seen_by_a_stranger() -> None:
 
 
 def test_trainers_report_which_stage_is_theirs() -> None:
-    """And at what rate samples pass through the others that they hold."""
+    """They also report the rate of samples through their other stages."""
     reports = []
 
     class Onlooker(L.Callback):

@@ -1,4 +1,4 @@
-"""What a person sees of a swarm: on a terminal, and where there is none."""
+"""The view of a swarm for users: in a terminal, and in plain output."""
 
 from __future__ import annotations
 
@@ -159,12 +159,12 @@ def test_rates_are_those_of_the_last_seconds() -> None:
         step = second if second <= 10 else 10 + 3 * (second - 10)
         rates.tick(float(second), step, num_samples=32 * step)
     assert rates.now == (3.0, 96.0)
-    rates.pause()  # for an hour of validation
+    rates.pause()  # validation takes an hour
     assert rates.now == (3.0, 96.0)
     rates.tick(3600.0, step=40, num_samples=1280)
     rates.tick(3602.0, step=42, num_samples=1344)
     assert rates.now == (1.0, 32.0)
-    for second in range(3603, 3620):  # nothing goes on
+    for second in range(3603, 3620):  # no step is decided
         rates.tick(float(second), step=42, num_samples=1344)
     assert rates.now == (0.0, 0.0)
     rates.tick(3620.0, step=40, num_samples=0)  # after a rollback
@@ -186,7 +186,7 @@ def test_a_line_of_text_fits_whatever_the_swarm() -> None:
 
 
 def test_trainers_of_a_model_that_is_not_cut_wait_for_nothing() -> None:
-    """Nothing is routed to them, so no rate is known."""
+    """No microbatch is routed to them, so their rate is unknown."""
     status = replace(status_with([peer("aaaaa"), peer("bbbbb")]), is_whole=True)
     scene = Scene(status, PeerPresence().update(status, now_s=0.0), step=7, max_steps=9)
     assert plain_line(scene) == "step 7/9   model: Maaaaa, Mbbbbb"
@@ -261,7 +261,7 @@ class Net(DigitsMLP):
 
 
 class At(L.Callback):
-    """Does something after a step."""
+    """Calls a function after a step."""
 
     def __init__(self, step: int, work: Callable[[L.Trainer], None]) -> None:
         self.step = step
@@ -296,7 +296,7 @@ KILL = {"at": Phase.BACKWARD, "step": 3}
 
 
 class OnTerminal(SwarmView):
-    """Draws for a terminal that remembers all that was written."""
+    """Draws for a terminal that keeps all its output."""
 
     def __init__(self) -> None:
         super().__init__(refresh_per_second=1000.0)
@@ -340,7 +340,7 @@ def test_a_trainer_hears_who_joins_though_another_peer_coordinates(capsys: pytes
     trainer = fit(SwarmView(), At(2, join), role="trainer")
     assert isinstance(trainer.strategy, InMemoryStrategy)
     assert capsys.readouterr().out.count("peer peer-4 joined (stage 0") == 1
-    assert not trainer.strategy.peers[0].events.counts  # who coordinates counts it
+    assert not trainer.strategy.peers[0].events.counts  # the coordinator counts it
 
 
 def test_on_a_terminal_a_panel_takes_the_place_of_the_progress_bar(
@@ -368,7 +368,7 @@ def test_on_a_terminal_a_panel_takes_the_place_of_the_progress_bar(
     last = text[text.rindex("╭") :]
     for word in ("step 12/12", "done", "train_loss", "val_loss", "peer-4", "● serving", "● gone", "joined"):
         assert word in last
-    # Above the panel, not in it, and not past it.
+    # Messages appear above the panel, not in it, and not past it.
     assert text.index("printed by the user") < text.index("logged by the user")
     assert "by the user" not in last
     assert "by the user" not in "".join(capsys.readouterr())

@@ -1,4 +1,4 @@
-"""Addresses as people write them."""
+"""Addresses in the form that users write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What peers may have under way here: bytes and streams, for each of them and in all."""
+"""Limits on a process's pending bytes and streams, for each peer and in total."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_each_peer_has_its_share_and_all_together_have_theirs() -> None:
 
 
 def test_what_is_larger_than_a_share_takes_a_share() -> None:
-    """One peer leaves the others room, whatever it announces."""
+    """One peer leaves room for the other peers, however large its announcement."""
     budget = ByteBudget(100, 50)
     assert budget.take(A, 1000)
     assert not budget.take(A, 1)
@@ -70,7 +70,7 @@ def at_noon(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 
 class Streams:
-    """Streams that others open, and the names of those that were hung up."""
+    """Streams that peers open, and the names of the closed streams."""
 
     def __init__(self, max_in_all: int) -> None:
         self.slots = StreamSlots(max_in_all)

@@ -1,4 +1,4 @@
-"""Memory for what arrives."""
+"""Memory for received messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_recycled_memory_is_given_out_when_nobody_refers_to_it() -> None:
     assert other.data_ptr() != place
     assert float(view) == 2.5
     del view
-    assert recycled.new_bytes(_HUGE_BYTES + 64).data_ptr() != place  # of another size
+    assert recycled.new_bytes(_HUGE_BYTES + 64).data_ptr() != place  # another size
     assert recycled.new_bytes(_HUGE_BYTES).data_ptr() == place
 
 

@@ -1,4 +1,4 @@
-"""The sockets and ports that killed peers leave: a later start removes files, no others, and waits for ports."""
+"""Sockets and ports of killed peers: a later start removes their files only, and waits for their ports."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_those_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_port_is_waited_for_while_a_killed_peers_daemon_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its port is free a moment after its peer was killed, and the same command may begin before."""
+    """The port is free a moment after its peer was killed, and the same command may start earlier."""
     looks = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         place = HostPort(*listening.getsockname())

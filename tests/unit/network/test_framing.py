@@ -1,4 +1,4 @@
-"""The wire format: what goes in comes out, and nothing hostile gets through."""
+"""The wire format: messages round-trip, and malformed bytes are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL_DTYPES = list(DTYPES.values())
 
 
 class BytesReader:
-    """Hands out bytes, at most `piece` at a time, and remembers how far it was read."""
+    """Returns bytes, at most `piece` at a time, and counts the bytes read."""
 
     def __init__(self, data: bytes, piece: int = 1 << 30) -> None:
         self.data = data
@@ -79,7 +79,7 @@ def wire(message: Message, kind: Kind = Kind.STREAM, exchange_id: int = 7, metho
 
 
 def forge(control: Any, payload: bytes = b"", **fields: Any) -> bytes:
-    """A message whose checksums are right, whatever else it claims."""
+    """Return a message with correct checksums and any false claims."""
     raw = control if isinstance(control, bytes) else msgspec.msgpack.encode(control)
     header = {
         "magic": b"LSWM",
@@ -97,7 +97,7 @@ def forge(control: Any, payload: bytes = b"", **fields: Any) -> bytes:
 
 
 def same_bytes(left: Tensor, right: Tensor) -> bool:
-    """Equal including NaN payloads and signs of zeros."""
+    """Return whether the bytes are equal, including NaN payloads and signs of zeros."""
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
@@ -332,7 +332,7 @@ def test_a_message_that_goes_on_a_moment_too_late_is_given_up() -> None:
             try:
                 await asyncio.Event().wait()
             finally:
-                seen(view[:1])  # the socket is still read when the deadline has passed
+                seen(view[:1])  # the socket is still read after the deadline
 
     async def go() -> None:
         reader = Late(wire(Message(tensors=(torch.zeros(100),))))

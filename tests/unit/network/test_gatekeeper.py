@@ -1,4 +1,4 @@
-"""Each method at a peer with certificates, for each role; and what strangers cost it."""
+"""Each method of a peer with certificates, for each role; and the cost of callers without certificates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOW_S = 1_000_000.0
 
 
 def registered_in_package() -> Iterator[str]:
-    """The methods that modules of the package register, wherever they do."""
+    """Yield the methods that any module of the package registers."""
     root = Path(lightning_swarm.__file__).parent
     for path in root.rglob("*.py"):
         calls = [
@@ -46,7 +46,7 @@ def registered_in_package() -> Iterator[str]:
             and isinstance(node.func, ast.Attribute)
             and node.func.attr in ("handle_call", "handle_stream")
         ]
-        names = [ast.unparse(name) for name in calls if ast.unparse(name) != "method"]  # of a transport's own code
+        names = [ast.unparse(name) for name in calls if ast.unparse(name) != "method"]  # the transport's own code
         if names:
             module = importlib.import_module(
                 ".".join(("lightning_swarm", *path.relative_to(root).with_suffix("").parts))
@@ -62,7 +62,7 @@ def test_the_table_names_every_method_and_no_other() -> None:
 
 
 def test_what_decides_over_a_run_needs_the_role_that_it_takes() -> None:
-    """Each by its name: the matrix below would follow a table that was loosened."""
+    """Each method is named, because the matrix below would follow a table that was loosened."""
     decides = ["admit", "load", "restart", "release"]
     computes = ["forward", "backward", "cancel", "state", "write", "set_evaluation_weights"]
     leads = ["run.claim", "run.enlist", "step.grant", "step.done", "step.record", "snapshot.keep_loop", "trainer.loop"]
@@ -105,7 +105,7 @@ def test_real_peers_register_what_the_table_names(make_swarm: MakeSwarm) -> None
 
 
 def forms(role: Role) -> dict[str, bytes | None]:
-    """What a caller of a role may have to show."""
+    """Return the certificates that a caller of a role may present."""
     return {
         "certified": certificate_of(A, role),
         "expired": certificate_of(A, role, expires_at_s=time.time() - 1.0),
@@ -125,7 +125,7 @@ KINDS = ("call", "small stream", "large stream")
 
 
 async def send(caller: MemoryTransport, peer: PeerId, kind: str, method: str) -> None:
-    """Send a request of a caller that has no credentials, so that nothing but the other side's gate refuses it."""
+    """Send a request of a caller without credentials, so that only the other side's gate can refuse it."""
     if kind == "call":
         await caller.call(peer, method, b"", timeout=10.0)
     elif kind == "small stream":
@@ -135,9 +135,9 @@ async def send(caller: MemoryTransport, peer: PeerId, kind: str, method: str) ->
 
 
 async def show(caller: MemoryTransport, served: MemoryTransport, form: str, certificate: bytes | None) -> None:
-    """Have a caller show what it has, and then lose it where the form says so."""
+    """Present a certificate, and make it invalid afterwards if the form says so."""
     first, _, then = form.rpartition(", then ")
-    served.set_credentials(credentials_of(served.peer_id))  # so that it knows nobody
+    served.set_credentials(credentials_of(served.peer_id))  # forgets all certificates
     if form in BANNED:
         served.ban(ban_of(BANNED[form]))
     if certificate is not None:
@@ -155,7 +155,7 @@ async def show(caller: MemoryTransport, served: MemoryTransport, form: str, cert
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("role", Role)
 def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, role: Role) -> None:
-    """Whatever a caller has shown, its request comes to the gate, which alone decides."""
+    """The request reaches the gate with any certificate, and the gate alone decides."""
     network = MemoryNetwork()
     served = network.transport("served")
     entered: list[tuple[str, str]] = []
@@ -253,7 +253,7 @@ def test_a_peer_that_may_no_more_when_its_tensors_have_come_enters_nothing(
 
 
 def test_a_handler_that_ends_its_own_caller_is_done_first(loop: VirtualLoop) -> None:
-    """A ban comes by the peer that it bans. What it is told is the ban, and its handler is not cut short."""
+    """A ban may be sent by the peer that it bans. The caller gets the ban as its answer, and the handler completes."""
     served = MemoryNetwork().transport("served")
     served.set_credentials(credentials_of(served.peer_id))
     ended: list[PeerId] = []
@@ -329,7 +329,7 @@ def test_a_permit_ends_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_who_is_cut_off_is_told_once() -> None:
-    """And only of a peer that was known: a stranger has nothing open but what ends by itself."""
+    """It is only reported for known peers: unknown peers only have short-lived streams."""
     clock_s, cut_off = [NOW_S], list[PeerId]()
     gate = Gatekeeper(B, credentials_of(B), on_cut_off=cut_off.append, wall_s=lambda: clock_s[-1])
     for name in "acde":
@@ -381,17 +381,17 @@ def test_certificates_that_do_not_hold_are_looked_at_ever_more_rarely() -> None:
     clock_s = [NOW_S]
     own = credentials_of(B)
     gate = gate_at(clock_s, own)
-    for _ in range(10_000):  # for an hour
+    for _ in range(10_000):  # covers an hour
         with pytest.raises((AccessDenied, Busy)):
             gate.certify(A, b"forged")
         clock_s.append(clock_s[-1] + HOUR_S / 10_000)
     assert own.num_verified < 70
-    gate.certify(PeerId("c"), certificate_of(PeerId("c"), expires_at_s=NOW_S + 2 * HOUR_S))  # others do not wait
+    gate.certify(PeerId("c"), certificate_of(PeerId("c"), expires_at_s=NOW_S + 2 * HOUR_S))  # other peers do not wait
     with pytest.raises(Busy, match=r"the next certificate of a is verified in \d+ s.*it is not signed by the owner"):
         gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
     clock_s.append(clock_s[-1] + 64.0)
     gate.certify(A, certificate_of(A, expires_at_s=NOW_S + 2 * HOUR_S))
-    clock_s.append(NOW_S)  # the clock is put back
+    clock_s.append(NOW_S)  # the clock is set back
     assert gate.permit_of(A) is not None
 
 
@@ -406,13 +406,13 @@ def test_many_strangers_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mutated_certificate_opens_nothing() -> None:
-    """2,000 of them: bits flipped, bytes lost, added and swapped."""
+    """2,000 mutations: bits flipped, bytes lost, added and swapped."""
     rng = random.Random(0)
     clock_s = [time.time()]
     gate = gate_at(clock_s)
     true = certificate_of(A, Role.OBSERVER, expires_at_s=clock_s[0] + 1e9)
     for number in range(2000):
-        clock_s.append(clock_s[-1] + 64.0)  # so that each is looked at
+        clock_s.append(clock_s[-1] + 64.0)  # enough time for each to be verified
         forged = bytearray(true)
         for _ in range(rng.randint(1, 3)):
             place = rng.randrange(len(forged))
@@ -489,7 +489,7 @@ def test_many_strangers_fill_no_log(loop: VirtualLoop, caplog: pytest.LogCapture
 
 
 def test_a_peer_comes_back_in_the_middle(loop: VirtualLoop) -> None:
-    """It knows nobody any more; the others know it by its certificate, and show theirs again."""
+    """It has forgotten all certificates; the other peers know its certificate, and present theirs again."""
     network = MemoryNetwork(latency_s=0.001)
     a = network.transport(A)
     a.set_credentials(credentials_of(A))

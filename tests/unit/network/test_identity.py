@@ -1,4 +1,4 @@
-"""Keys, the files that keep them, and what they sign. `tests/contract` starts real daemons with such files."""
+"""Keys, their files, and signatures. `tests/contract` starts real daemons with such files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network.identity import Identity, is_rsa, is_signed, load_identity, public_key
 
 DOMAIN = b"test/1"
-# libp2p's own example of an Ed25519 key (specs/peer-ids), as of the kind whose id is no hash.
+# libp2p's own example of an Ed25519 key (specs/peer-ids), the kind whose id is no hash.
 SPEC_KEY = bytes.fromhex(
     "080112407e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d"
     "1ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
@@ -25,7 +25,7 @@ SPEC_PUBLIC = bytes.fromhex("1ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0
 
 
 def rsa_file(bits: int = 2048) -> bytes:
-    """What versions before wrote, by hivemind."""
+    """Return a key file in the form of earlier versions, which hivemind wrote."""
     der = rsa.generate_private_key(65537, bits).private_bytes(
         Encoding.DER, PrivateFormat.TraditionalOpenSSL, NoEncryption()
     )
@@ -69,7 +69,7 @@ def test_a_peer_id_contains_the_key_and_has_one_spelling() -> None:
             "",
         ):
             assert public_key(other) is None
-    for text in ("12D3KooW" + "z" * 44, "12D3KooW" + "1" * 44):  # near ids that are none
+    for text in ("12D3KooW" + "z" * 44, "12D3KooW" + "1" * 44):  # resemble ids but are none
         assert len(public_key(text) or bytes(32)) == 32
     assert public_key(Identity.decode(RSA).peer_id) is None
 
@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "key"
     load_identity(path)
 
-    def refuse(*_: Any) -> None:  # no mode keeps root from reading
+    def refuse(*_: Any) -> None:  # no file mode keeps root from reading
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)

@@ -1,4 +1,4 @@
-"""When a peer counts as silent: lost pings, slow links, sleeping watchers, bytes that move."""
+"""Detection of silent peers: lost pings, slow links, suspended watchers, and bytes that move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ A, B = PeerId("a"), PeerId("b")
 
 
 class Wires(MemoryNetwork):
-    """Loses pings, or is slow."""
+    """Loses or delays pings."""
 
     def __init__(self) -> None:
         super().__init__(latency_s=0.01)
@@ -111,7 +111,7 @@ def test_silence_is_found_after_ten_seconds(two: Two, after_s: float) -> None:
 
 
 def test_of_many_that_come_and_go_few_are_remembered(two: Two) -> None:
-    """Those with whom something is under way are watched all the same."""
+    """Peers with pending calls are monitored nevertheless."""
 
     async def go() -> None:
         napping = asyncio.create_task(two.nap(3000.0))
@@ -149,7 +149,7 @@ def test_round_trips_that_take_longer_and_longer_are_waited_for(two: Two) -> Non
 
 
 def test_who_sends_a_large_tensor_over_a_slow_link_is_alive(two: Two) -> None:
-    """The pings wait behind it."""
+    """The pings queue behind the tensor."""
     two.network.ping_s, two.network.buffer_s = 1e4, 1.0
     tensors = (torch.zeros(64 << 20, dtype=torch.uint8),)
     two.run(two.a.stream(B, "take", Message(b"", tensors), timeout=1e6))
@@ -160,7 +160,7 @@ def test_a_watcher_that_slept_itself_blames_nobody(two: Two) -> None:
     async def go() -> bytes:
         napping = asyncio.create_task(two.nap(60.0))
         await asyncio.sleep(11.0)
-        two.loop._now_s += 1000.0  # all of this process stood still
+        two.loop._now_s += 1000.0  # this whole process was suspended
         return await napping
 
     two.network.lost = {4}

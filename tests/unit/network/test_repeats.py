@@ -1,4 +1,4 @@
-"""A small request that has no answer is sent again: a lost message costs seconds, and a handler runs once at a time."""
+"""A small request without an answer is repeated: a lost message costs seconds, and a handler runs once at a time."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_large_answer_that_takes_long_is_computed_once(loop: VirtualLoop) -> N
 
 @pytest.mark.parametrize("late_s", [6.0, math.inf], ids=["late", "lost"])
 def test_a_repeat_does_not_end_a_transfer_that_is_late(loop: VirtualLoop, late_s: float) -> None:
-    """An answer that is given once is gone for a repeat, which may be refused before the answer has come."""
+    """A one-time answer is gone for the repeat, which may be refused before the answer arrives."""
     network, a, b = pair(loop)
     asked_s: list[float] = []
 

@@ -1,4 +1,4 @@
-"""The starter of a run by invitation takes the servers that are invited, and counts them."""
+"""The starter of a run by invitation admits the invited servers, and counts them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
 
 def starter(make_swarm: MakeSwarm, **options: int) -> Starter:
-    """It and the three servers come by one invitation."""
+    """Return a starter that shares one invitation with three servers."""
     network = InvitedNetwork(role_of=lambda peer: Role.KEEPER if peer == LEAD else Role.SERVER, **options)
     return Starter(make_swarm("a b", "c", admit=False, network=network))
 
@@ -52,7 +52,7 @@ def test_the_first_members_are_counted(make_swarm: MakeSwarm) -> None:
 
 
 def test_who_is_not_invited_is_left_out(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
-    """Their announcements say that they wait for this run: anybody may announce that."""
+    """They announce that they wait for this run, which any peer may do."""
     for credentials, reason in (
         (None, "takes any peer and has no certificate to show"),
         (FakeCredentials(certificate_of(B, run=b"another"), b"another"), "it is not signed by the owner of this run"),
@@ -98,7 +98,7 @@ def test_whom_an_invitation_has_no_use_for_is_left_out(make_swarm: MakeSwarm, ca
 def test_whose_invitation_has_expired_is_left_out_unless_it_came_before(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its certificate holds for longer: it may have been made with a time of long ago."""
+    """Its certificate is valid for longer, but may have been backdated."""
     found = starter(make_swarm, uses=4)
     came = _came(make_swarm)
     came.invitations = [UsedInvitation(number=INVITATION, uses=4, peers=[B])]
@@ -142,7 +142,7 @@ def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_checkpoint_forgets_nobody(make_swarm: MakeSwarm) -> None:
-    """A run that is started again from it goes on counting; what does not tell who came is refused."""
+    """A resumed run continues the count; a checkpoint with an invalid list of peers is refused."""
     known = known_peers(_came(make_swarm), [])
     json.dumps(known)  # plain values, for `weights_only=True`
     found = starter(make_swarm, uses=4)
@@ -187,14 +187,14 @@ def test_an_open_run_counts_nobody(make_swarm: MakeSwarm) -> None:
 
 
 def audited(make_swarm: MakeSwarm, *keepers: str) -> Starter:
-    """An audited run, which a trainer begins that holds no stage."""
+    """Return an audited run, started by a trainer that holds no stage."""
     network = InvitedNetwork(role_of=lambda peer: Role.KEEPER if peer in keepers else Role.TRAINER)
     swarm = make_swarm("a b", "c", admit=False, network=network)
     return Starter(swarm, config(trust="audited", audit_share=0.0, rebalancing="none", role="trainer"))
 
 
 def test_the_first_keepers_are_those_whose_certificates_say_so(make_swarm: MakeSwarm) -> None:
-    """One of them coordinates. One that died may come again."""
+    """One of them coordinates. One that died may return."""
     found = audited(make_swarm, LEAD, B, C)
     found.begin()
     run = found.swarm.servers[A].membership.run

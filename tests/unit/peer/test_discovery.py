@@ -1,4 +1,4 @@
-"""How a run begins: who serves what, who is found, and what others announce in error."""
+"""The start of a run: each server's stage, the search for servers, and wrong announcements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_assignment_is_balanced(num_stages: int, num_servers: int) -> None:
 
 
 class Town:
-    """A directory and those who look into it."""
+    """A directory, and peers that use it."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
@@ -157,7 +157,7 @@ def test_malformed_announcements_are_left_out(town: Town, value: bytes, caplog: 
 
 @pytest.mark.parametrize("address", ["/ip4/127.0.0.1/tcp/9/p2p/nobody", "nonsense", ""])
 def test_servers_that_cannot_be_reached_are_no_servers(town: Town, address: str) -> None:
-    """What a dead run left behind, or a stranger announced, keeps no run from beginning."""
+    """Remains of a dead run, or a stranger's announcement, do not keep a run from beginning."""
     town.announce_raw("0-gone", encode(ServerAnnouncement(boot_id=1, addresses=[address])))
     town.announce("a")
     assert [member.peer_id for member in town.loop.run_until_complete(town.find(1))] == ["a"]
@@ -180,7 +180,7 @@ def test_what_is_wrong_with_an_announcement_is_said_once_in_a_life(
     for boot_id, num_looks in ((1, 3), (2, 2)):
         town.announce_raw(gone, encode(ServerAnnouncement(boot_id=boot_id, addresses=["nonsense"])))
         for _ in range(num_looks):
-            town.loop.run_until_complete(directory.connect_all())  # warns of no peer that may have been dead for long
+            town.loop.run_until_complete(directory.connect_all())  # warns of no peer that may be long dead
             town.loop.run_until_complete(directory._connect(town.loop.run_until_complete(directory.announced())))
         town.network.kill(gone)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -214,7 +214,7 @@ def test_what_a_peer_announced_is_there_for_as_long_as_the_peer(town: Town) -> N
     seeker = town.directory(town.seeker)
     for _ in range(5):
         town.loop.run_until_complete(asyncio.sleep(3600.0))
-        town.network.freeze(PeerId("a"))  # what fails once is tried again
+        town.network.freeze(PeerId("a"))  # a failed renewal is repeated
         town.loop.run_until_complete(asyncio.sleep(900.0))
         town.network.thaw(PeerId("a"))
         town.loop.run_until_complete(asyncio.sleep(900.0))
@@ -250,7 +250,7 @@ def test_a_joiner_waits_for_no_dead_server_and_hears_of_none(town: Town, caplog:
     assert (lists, dialed) == (1, ["coordinator", "living"])
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
-    town.network.kill(PeerId("coordinator"))  # with nobody to ask, all may be alive
+    town.network.kill(PeerId("coordinator"))  # without a living peer to ask, each may be alive
     dialed.clear()
     town.loop.run_until_complete(seeker.find_runs())
     assert sorted(dialed) == sorted(names)
@@ -307,7 +307,7 @@ def test_a_renewal_in_flight_brings_back_nothing_that_was_withdrawn_or_replaced(
 
 
 def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
-    """Not for that of an earlier run under the same id, of which the directory knows still."""
+    """They ignore the data of an earlier run under the same id, which the directory still has."""
     directory = town.directory(town.seeker)
     run = town.loop.run_until_complete
     run(directory.say("first", "prepare_data", b"yes", timeout=1.0))

@@ -1,4 +1,4 @@
-"""How a peer comes into a run of invited peers, and what is refused before anything starts."""
+"""A peer's entry into a run of invited peers, and errors before its start."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def entered(config: SwarmConfig, folder: Path, *, now_s: float = NOW_S) -> Entry
 
 
 def permit(entry: Entry, by: Entry) -> Permit:
-    """What one peer's credentials say of another one's certificate."""
+    """Return the permit that one peer's credentials derive from another peer's certificate."""
     shown = entry.credentials(PEER, now_s=NOW_S).certificate
     return by.credentials(Identity.generate().peer_id, now_s=NOW_S).verify(PEER, shown, now_s=NOW_S)
 
 
 def handed(entry: Entry, number: int, *, train: bool = False) -> str:
-    """The invitation for the other peers of a machine."""
+    """Return the invitation for a machine's other peers."""
     line = entry.invitation_for_children(number, train=train, now_s=NOW_S)
     assert line is not None
     return line
@@ -102,7 +102,7 @@ def test_only_an_owner_needs_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_folder_that_is_closed_to_this_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.stat
 
-    def stat(path: Path, **options: Any) -> Any:  # as if this user were not root
+    def stat(path: Path, **options: Any) -> Any:  # acts like a system where this user is not root
         if path.parent.name == "closed":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, **options)
@@ -120,7 +120,7 @@ def test_the_starter_owns_the_run(tmp_path: Path) -> None:
     assert permit(first, by=first).role is Role.KEEPER
     assert entered(config(run_id="my run"), tmp_path / "keys").owner == first.owner
     assert entered(config(run_id="another"), tmp_path / "keys").owner != first.owner
-    # With the key it may come to servers that wait on other machines, too.
+    # With the key it may also join servers that wait on other machines.
     assert entered(joiner(run_id="my run", role="both"), tmp_path / "keys").is_owner
 
 
@@ -152,7 +152,7 @@ def test_a_peer_that_came_before_needs_no_invitation(tmp_path: Path) -> None:
     assert "it expired 1 day ago" in refusal(joiner(identity_path=key), tmp_path, now_s=NOW_S + STAY_S + 86400.0)
     Path(key).unlink()
     assert "it was made for another peer" in refusal(joiner(identity_path=key), tmp_path)
-    # In a run of one's own it means nothing.
+    # In the user's own run it has no effect.
     assert entered(config(identity_path=key), tmp_path / "keys").is_owner
 
 
@@ -199,7 +199,7 @@ def test_a_kept_certificate_that_will_not_do_is_not_taken(tmp_path: Path) -> Non
     ):
         assert "it expired 1 day ago" in said(made)
     assert "it expired 1 day ago" in said(holds, role="both"), "it is for a server"
-    # An invitation for something else, or one that was damaged, is a mistake of today.
+    # An invitation for another purpose, or a damaged one, is a mistake by its user.
     wrong = written(tmp_path, invitation(run_id="another"))
     assert "this invitation is for run 'another', not 'swarm'" in said(holds, wrong)
     Path(wrong).write_text(to_text(invitation())[:-3])

@@ -1,4 +1,4 @@
-"""A run that cannot go on releases its servers: they are as before the first, and the next one begins with them."""
+"""A run that cannot continue releases its servers, which return to their initial state for the next run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def release(swarm: Swarm) -> list[PeerId]:
 
 
 def next_manifest(swarm: Swarm, *rosters: Sequence[PeerId]) -> Manifest:
-    """Of a run of the same stages on other servers, in the next generation."""
+    """Return the manifest of a run with the same stages on other servers, in the next generation."""
     members = [[swarm.members[name] for name in roster] for roster in rosters]
     first = members[0][0]
     return structs.replace(
@@ -50,7 +50,7 @@ def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
     swarm.manifest = manifest = next_manifest(swarm, *rosters)
     swarm.rosters = [list(roster) for roster in rosters]
     swarm.run(discovery.admit(swarm.trainer, manifest, swarm.stages, timeout=10.0))
-    # As a new session's client would be.
+    # Use a new client, as a new session has.
     asking = swarm.steps._coordinator
     swarm.steps.run = asking._run = RunState(manifest)
     swarm.steps.generation = TrainerGeneration(swarm.steps.run)
@@ -61,7 +61,7 @@ def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
     ("before", "after"),
     [
         (("a", "b"), ([A], [A])),
-        (("a", "b"), ([B], [A])),  # each has freed the memory of the stage that it gets
+        (("a", "b"), ([B], [A])),  # each has released the stage that it gets now
         (("a", "b", "c"), ([A], [A], [C])),
         (("a b", "b"), ([B], [A])),
     ],
@@ -122,7 +122,7 @@ def test_who_is_gone_is_not_released(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_run_shows_itself_when_all_are_in_it(make_swarm: MakeSwarm) -> None:
-    """Who waits for a run would else ask to join the one that it is about to be admitted to."""
+    """A peer that waits for the run would otherwise ask to join it, although it is about to be admitted."""
     swarm = make_swarm("a", "b", admit=False)
     swarm.run(swarm.trainer.call(A, "server.admit", encode(swarm.manifest), timeout=1.0))
     with pytest.raises(Busy):
@@ -133,7 +133,7 @@ def test_a_run_shows_itself_when_all_are_in_it(make_swarm: MakeSwarm) -> None:
 
 
 def beside(swarm: Swarm, name: PeerId) -> failover.StandbyLead:
-    """What the trainer in a server's process has, in the run that the server is in."""
+    """Return the standby of the trainer in a server's process, in the server's run."""
     server = swarm.servers[name]
     found = failover.StandbyLead(server._transport, server.admission, limits=Limits(silence_timeout=2.0))
     found.enter_run(RunState(swarm.manifest))

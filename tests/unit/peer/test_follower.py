@@ -1,4 +1,4 @@
-"""Programs that would begin one run at once: exactly one does."""
+"""If several programs would begin one run at the same time, exactly one does."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_that_died_keeps_nobody_from_it(loop: VirtualLoop) -> None:
 
 
 def test_who_never_gives_way_is_named_and_banned(loop: VirtualLoop) -> None:
-    """It would keep the run from beginning for as long as it lives."""
+    """It would keep the run from beginning as long as it lives."""
     world = World(loop, InvitedNetwork())
     world.claim("b")
     rival = world.network.transport("a")

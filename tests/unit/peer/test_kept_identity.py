@@ -1,4 +1,4 @@
-"""Keys that joined peers keep: the same one after each restart, and never that of a living process."""
+"""Keys that joined peers keep: the same key after each restart, and never a living process's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def another_process_holds(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def end_all() -> None:
-    """Give up this process's locks, as the end of a process does."""
+    """Release this process's locks, as its end would."""
     for descriptor in kept_identity._locks.values():
         os.close(descriptor)
     kept_identity._locks.clear()
@@ -85,7 +85,7 @@ def test_peers_that_restart_in_another_order_get_their_own_keys_back(tmp_path: P
         structs.replace(START, **{"invitation": "one", **dict.fromkeys(differ, name)}) for name in ("a", "b", "c")
     ]
     first = list[str]()
-    for start in starts:  # each is there while the next one starts
+    for start in starts:  # each stays while the next one starts
         first.append(_kept_by_another(tmp_path, start, first))
     assert len(set(first)) == 3
     taken: dict[int, str] = {}
@@ -95,7 +95,7 @@ def test_peers_that_restart_in_another_order_get_their_own_keys_back(tmp_path: P
 
 
 def _kept_by_another(folder: Path, start: PeerStart, held: list[str]) -> str:
-    """Keep a key as one more process would while others hold theirs: this one's locks do not shut itself out."""
+    """Keep a key as another process would while more processes hold theirs; this process ignores its own locks."""
     with contextlib.ExitStack() as others:
         end_all()
         for path in held:
@@ -159,7 +159,7 @@ def test_without_a_folder_the_peer_joins_all_the_same(tmp_path: Path, caplog: py
 
 @pytest.fixture
 def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SwarmConfig:
-    """The settings of a script that was written for the first machine, at a peer that `join` starts on the second."""
+    """Settings of a script for the first machine, in a peer that `join` starts on the second."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     for name, value in {
         process.ANNOUNCE: "",

@@ -1,4 +1,4 @@
-"""A run that breaks off while it begins: whoever was told of it is told of its end, and the next one can begin."""
+"""If a run breaks off at its start, all notified peers learn of its end, and the next run can begin."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Starter:
 
 @pytest.fixture
 def starter(make_swarm: MakeSwarm) -> Starter:
-    """One of three servers dies when its weights come; all are in the run by then."""
+    """One of three servers dies when its weights arrive, after all have entered the run."""
     swarm = make_swarm("a b", "c", admit=False)
     handlers = swarm.servers[C]._transport._stream_handlers  # type: ignore[attr-defined]
     handler, *limits = handlers[LOAD]
@@ -84,7 +84,7 @@ def test_servers_of_a_run_that_broke_off_as_it_began_are_dismissed(starter: Star
 
 
 def test_the_next_run_begins_with_those_that_are_left(starter: Starter) -> None:
-    """They are in the one that broke off until they are released, and the next one is of a later generation."""
+    """They stay in the old run until they are released; the next run has a later generation."""
     with pytest.raises(PeerError):
         starter.begin()
     starter.lead.release(0, serves=False)
@@ -97,7 +97,7 @@ def test_the_next_run_begins_with_those_that_are_left(starter: Starter) -> None:
 def test_a_peer_that_takes_over_keeps_what_the_starter_decided(
     make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own program may have other settings: then it says so."""
+    """If its own program has other settings, it logs a warning."""
     swarm = make_swarm("a b", "c")
     settings = msgspec.structs.replace(config().settings, microbatch_size=2)
     manifest = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""A run without its lead: what standbys keep of its loop, who is chosen, and that nobody else comes to lead."""
+"""A run without its lead: the standbys' copies of its loop, the choice of a new lead, and refusal of other leads."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_what_has_no_structure_is_refused(tensors: Sequence[torch.Tensor]) -> No
 
 
 def held(loops: Sequence[int], *snapshots: tuple[int, int]) -> HeldSnapshots:
-    """Versions of loops, and versions and stages of snapshots."""
+    """Return held versions of loops, and held (version, stage) pairs of snapshots."""
     kept = [HeldSnapshot(version=version, stage_index=index, digest=bytes(32)) for version, index in snapshots]
     return HeldSnapshots(host="", snapshots=kept, loops=list(loops))
 
@@ -153,7 +153,7 @@ WHOLE = held([], (3, 0), (3, 1), (5, 0), (5, 1))
         ({A: WHOLE, B: held([5]), C: held([5])}, (B, 5)),
         ({A: WHOLE, C: held([3, 5])}, (C, 5)),
         ({A: WHOLE, B: held([3]), C: held([5])}, (C, 5)),
-        ({A: held([], (3, 0), (3, 1), (5, 0)), B: held([3, 5])}, (B, 3)),  # stage 1 is nowhere at version 5
+        ({A: held([], (3, 0), (3, 1), (5, 0)), B: held([3, 5])}, (B, 3)),  # no snapshot of stage 1 at version 5
         ({A: held([], (5, 0)), B: held([5])}, None),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_version_with_false_work_is_chosen_last() -> None:
 
 
 def begun(make_swarm: MakeSwarm, limits: Limits = LIMITS) -> Swarm:
-    """Two stages of two servers, three of which vote, and a step behind them, of which there is a snapshot."""
+    """Return a swarm of two stages of two servers, with three voters, one decided step and its snapshot."""
     swarm = make_swarm("a b", "c d", limits=limits, voters="a b c")
     swarm.run(swarm.step(rows(0)))
     swarm.run(asyncio.sleep(1.0))
@@ -207,7 +207,7 @@ def test_a_standby_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwar
         ({"by": A}, "the lead trainer says what its loop was at, not a"),
         ({"version": 0}, "no record orders a snapshot of version 0"),
         ({"value": torch.zeros(20_000)}, "bytes"),
-        # What could not be read when the loop is to go on is refused when it comes.
+        # A state that could not be read at a takeover is refused on arrival.
         ({"value": {"epoch": 1}}, "the state of a loop has other fields"),
         ({"value": travelling(checkpoint={"epoch": 1})}, "is a checkpoint with epoch, .*lacks .*'global_step'"),
         ({"value": travelling(checkpoint=dict.fromkeys(NEEDED))}, "lacks loops"),
@@ -217,7 +217,7 @@ def test_a_standby_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwar
     ],
 )
 def test_what_a_standby_does_not_keep(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
-    """Of another peer than the lead, of another version, or too large."""
+    """The state comes from a peer that is not the lead, has another version, or is too large."""
     swarm = begun(make_swarm)
     with pytest.raises(ProtocolError, match=refusal):
         keep(swarm, B, **changes)
@@ -282,7 +282,7 @@ def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
     swarm.run(standbys.send(run, 1, lambda: plain_values.pack(STATE)))
     assert standbys.holding == [youngest]
     assert swarm.servers[youngest].snapshots.loops.versions == [1]
-    # However many there are, one snapshot costs no more than so many tries: the next one begins with others.
+    # One snapshot costs a bounded number of tries, and the next one begins with other peers.
     monkeypatch.setattr("lightning_swarm.peer.failover._MAX_TRIED", 1)
     standbys.holding = ()
     swarm.run(standbys.send(run, 1, lambda: plain_values.pack(STATE)))
@@ -331,13 +331,13 @@ def test_a_former_lead_is_told_and_releases_nobody(make_swarm: MakeSwarm) -> Non
     with pytest.raises(ProtocolError, match="the lead b releases its servers, not trainer"):
         release(swarm, LEAD, C)
     release(swarm, B, C)
-    release(swarm, B, C)  # told twice
+    release(swarm, B, C)  # repeated
     with pytest.raises(ProtocolError, match="was released by b, not by trainer"):
         release(swarm, LEAD, C)
 
 
 def test_the_other_trainers_are_standbys_too(make_swarm: MakeSwarm) -> None:
-    """And are told to come again, for nothing that they bring counts any more."""
+    """They are notified to join again, because their batches count no more."""
     swarm = begun(make_swarm)
     for server in swarm.servers.values():
         server.membership.run.trainers = [LEAD, D, B]
@@ -378,7 +378,7 @@ def test_without_a_majority_nobody_takes_it_over(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_standby_that_the_others_heard_of_first_is_told_again(make_swarm: MakeSwarm) -> None:
-    """The call to the standby is lost: the coordinator has named it to all others, and goes on until it knows."""
+    """The call to the standby is lost after all other peers were notified, so the coordinator repeats it."""
     swarm = begun(make_swarm)
     for standby in (B, D):
         keep(swarm, standby)
@@ -404,7 +404,7 @@ def test_a_standby_that_the_others_heard_of_first_is_told_again(make_swarm: Make
 
 
 def test_another_coordinator_names_whom_some_have_heard_of(make_swarm: MakeSwarm) -> None:
-    """The one before fell silent when one server knew of the standby, and the standby did not yet."""
+    """The previous coordinator fell silent after it had named the standby to one server only."""
     swarm = begun(make_swarm)
     for standby in (B, D):
         keep(swarm, standby)
@@ -481,7 +481,7 @@ def test_a_dead_standby_is_followed_by_the_next(make_swarm: MakeSwarm) -> None:
     async def go() -> None:
         swarm.network.freeze(LEAD)
         await asyncio.sleep(LIMITS.revive_timeout + 3 * LIMITS.silence_timeout)
-        swarm.network.freeze(B)  # before it released anyone
+        swarm.network.freeze(B)  # before it released any server
         await asyncio.sleep(LIMITS.revive_timeout + 4 * LIMITS.silence_timeout)
         assert swarm.servers[C].membership.run.manifest.lead == D
         assert swarm.servers[C].membership.run.manifest.former_leads == [LEAD, B]

@@ -1,4 +1,4 @@
-"""A run whose lead is gone ends for all: who coordinates says so."""
+"""A run whose lead is gone ends for all peers, by the coordinator's announcement."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WHY = (
 
 
 def begun(make_swarm: MakeSwarm) -> Swarm:
-    """Two stages of two servers, three of which vote, and a step behind them."""
+    """Return a swarm of two stages of two servers, with three voters and one decided step."""
     swarm = make_swarm("a b", "c d", limits=LIMITS, voters="a b c")
     swarm.run(swarm.step(rows(0)))
     return swarm
 
 
 def live(swarm: Swarm) -> dict[PeerId, asyncio.Task[None]]:
-    """The servers as their processes would have them; each ends when its task does."""
+    """Run the servers as their processes would; each closes when its task ends."""
 
     async def find() -> list[PeerId]:
         return [swarm.manifest.coordinator]
@@ -59,7 +59,7 @@ def live(swarm: Swarm) -> dict[PeerId, asyncio.Task[None]]:
 
 
 async def within(seconds: float, *tasks: asyncio.Task[None]) -> None:
-    """They end by then, each for the lead's sake."""
+    """Check that the tasks end in time, with an error that names the lead."""
     _, late = await asyncio.wait(tasks, timeout=seconds)
     assert not late
     for task in tasks:
@@ -68,7 +68,7 @@ async def within(seconds: float, *tasks: asyncio.Task[None]) -> None:
 
 
 def test_all_servers_end_when_the_lead_is_gone(make_swarm: MakeSwarm) -> None:
-    """No other trainer is there to ask what became of it."""
+    """No other trainer is there to detect it."""
     swarm = begun(make_swarm)
     lives = live(swarm)
 
@@ -102,7 +102,7 @@ def test_a_lead_that_is_frozen_for_less_changes_nothing(make_swarm: MakeSwarm, f
     lives = live(swarm)
 
     async def go() -> Record:
-        for _ in range(2):  # each time it counts from anew
+        for _ in range(2):  # each time the count starts anew
             swarm.network.freeze(LEAD)
             await asyncio.sleep(frozen_s)
             swarm.network.thaw(LEAD)
@@ -114,7 +114,7 @@ def test_a_lead_that_is_frozen_for_less_changes_nothing(make_swarm: MakeSwarm, f
 
 
 def test_a_lead_whose_loop_is_busy_is_waited_for(make_swarm: MakeSwarm) -> None:
-    """In a debugger, or in a metric that takes an hour: its process answers."""
+    """It may be in a debugger, or compute a metric for an hour: its process answers."""
     swarm = begun(make_swarm)
     lives = live(swarm)
 
@@ -135,7 +135,7 @@ def test_a_coordinator_that_was_frozen_itself_ends_nothing(make_swarm: MakeSwarm
         await asyncio.sleep(SILENCE_S)
         swarm.network.freeze(LEAD)
         await asyncio.sleep(SILENCE_S)
-        swarm.loop._now_s += 10 * LEAD_S  # nothing ran meanwhile
+        swarm.loop._now_s += 10 * LEAD_S  # this process was suspended
         await asyncio.sleep(3 * SILENCE_S)
         assert not watching.done()
         await asyncio.sleep(LEAD_S)
@@ -162,7 +162,7 @@ def test_a_lead_that_comes_back_too_late_finds_the_run_over(make_swarm: MakeSwar
 
 
 def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
-    """No majority of the voters is there, so nobody coordinates; they may come back."""
+    """No majority of the voters is there, so no peer coordinates; but the voters may return."""
     swarm = begun(make_swarm)
     asking = swarm.steps._coordinator
     asking._patience = replace(asking._patience, successor_s=3 * LEAD_S, alone_s=LEAD_S)
@@ -175,7 +175,7 @@ def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
 def test_servers_end_where_nobody_may_coordinate(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The lead is gone, and a majority of the voters: those that are left answer each other, and nobody else does."""
+    """The lead and a majority of the voters are gone. The remaining servers answer each other."""
     monkeypatch.setattr("lightning_swarm.peer.lifecycle._SILENCE_S", 2 * LEAD_S)
     swarm = begun(make_swarm)
     lives = live(swarm)
@@ -229,7 +229,7 @@ def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
                 await swarm.servers[liar]._transport.call(B, BREAK_OFF, body, timeout=1.0)
         assert not swarm.servers[B].admission.left.is_set()
         await swarm.trainer.call(B, LEAVE, b"", timeout=1.0)
-        await swarm.servers[A]._transport.call(B, BREAK_OFF, body, timeout=1.0)  # though the lead answers
+        await swarm.servers[A]._transport.call(B, BREAK_OFF, body, timeout=1.0)  # although the lead answers
         assert isinstance(swarm.servers[B].admission.ending_error, RunOver), "what was said first holds"
 
     swarm.run(go())

@@ -1,4 +1,4 @@
-"""A plan for a live swarm: from what its peers say, and refused where they know too little."""
+"""A plan for a live swarm is based on its peers' reports, and refused if these are incomplete."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MBITS = (400.0, 200.0)
 
 
 class Wide(L.LightningModule):
-    """The first stage computes as much as the second: blocks are alike, but for the last."""
+    """The first stage computes as much as the second: all blocks are equal except the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Wide(L.LightningModule):
 
 
 class Onlooker(L.Callback):
-    """Asks all peers after the second step and after the last."""
+    """Queries all peers after the second step and after the last."""
 
     def __init__(self, strategy: InMemoryStrategy) -> None:
         self.strategy = strategy
@@ -84,7 +84,7 @@ class Onlooker(L.Callback):
 
 
 def at_pace(samples_per_s: float, sent_gb_per_hour: float = 0.0) -> ObservedPeer:
-    """A peer as `status` shows it."""
+    """Return a peer as `status` shows it."""
     return ObservedPeer(peer_id="", place="", samples_per_s=samples_per_s, sent_gb_per_hour=sent_gb_per_hour)
 
 
@@ -92,7 +92,7 @@ Watched = tuple[LiveSwarm, dict[PeerId, PeerReport]]
 
 
 def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
-    """A swarm of two peers whose speed, links and latency are given, as seen from outside."""
+    """Observe a swarm of two peers with given speed, links and latency."""
     lines = [SimulatedLink(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.001) for mbit in mbits]
     strategy = InMemoryStrategy(
         compression=compression,
@@ -124,8 +124,8 @@ def test_the_machines_are_as_they_were_given(watched: tuple[LiveSwarm, Any]) -> 
     for number, rate in enumerate(SAMPLES_PER_S):
         found = machines[f"peer-{number}"]
         assert found.flop_per_s == pytest.approx(rate * stage_flop, rel=0.01)
-        assert found.latency_s == pytest.approx(0.002, rel=0.2)  # up the one link, down the other
-        assert found.up_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)  # the slower end's
+        assert found.latency_s == pytest.approx(0.002, rel=0.2)  # up one link, down the other
+        assert found.up_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)  # the slower end's rate
         assert found.down_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)
         assert found.memory_bytes > 1e8
     assert live.now.assumed_lines == live.now.unmeasured == ()
@@ -143,7 +143,7 @@ def test_the_model_is_as_it_is(watched: tuple[LiveSwarm, Any]) -> None:
 
 
 def test_what_it_does_now_is_predicted(watched: tuple[LiveSwarm, Any]) -> None:
-    """The planner's own word on the settings that the swarm has: what people may judge it by."""
+    """The planner predicts the current settings as well, so that users can compare it with the measurement."""
     live, _ = watched
     assert live.now.setting is not None
     assert (live.now.setting.num_stages, live.now.setting.microbatch_size) == (2, SIZE)
@@ -157,7 +157,7 @@ def test_what_it_does_now_is_predicted(watched: tuple[LiveSwarm, Any]) -> None:
 
 @pytest.mark.thorough
 def test_what_travels_encoded_is_predicted_so(watched: Watched) -> None:
-    """What peers measure of their stages is bytes of tensors as they are, whatever travels."""
+    """Peers report the bytes of their stages' raw tensors, even if they travel encoded."""
     live, _ = watch([10.0, 10.0], "8bit")
     assert live.model == watched[0].model
     assert live.compression == Compression.parse("8bit")
@@ -312,7 +312,7 @@ ADDRESS = "127.0.0.1:1/12D3KooWBTrNL8qKG3wsXQvHv2sPhqYSpyrkXJ4ZNpzF9KkVTKw1"
 
 
 def looks(*reports: PeerReport | None) -> Any:
-    """In place of peers: twice the same answer."""
+    """Replace the peers' reports; both looks give the same."""
 
     def look(address: Address, *, every_s: float | None, timeout: float, visitor: object) -> Generator[list[Sighting]]:
         found = [

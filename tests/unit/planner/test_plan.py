@@ -1,4 +1,4 @@
-"""The planner: what it counts, against what is sent and what was measured; what the command says."""
+"""The planner: its counts against real traffic and measurements, and the command's output."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def machine(name: str = "one", **changes: Any) -> Machine:
 
 
 def setting(num_stages: int, microbatch_size: int, batch_size: int) -> Setting:
-    """One batch a step."""
+    """Return a setting with one batch per step."""
     return Setting(
         num_stages=num_stages,
         microbatch_size=microbatch_size,
@@ -73,14 +73,14 @@ def codes_of(compression: Compression) -> dict[str, Code | None]:
 
 
 def by(model: ModelProfile = MODEL, ratio: int | None = None, **compression: Any) -> ModelProfile:
-    """A model whose tensors travel so."""
+    """Return a model with compressed or narrowed tensors."""
     return replace(model, wire=WireSettings.parse(compression, ratio).wire)
 
 
 def predicted(
     num_machines: int = 4, *, model: ModelProfile = MODEL, batch_size: int = 64, **changes: Any
 ) -> Prediction:
-    """Of two stages."""
+    """Predict two stages."""
     machines = [machine(f"m{number}", **changes) for number in range(num_machines)]
     return Predictor(model, machines, 2, Limits()).predict(setting(2, 4, batch_size))
 
@@ -102,7 +102,7 @@ def test_a_middle_stage_sends_what_is_said(make_swarm: MakeSwarm, activations: s
     measured = sum(num_bytes for (to, _), num_bytes in sent.items() if to != PeerId("trainer"))
     width = x.shape[1] * x.element_size()
     linear = BlockProfile(parameters=12, flop=1.0, output_bytes=width, graph_bytes=0, number_bytes=8)
-    # Its samples are small, and its microbatch is not.
+    # Its samples are small, but its microbatch is large.
     codes = {kind: code and replace(code, smallest=1) for kind, code in codes_of(compression).items()}
     model = ModelProfile(
         blocks=(linear,) * 3, input_bytes=width, input_gradient=False, weight_bytes=8, wire=WireFormat(**codes)
@@ -114,12 +114,12 @@ def test_a_middle_stage_sends_what_is_said(make_swarm: MakeSwarm, activations: s
     assert said.boundary_bytes == (forward, forward)
     assert said.boundary_gradient_bytes == (back, back)
     assert said.step_bytes[middle] == forward + back
-    assert said.step_bytes[middle] < measured < 1.01 * said.step_bytes[middle]  # and some words
+    assert said.step_bytes[middle] < measured < 1.01 * said.step_bytes[middle]  # and some message headers
 
 
 @pytest.mark.parametrize("num_machines", [1, 2, 3, 4])
 def test_averaging_sends_what_a_butterfly_sends(num_machines: int) -> None:
-    # As little as there is to send: `test_each_peer_sends_as_little_as_there_is_to_send` measures it.
+    # The minimum of traffic, which `test_each_peer_sends_as_little_as_there_is_to_send` measures.
     machines = [machine()] * num_machines
     swarm = Swarm(MODEL, machines, stage_profiles(MODEL, 1), [list(range(num_machines))], Limits())
     assert averaged(swarm, 0).num_bytes == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
@@ -159,7 +159,7 @@ def test_what_is_as_narrow_as_the_codec_stays_as_it_is() -> None:
 def test_boundary_layers_narrow_what_is_between_stages() -> None:
     first, last = stage_profiles(by(ratio=4, activations="8bit"), 2)
     hidden = 128 * 512
-    assert first.input_bytes == last.output_bytes == hidden * 8.125 / 8  # from the trainer, and to it
+    assert first.input_bytes == last.output_bytes == hidden * 8.125 / 8  # the trainer sends and receives them
     assert first.output_bytes == last.input_bytes == hidden / 4 * 8.125 / 8
     assert first.output_gradient_bytes == last.gradient_bytes == hidden / 4 * 4
 
@@ -199,7 +199,7 @@ def test_what_the_starter_says_to_itself_is_no_traffic() -> None:
     assert trainer_bytes(alone_swarm, 0) == trainer_bytes(alone_swarm, 1) == (0.0, 0.0)
     two = Swarm(MODEL, [machine(), machine()], stage_profiles(MODEL, 2), [[1], [0]], Limits())
     hidden = 128 * 512 * 4
-    assert trainer_bytes(two, 0) == (0.0, hidden)  # to the first stage; the last one is its own
+    assert trainer_bytes(two, 0) == (0.0, hidden)  # it sends to the first stage; the last one is its own
     assert trainer_bytes(two, 1) == (0.0, 0.0)
     shared = Swarm(MODEL, [machine()] * 3, stage_profiles(MODEL, 2), [[1], [0, 2]], Limits())
     assert trainer_bytes(shared, 1) == (0.0, pytest.approx(hidden / 2, rel=0.3))
@@ -334,7 +334,7 @@ def test_alone_as_fast_as_it_computes_or_as_its_bus_carries() -> None:
 
 # ---------------------------------------------------------------------- against what was measured
 
-LINKS = [  # d_model, Mb/s, samples/s of one host, those of the swarm against it: docs/performance.md
+LINKS = [  # d_model, Mb/s, samples/s of one host, the swarm's relative to it: docs/performance.md
     (64, 1000, 430.4, 0.40),
     (64, 100, 457.9, 0.37),
     (64, 20, 498.3, 0.11),
@@ -370,7 +370,7 @@ def test_slow_lines_are_predicted_as_the_page_says(width: int, mbit: int, plain:
 
 def test_two_stages_on_two_cores_are_predicted_as_the_page_says() -> None:
     found = []
-    for core in (13.0, 14.9):  # samples/s of half as many blocks, in those rows
+    for core in (13.0, 14.9):  # samples/s of half as many blocks, in the same rows
         twins = [
             machine(
                 name,
@@ -582,7 +582,7 @@ def test_who_cannot_hold_the_model_or_slows_it_down_is_not_asked() -> None:
     ],
 )
 def test_what_else_would_do_is_said(count: int, flop_per_s: float, words: list[str], others: list[str]) -> None:
-    """Of machines that are alike and of others, and of many."""
+    """Equal machines, unequal machines, and many machines."""
     model = transformer(12, 768, 1024, 50257)
     machines = [machine("first", flop_per_s=flop_per_s), *(machine("other") for _ in range(count - 1))]
     plan = make_plan(model, machines, target_batch_size=4096)
@@ -655,7 +655,7 @@ def test_json_has_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def crossing(said: Any) -> tuple[float, float]:
-    """Bytes of a sample from the first stage to the second, and back."""
+    """Return the bytes of a sample from the first stage to the second, and back."""
     best, size = said["best"], said["best"]["setting"]["microbatch_size"]
     return best["boundary_bytes"][0] / size, best["boundary_gradient_bytes"][0] / size
 

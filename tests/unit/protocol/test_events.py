@@ -1,4 +1,4 @@
-"""Events are noted, counted and told once; a stage without servers is waited for."""
+"""Events are logged, counted and reported once; a stage without servers is waited for."""
 
 import logging
 import sys
@@ -38,7 +38,7 @@ def test_a_person_reads_a_short_line_and_all_of_it_where_everything_is_logged(ca
         EventLog().note("gone", peer=peer, step=3, reason=reason)
     assert [record.getMessage() for record in caplog.records] == [
         "gone: step 3, errLTo: refused.",
-        f"In full: gone: step 3, {peer}: {reason}".replace("\n", " "),  # one line, whatever a peer sent
+        f"In full: gone: step 3, {peer}: {reason}".replace("\n", " "),  # a single line, for any text of a peer
     ]
 
 
@@ -95,7 +95,7 @@ def test_of_many_peers_that_come_and_go_all_is_counted_and_not_all_is_kept(monke
     found = Counter[EventKind]()
     for i in range(100):
         reports = {PeerId("stays"): stays}
-        if i in (40, 55):  # between them it is one of the forgotten
+        if i in (40, 55):  # one of the forgotten, in between
             reports[PeerId("back")] = back
         else:
             reports[PeerId(f"peer-{i}")] = EventLog()
@@ -121,12 +121,12 @@ def test_who_coordinates_passes_on_what_members_say() -> None:
 def test_what_others_say_is_kept_once_and_not_counted() -> None:
     events = EventLog()
     events.note("gone", peer="b", step=3)
-    events.log_only("left", peer="b", step=4)  # as the record of step 3 has it: known
+    events.log_only("left", peer="b", step=4)  # already known from the record of step 3
     events.log_only("joined", peer="c", stage=1, step=4)
-    events.note("joined", peer="c", stage=1, step=4)  # the coordinator is this peer
+    events.note("joined", peer="c", stage=1, step=4)  # this peer is the coordinator
     events.log_only("joined", peer="b", stage=0, step=6)
     events.log_only("left", peer="b", step=9)
-    events.log_only("convicted", peer="b", step=9)  # no news of where it is
+    events.log_only("convicted", peer="b", step=9)  # no change of membership
     events.log_only("went_back", step=9)
     assert [(event.kind, event.peer, event.step) for event in events.newest] == [
         ("gone", "b", 3),
@@ -147,7 +147,7 @@ def test_each_event_knows_when_it_was_noted() -> None:
 
 
 def test_two_threads_note_and_read() -> None:
-    """The loop's and a trainer's own, which give way to each other all the time."""
+    """A loop's thread and a trainer's thread, which switch constantly."""
     events = EventLog()
     found = Counter[EventKind]()
     switch_s = sys.getswitchinterval()

@@ -214,7 +214,7 @@ OF_AUDITS = (PROVE, RECORD_DIGEST, PROJECT, VECTOR, REPLACE_MEAN, SKETCH, KEPT_W
 
 @dataclass(frozen=True)
 class Sample:
-    """A message that is in place, and how to come to where it is."""
+    """A valid message, and the preparation of a swarm that expects it."""
 
     kind: str
     method: str
@@ -238,7 +238,7 @@ class Sample:
         return Message(swarm.run(transport.call(self.target, self.method, message.body, timeout=100.0)))
 
     def prepared(self, make_swarm: MakeSwarm) -> Swarm:
-        """A batch of one microbatch was granted; its forward is through; then as `phase` says."""
+        """Return a swarm that has granted a batch of one microbatch and run its forward, and is then in `phase`."""
         swarm = make_swarm(
             "a",
             "b",
@@ -248,7 +248,7 @@ class Sample:
             trainers=f"{LEAD} a b" if self.method in (ENLIST, RETIRE) else "",
             audit_share=0.0 if self.method in OF_AUDITS else None,
         )
-        if self.method == REGISTER:  # as if another peer had coordinated before
+        if self.method == REGISTER:  # acts like a successor of another coordinator
             swarm.coordinator.generation.trainers._first_lease = 100
         if self.method == TAKE_OVER:
             swarm.servers[A].admission.leadership._successor = B
@@ -264,7 +264,7 @@ class Sample:
             return swarm
         if self.phase == "joining":
             swarm.join(C)
-            if self.method == PIECE:  # in the place of the joiner, whose next request would end the download
+            if self.method == PIECE:  # acts as the joiner, whose own next request would end the download
                 for task in swarm.joining:
                     task.cancel()
                     swarm.run(asyncio.wait({task}))
@@ -281,7 +281,7 @@ class Sample:
             return swarm
         if self.phase == "decided":
             swarm.run(decided(swarm))
-            swarm.run(asyncio.sleep(1.0))  # until the snapshots are where they are kept
+            swarm.run(asyncio.sleep(1.0))  # snapshots need time to arrive
             if self.method in (BREAK_OFF, INHERIT):
                 swarm.network.freeze(LEAD)
             return swarm
@@ -311,14 +311,14 @@ EPOCH_PLAN = EpochPlan(
 
 
 def restarting(swarm: Swarm, **changes: Any) -> RestartRequest:
-    """To weights of step 3."""
+    """Restart with weights of step 3."""
     seats = swarm.steps.run.seats
     asked = RestartRequest(generation=1, first_step=3, seats=seats, selection=other_selection(swarm))
     return msgspec.structs.replace(asked, **changes)
 
 
 def registering(swarm: Swarm) -> RegisterRequest:
-    """By the lead: a batch that is through, one that is under way, and one of an epoch that was dropped."""
+    """Register the lead: a batch that is through, one under way, and one of an epoch that was dropped."""
     through = Lease(
         grant=Grant(lease=7, generation=0, step=0, first=2, weight=1.0),
         request=GrantRequest(step=0, num_samples=2, generation=0, number=1),
@@ -342,7 +342,7 @@ def registering(swarm: Swarm) -> RegisterRequest:
 
 
 def registering_epoch(swarm: Swarm) -> RegisterRequest:
-    """By the lead, in a run where trainers share the order of an epoch."""
+    """Register the lead of a run whose trainers share the order of an epoch."""
     brought = Lease(
         grant=Grant(lease=7, generation=0, step=0, first=2, weight=2.0, batch=(0, 1), samples=2),
         request=GrantRequest(step=0, num_samples=2, generation=0, number=1, batch=(0, 1)),
@@ -403,7 +403,7 @@ def done(swarm: Swarm) -> BatchDone:
 
 
 def done_and_more(swarm: Swarm) -> BatchDone:
-    """It ends its step, and another one is to come."""
+    """Report a batch that ends its step, and request another one."""
     return msgspec.structs.replace(
         done(swarm),
         close=True,
@@ -421,7 +421,7 @@ def metrics(swarm: Swarm) -> Message:
 
 
 async def decided(swarm: Swarm) -> None:
-    """Another trainer's batch, of which nothing came but its metrics, is in the record."""
+    """Decide a step with another trainer's batch, which consists of its metrics only."""
     other = swarm.client(swarm.servers[B]._transport)
     grant = await other.grant(2)
     await other.send_metrics(grant.lease, (METRICS_OF_A_BATCH, [rows(1), rows(2), rows(3)]))
@@ -451,7 +451,7 @@ def momenta(swarm: Swarm) -> Message:
 
 
 def auditing(swarm: Swarm) -> Message:
-    """Of a server that holds another stage, and so refuses what it is asked for."""
+    """Request an audit from a server of another stage, which refuses it."""
     backward = decode(from_nothing(swarm).body, BackwardRequest)
     structure, tensors = serialization.flatten(((None, {}), [rows(2)]))
     request = AuditRequest(
@@ -473,7 +473,7 @@ def from_nothing(swarm: Swarm) -> Message:
 
 
 def other_selection(swarm: Swarm) -> Selection:
-    """One block frozen, a bias in a group of its own."""
+    """Freeze one block, and give a bias a group of its own."""
     groups = {name: int(name == "1.0.bias") for name, _ in swarm.module.named_parameters()}
     return Selection(num_groups=2, groups=groups, frozen=["0.0.bias", "0.0.weight"])
 
@@ -507,7 +507,7 @@ def loop_state(swarm: Swarm) -> Message:
 
 
 def in_session(_: Swarm) -> Message:
-    """The first step of a session, whose blocks make no use of its cache."""
+    """Run the first step of a session, whose blocks do not use its cache."""
     extras = {"cache": IN_SESSION, CALLS: {"0": ({}, ()), "1": ({}, ())}}
     structure, tensors = serialization.flatten((rows(0), extras))
     step = SessionStep(
@@ -778,9 +778,8 @@ def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
     transports = [server._transport for server in make_swarm("a", "b").servers.values()]
     calls = {(CALL, method) for one in transports for method in one._call_handlers}  # type: ignore[attr-defined]
     streams = {(STREAM, method) for one in transports for method in one._stream_handlers}  # type: ignore[attr-defined]
-    # In an open run the first takes nothing, and the other only what its own server says; `test_gatekeeper.py` and
-    # `test_mean_checks.py` have their samples.
-    # A stand-in for a trainer answers the last three.
+    # In an open run the first takes no message, and EXAMINE only its own server's; `test_gatekeeper.py` and
+    # `test_mean_checks.py` have their samples. A stand-in for a trainer answers the last three.
     left = {(CALL, method) for method in (CERTIFY, EXAMINE, AVOID, ORDER_AUDITS, RESULTS)}
     assert (calls | streams) - left == {(sample.kind, sample.method) for sample in SAMPLES}
 
@@ -795,7 +794,7 @@ def test_the_samples_are_in_place(make_swarm: MakeSwarm, sample: Sample) -> None
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All places in nested containers, with what is there."""
+    """Yield all places in nested containers, with their values."""
     if path:
         yield path, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -812,7 +811,7 @@ def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def no_messages(body: bytes) -> Iterator[bytes]:
-    """What cannot be a message of any kind, and what lacks, exceeds or confuses the fields of this one."""
+    """Yield bytes that are no message of any kind, and messages with missing, excess or confused fields."""
     yield from (body[:length] for length in range(0, len(body), max(1, len(body) // 6)))
     yield body + b"\0"
     yield b"\xc1"
@@ -877,7 +876,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
 
 
 def suspicious(body: bytes) -> Iterator[bytes]:
-    """What may be a message by chance: flipped bits, numbers at the ends of their range."""
+    """Yield bytes that may be a valid message by chance: flipped bits, numbers at the ends of their range."""
     rng = random.Random(0)
     for _ in range(30):
         flipped = bytearray(body)
@@ -901,7 +900,7 @@ def suspicious(body: bytes) -> Iterator[bytes]:
 
 
 def refused(swarm: Swarm, sample: Sample, message: Message) -> bool:
-    """Send it. If it is refused: by an error that was foreseen, and without any change."""
+    """Send a message; return whether it was refused, which must be by a known error and without any change."""
     before = swarm.state()
     error: SwarmError | None = None
     try:
@@ -917,7 +916,7 @@ def refused(swarm: Swarm, sample: Sample, message: Message) -> bool:
 
 
 class Unread(Exception):
-    """Memory was made for the tensors of a caller who may not send any."""
+    """Memory was allocated for the tensors of a caller that may not send any."""
 
 
 FROM_TRAINERS, FROM_THE_LEAD = [FORWARD, BACKWARD, METRICS], [LOAD, SET_EVALUATION_WEIGHTS, KEEP_LOOP]
@@ -969,7 +968,7 @@ def test_suspicious_messages_do_no_harm(make_swarm: MakeSwarm, sample: Sample) -
         if refused(swarm, sample, Message(body, message.tensors)):
             num_refused += 1
         else:
-            swarm.settle()  # what it set off raises when the swarm is closed, if it is a bug
+            swarm.settle()  # a bug in an accepted message raises when the swarm is closed
             swarm = sample.prepared(make_swarm)
     assert num_refused > 10 or not message.body
 
@@ -1043,8 +1042,8 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 
 @every_sample
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
-    """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
-    # For anyone, as yet: any server may be the next stage's, any trainer the next one's.
+    """Messages of a trainer, the lead or the coordinator change nothing if another peer sends them."""
+    # Open to any peer so far: any server may be the next stage's, any trainer the next one's.
     if sample.method in (PING, HANDSHAKE, REPORT, OTHERS, VIEW, WATCH, JOIN, ENLIST, WAIT_METHOD, FETCH_METHOD):
         return
     swarm = sample.prepared(make_swarm)
@@ -1066,8 +1065,8 @@ OTHER_KEY = b"key of a thief  "
 
 @pytest.mark.parametrize("thief", ["stranger", B, "other"])  # the last one trains
 def test_results_of_calls_are_for_who_was_named(make_swarm: MakeSwarm, thief: str) -> None:
-    """Their names can be guessed, and a gradient that was fetched is gone."""
-    quiet, swarm = (make_swarm("a", "b", "c") for _ in range(2))  # B serves, in another stage than the first
+    """Ticket names can be guessed, and a fetched gradient is gone."""
+    quiet, swarm = (make_swarm("a", "b", "c") for _ in range(2))  # B is a server of another stage than the first
     expected = quiet.run(step_with(quiet, lambda k: nothing()))
     transport = swarm.servers[B]._transport if thief == B else swarm.network.transport(thief)
     num_refused = 0
@@ -1139,7 +1138,7 @@ async def nothing() -> None:
 
 
 async def step_with(swarm: Swarm, between: Callable[[CallKey], Coroutine[Any, Any, None]]) -> dict[str, torch.Tensor]:
-    """The weights after one microbatch; `between` is awaited when its outputs are ready, and when its gradients are."""
+    """Return the weights after one microbatch; `between` is awaited when its outputs and its gradients are ready."""
     grant = await swarm.steps.grant(2)
     k, route = key(grant.first, step=grant.step), swarm.route()
     for stage, peer in enumerate(route):

@@ -1,4 +1,4 @@
-"""Projections of sums and means: what is honest always passes, and what is not never does."""
+"""Projections of sums and means: honest values always pass, false values never do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WEIGHT = 12.7
 
 
 def project(sums: Sequence[Tensor], mean: Tensor, seed: int) -> list[PartProjections]:
-    """What honest members answer."""
+    """Return the answers of honest members."""
     count, size = len(sums), num_buckets(len(sums))
     means = project_parts(parts_of(mean, count), seed, num_buckets=size)
     return [
@@ -58,7 +58,7 @@ def project(sums: Sequence[Tensor], mean: Tensor, seed: int) -> list[PartProject
 
 
 def mean_of(sums: Sequence[Tensor], gradient_scale: float = 1.0) -> Tensor:
-    """As servers make it."""
+    """Return the mean as servers compute it."""
     total = sums[0]
     for own in sums[1:]:
         total = torch.add(total, own)
@@ -67,13 +67,13 @@ def mean_of(sums: Sequence[Tensor], gradient_scale: float = 1.0) -> Tensor:
 
 
 def sized(values: Tensor, rng: random.Random) -> Tensor:
-    """Of every size that a dtype has, up to what does not overflow when it is added."""
+    """Scale values to any size of the dtype that does not overflow when summed."""
     highest = 120 if values.dtype == torch.float32 else 1000
     return values * 2.0 ** rng.uniform(-1.2 * highest, 0.9 * highest)
 
 
 def spread(values: Tensor, rng: random.Random) -> Tensor:
-    """Elements of very different sizes."""
+    """Give elements very different sizes."""
     return values * torch.exp(torch.randn(len(values), dtype=torch.float64) * rng.choice([1.0, 10.0])).to(values.dtype)
 
 
@@ -95,7 +95,7 @@ def honest_cases(dtype: DType, number: int) -> Iterator[tuple[list[Tensor], Tens
         count, length = rng.choice([1, 2, 3, 4, 7, 16]), rng.choice([1, 2, 5, 30, 300, 3000])
         shape = SHAPES[rng.choice([*SHAPES])]
         sums = [sized(shape(length, rng).to(DTYPES[dtype]), rng) for _ in range(count)]
-        if rng.random() < 0.5:  # of one size
+        if rng.random() < 0.5:  # all sums of one size
             factor = sized(torch.ones(1, dtype=DTYPES[dtype]), rng)
             sums = [shape(length, rng).to(DTYPES[dtype]) * factor for _ in range(count)]
         gradient_scale = rng.choice([1.0, 1.0, 1024.0, 3.0])
@@ -135,7 +135,7 @@ def test_what_is_honest_in_fixed_point_passes(dtype: DType) -> None:
         answers = project(sums, mean, rng.getrandbits(62))
         scale = StageScale(length, dtype, WEIGHT)
         assert is_sound(answers, scale)
-        if float(mean.abs().max()) > 2**16 * deterministic.FINE:  # else it is within rounding
+        if float(mean.abs().max()) > 2**16 * deterministic.FINE:  # otherwise it is within rounding
             place = int(mean.abs().argmax())
             mean[place] *= 1.001
             assert not is_sound(project(sums, mean, rng.getrandbits(62)), scale)
@@ -166,7 +166,7 @@ def test_a_false_mean_does_not_pass(dtype: DType, count: int) -> None:
     torch.manual_seed(count)
     for length in (30, 3000, 30000):
         for name, lie in lies(length, rng).items():
-            # No element is near zero: what is lost there is no more than rounding of the others.
+            # No element is near zero, where a loss would be within the rounding of the other elements.
             sums = [torch.randn(length).sign() + torch.randn(length) / 10 for _ in range(count)]
             sums[0] += 2 * count * sums[0].sign()
             sums = [own.to(DTYPES[dtype]) for own in sums]
@@ -175,7 +175,7 @@ def test_a_false_mean_does_not_pass(dtype: DType, count: int) -> None:
 
 
 def test_one_element_of_millions_is_found() -> None:
-    """That is as large as most are, and changed by a thousandth: nine times of ten."""
+    """The element is of typical size and changed by a thousandth; it is found nine times of ten."""
     count, length = 4, 1 << 22
     torch.manual_seed(0)
     sums = [torch.randn(length) for _ in range(count)]
@@ -263,7 +263,7 @@ def test_only_whom_most_contradict_is_accused() -> None:
 
 
 def test_a_stage_in_which_all_contradict_each_other_keeps_its_members() -> None:
-    """One of them may be honest, and somebody has to hold the stage."""
+    """One of them may be honest, and a server must hold the stage."""
     assert choose_accused(against("ab", "ac", "bc"), 3) == {}
     assert set(choose_accused(against("ab", "ac", "bc", "da", "db", "dc"), 5)) == {*"abcd"}
 

@@ -1,4 +1,4 @@
-"""How long a peer may take: a multiple of what is usual, and no less than a moment, and no more than the limits."""
+"""Timeouts for a peer: a multiple of the usual time, at least a moment, and at most the limits."""
 
 from __future__ import annotations
 

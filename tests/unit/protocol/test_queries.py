@@ -1,4 +1,4 @@
-"""Peers say what they run and what time it is, to whoever asks; on virtual time, the answer is exact."""
+"""Peers report their versions and their clock to any caller; on virtual time, the result is exact."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_clocks_difference_is_found_whatever_the_way_takes(loop: VirtualLoop
 
 
 def test_the_quickest_answer_counts(loop: VirtualLoop) -> None:
-    """One that was held up says little about the clocks."""
+    """A delayed answer says little about the clocks."""
     network = MemoryNetwork(latency_s=LATENCY_S)
     asking, asked = network.transport(), network.transport()
     questions: list[float] = []
@@ -47,7 +47,7 @@ def test_the_quickest_answer_counts(loop: VirtualLoop) -> None:
     def slow_at_first() -> float:
         questions.append(loop.time())
         if len(questions) == 1:
-            loop._now_s += 5.0  # as if the machine had stood still
+            loop._now_s += 5.0  # simulates a suspended machine
         return 1000.0 + loop.time()
 
     queries.answer_greetings(asked, now=slow_at_first)

@@ -1,4 +1,4 @@
-"""The settings of a run come over the wire as they were given, and only if they could have been given."""
+"""A run's settings arrive over the wire unchanged, and invalid settings are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_report_tells_the_compression_in_full() -> None:
     [
         {"target_batch_size": 0},
         {"microbatch_size": "4"},
-        {"deterministic": True},  # with this averaging
+        {"deterministic": True},  # not with this averaging
         {"rebalancing": "often"},
         {"rebalance_interval": 0.0},
         {"compression": "8bit"},

@@ -1,4 +1,4 @@
-"""Tickets: asked for before or after they are promised, fetched, failed, forgotten."""
+"""Tickets: requested before or after they are promised, fetched, failed, forgotten."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ticket(name: str) -> Ticket:
 
 
 class Pair:
-    """A holder of tickets, and one who asks."""
+    """A holder of tickets, and a peer that requests them."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
@@ -61,7 +61,7 @@ class Pair:
         return self.loop.run_until_complete(work)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin, and let it come as far as it can by itself."""
+        """Start work, and let it run until it waits."""
         task = self.loop.create_task(work)
         self.run(asyncio.sleep(1.0))
         return task
@@ -77,14 +77,14 @@ def pair(loop: VirtualLoop) -> Pair:
 
 @pytest.fixture(params=["small", "large"], autouse=True)
 def small_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether tensors come with the word that they are there, or are fetched then."""
+    """Send tensors with the announcement, or have them fetched separately."""
     if request.param == "large":
         monkeypatch.setattr(tickets, "SMALL_BYTES", 0)
 
 
 @pytest.fixture(params=["holder", "asker"])
 def consumer(pair: Pair, request: pytest.FixtureRequest) -> TicketStore:
-    """Who asks: another peer, or the holder itself."""
+    """The requester: another peer, or the holder itself."""
     store: TicketStore = getattr(pair, request.param)
     return store
 

@@ -1,4 +1,4 @@
-"""Adapters as they come to a server: what does not fit is refused, and changes nothing."""
+"""Adapters that a server receives: invalid adapters are refused, and change nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def numbers(*shape: int) -> Tensor:
 
 @dataclass
 class Stranger:
-    """Somebody who sends what it likes."""
+    """A client that sends arbitrary messages."""
 
     swarm: ServedSwarm
     transport: Transport
@@ -135,12 +135,12 @@ def test_one_that_is_too_large_is_refused_and_older_ones_go_first() -> None:
     with pytest.raises(AdapterMissing):
         store.get(b"a", 0)
     with pytest.raises(AdapterMissing):
-        store.get(b"b", 1)  # it is of another stage
+        store.get(b"b", 1)  # it belongs to another stage
     assert store.get(b"b", 0).num_bytes == 40
 
 
 def test_flipped_bytes_harm_nothing(stranger: Stranger) -> None:
-    """Of uploads, forwards and backwards: an error or an answer, and a server that answers on."""
+    """In uploads, forwards and backwards: an error or an answer results, and the server goes on."""
     message = stranger.upload([LORA], [*GOOD])
     stranger.send(TUNE_ADAPTER, message)
     name = decode(message.body, AdapterUpload).digest

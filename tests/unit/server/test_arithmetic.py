@@ -1,4 +1,4 @@
-"""Machines that may compute other bits from the same input have other names."""
+"""Machines that may compute different bits from the same input have different names."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_number_of_threads_is_in_it() -> None:
 def test_two_models_with_the_same_instructions_differ(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, is_alike: bool
 ) -> None:
-    """The libraries choose their kernels by the model; clock rates and the like change nothing."""
+    """The libraries choose their kernels by the processor's model; its clock rate, for example, does not matter."""
     facts = tmp_path / "cpuinfo"
     monkeypatch.setattr(arithmetic, "_CPUINFO", facts)
     facts.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\ncpu MHz\t\t: 2500\n\nprocessor\t: 1\n")

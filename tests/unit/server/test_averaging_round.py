@@ -1,4 +1,4 @@
-"""Averaging that begins with the freeze, against whatever comes between that and the round's record."""
+"""Averaging starts with the freeze; events before the round's record must not disturb it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def freeze(swarm: Swarm, peer: PeerId, expected: Closing) -> None:
 
 
 def tickets(swarm: Swarm, peer: PeerId) -> list[str]:
-    """Of rounds of averaging."""
+    """Return the names of an averaging round's tickets."""
     return [name for name in swarm.servers[peer]._tickets._entries if "/average/" in name]
 
 
@@ -56,7 +56,7 @@ class OnAThread(InlineExecutor):
 def test_who_leaves_during_a_round_ends_it_on_the_loop_and_keeps_nothing(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next run may have a round of the same name: whoever fetched its parts would have those of this one."""
+    """The next run may have a round of the same name, whose members would fetch parts of this one."""
     monkeypatch.setattr("tests.unit.swarm.InlineExecutor", OnAThread)
     swarm = make_swarm("a", "b c")
     threads: list[threading.Thread] = []
@@ -88,7 +88,7 @@ _LATE_S = (0.0, 0.0005, 0.0015, 0.0025, 0.0045, 0.01, 1.0, 31.0)
     ids=["plain", "delays", "powersgd"],
 )
 def test_copies_of_requests_that_come_late_end_no_round(make_swarm: MakeSwarm, settings: dict[str, Any]) -> None:
-    """Wherever in a step they come; and a step does not get other weights by them."""
+    """They may come at any point of a step, and leave the step's weights unchanged."""
 
     def train(*, copies: bool) -> Swarm:
         swarm = make_swarm("a b c", "d b c", **settings)

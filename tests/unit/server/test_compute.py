@@ -1,4 +1,4 @@
-"""What a server keeps for backward: never more than its budget, and lost without harm."""
+"""A server's cache for backward never exceeds its budget, and loses entries without harm."""
 
 from __future__ import annotations
 

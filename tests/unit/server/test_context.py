@@ -1,4 +1,4 @@
-"""Which run a server is in, and which peers may end it."""
+"""A server's current run, and the peers that may end it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lightning_swarm.server.executor import Executor, InlineExecutor, ThreadExec
 
 
 class Bench:
-    """An executor, and a job in front that holds it up until `release`, so that others queue."""
+    """An executor, and a first job that occupies it until `release`, so that later jobs queue."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, make: Callable[[], Executor]) -> None:
         self.loop = loop
@@ -28,7 +28,7 @@ class Bench:
         return self.loop.run_until_complete(work)
 
     def occupy(self) -> None:
-        """On the loop. The inline executor runs nothing before the loop turns, so it needs no such job."""
+        """Occupy the executor's thread. The inline executor runs no job before the loop turns, so it needs none."""
         if isinstance(self.executor, ThreadExecutor):
 
             def hold() -> None:
@@ -145,7 +145,7 @@ def test_nothing_runs_after_close(bench: Bench) -> None:
 
 
 def test_work_for_idle_times_waits_for_jobs_and_ends_when_it_says_so() -> None:
-    """Pieces are taken between jobs only, and anew after each one."""
+    """Its pieces run between jobs only, and are requested anew after each job."""
     done: list[str] = []
     idle, go_on = threading.Event(), threading.Event()
 
@@ -175,7 +175,7 @@ def test_work_for_idle_times_waits_for_jobs_and_ends_when_it_says_so() -> None:
 
 
 def test_jobs_are_timed_by_a_clock_of_their_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program may replace the one in `time` by one that raises: tests do, for what they measure."""
+    """Programs may replace the clock in `time`, as tests do."""
     monkeypatch.setattr(time, "perf_counter", Mock(side_effect=StopIteration))
 
     async def ask() -> tuple[int, float]:

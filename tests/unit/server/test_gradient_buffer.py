@@ -1,4 +1,4 @@
-"""The ledger: each receipt once, and after the closing only what it names."""
+"""The ledger: each receipt once, and after the closing only receipts that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of several texts that are computed together: the same numbers, or one by one."""
+"""Steps of several texts in one computation have the same numbers, or run separately."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from tests.parity.test_adapted_texts import save_adapter
 from tests.served import FAMILIES, ServedSwarm, make_model
 
 ALONE = {"falcon", "bloom", "deepseek", "mamba", "qwen3 next"}
-"""Their blocks keep states of another kind, or attend by code of their own."""
+"""Their blocks keep states of another kind, or have their own attention."""
 
 WINDOWS = {"gemma3", "mistral"}
-"""Only texts beyond the window of four tokens have a mask, and those go together."""
+"""Only texts beyond the window of four tokens have a mask, and these are computed together."""
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [3]]
 
 
 class Recorded:
-    """The steps of some texts at a stage, each with its cache as it was before."""
+    """The recorded steps of some texts at a stage, each with its cache from before the step."""
 
     def __init__(self, stage: SessionStage, texts: list[list[tuple[SessionStep, SessionPart, Any]]]) -> None:
         self.stage, self.texts = stage, texts
 
     def waiting(self, number: int) -> list[WaitingStep[Any]]:
-        """Make the step of this number of each text wait, on a copy of its cache."""
+        """Make each text's step of this number wait, with a copy of its cache."""
         works = []
         for text in self.texts:
             step, part, cache = text[number]
@@ -97,7 +97,7 @@ def plain_prompts() -> list[dict[str, Tensor]]:
 
 
 def padded(*first: int) -> dict[str, Tensor]:
-    """Two rows, one of them with padding before it, so that their steps have masks."""
+    """Return two rows, one of which is padded, so that their steps have masks."""
     rows = [[0, 0, *first], [7, 8, *first]]
     return {"input_ids": torch.tensor(rows), "attention_mask": (torch.tensor(rows) != 0).long()}
 
@@ -139,7 +139,7 @@ def test_texts_share_a_forward_where_that_is_the_same(
             own, others = (attention_cache.tensors(one.part.cache) for one in (work, other))
             torch.testing.assert_close(own, others, rtol=1e-9, atol=1e-12)
     assert (steps.num_joint > 0) == (family not in ALONE)
-    if family != "bloom":  # whose kinds tell the length
+    if family != "bloom":  # only BLOOM's kinds include the length
         waits_for_nobody = [steps._verdicts.refuses(work) for work in texts.waiting(4)]
         assert waits_for_nobody == 3 * [family in ALONE]
 
@@ -151,7 +151,7 @@ def test_texts_share_a_forward_where_that_is_the_same(
 def test_texts_of_several_adapters_share_a_forward(
     family: str, tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each text's rows get what its own adapter gives; those without any go by themselves."""
+    """Each text's rows have their own adapter's result; texts without an adapter are computed separately."""
     adapters = [save_adapter(family, tmp_path / f"adapter-{seed}", seed=seed, r=2 + seed) for seed in range(2)]
     chosen = [None, None, *adapters, adapters[0]]
     prompts = [*plain_prompts(), *plain_prompts()][: len(chosen)]
@@ -174,7 +174,7 @@ def test_texts_of_several_adapters_share_a_forward(
 def test_an_adapter_of_layers_that_see_no_rows_is_computed_alone(
     tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OPT before its 5th version, as others, flattens what goes into such a layer; here a block that is made to."""
+    """Some models, such as OPT in transformers before version 5, flatten a layer's input; here a block does so."""
     adapters = [save_adapter("llama", tmp_path / f"adapter-{seed}", seed=seed) for seed in range(2)]
     texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts()[:2], adapters)
     for block in texts.stage.module.blocks:
@@ -188,7 +188,7 @@ def test_an_adapter_of_layers_that_see_no_rows_is_computed_alone(
 
 
 def test_rows_with_masks_go_with_their_like(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded batch of two rows waits beside single texts: those of one kind are computed together."""
+    """A padded batch of two rows waits beside single texts, and steps of one kind are computed together."""
     prompts = [padded(4, 5), *plain_prompts(), padded(9, 10, 11)]
     texts = recorded(tmp_path, "llama", monkeypatch, prompts)
     steps = JointSteps[Any](InlineExecutor())
@@ -217,7 +217,7 @@ def test_prompts_are_computed_alone(tmp_path: Path, loop: VirtualLoop, monkeypat
 def test_texts_whose_numbers_would_differ_are_never_joined(
     tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block that mixes rows, say."""
+    """For example, a block mixes rows."""
     texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts())
     stage = texts.stage
     (norm, *_) = [module for module in stage.module.modules() if type(module).__name__ == "LlamaRMSNorm"]
@@ -254,7 +254,7 @@ def test_what_fails_for_one_text_fails_for_no_other(
 def test_a_shared_forward_that_fails_costs_no_text_a_token(
     tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """It may have put keys and values into some caches by then. Short memory says nothing of the next time."""
+    """It may have updated some caches already. Short memory does not count against later attempts."""
     texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts())
     steps = JointSteps[Any](InlineExecutor())
     results(loop, steps, texts.waiting(1))
@@ -277,7 +277,7 @@ def test_a_shared_forward_that_fails_costs_no_text_a_token(
 
 
 def test_equal_texts_prove_nothing(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that a block mixes look alike where they are alike."""
+    """Equal rows stay equal in a block that mixes them."""
     equal = recorded(tmp_path, "llama", monkeypatch, 2 * plain_prompts()[:1])
     steps = JointSteps[Any](InlineExecutor())
     for number in (1, 2):
@@ -290,7 +290,7 @@ def test_equal_texts_prove_nothing(tmp_path: Path, loop: VirtualLoop, monkeypatc
 def test_numbers_are_alike_but_for_roundings(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     one, other = torch.randn(2, 4096, dtype=torch.float64)
-    one[7] = other[7] = 300.0  # such a number hides all others, if they are measured by it
+    one[7] = other[7] = 300.0  # a number so large that it would hide the other differences in a relative comparison
     step = torch.finfo(dtype).eps / 2
     assert joint_steps._are_close(one.to(dtype), (one * (1 + step)).to(dtype))
     assert not joint_steps._are_close(one.to(dtype), other.to(dtype))
@@ -343,7 +343,7 @@ def test_a_long_step_ends_with_its_session(tmp_path: Path, loop: VirtualLoop, mo
     executor = InlineExecutor()
     (work,) = found.waiting(0)
     work.is_wanted = lambda: not computed
-    monkeypatch.setattr(executor, "has_waiting", lambda priority: True)  # so that one block is a job
+    monkeypatch.setattr(executor, "has_waiting", lambda priority: True)  # makes each block a separate job
     (ended,) = results(loop, JointSteps[Any](executor), [work])
     assert isinstance(ended, SessionLost)
     assert len(computed) == 1
@@ -352,7 +352,7 @@ def test_a_long_step_ends_with_its_session(tmp_path: Path, loop: VirtualLoop, mo
 def test_long_steps_are_computed_one_after_the_other(
     tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each one under way holds memory, and in turns all of them would end late."""
+    """Each step under way holds memory, and if they took turns all of them would end late."""
     found = recorded(tmp_path, "llama", monkeypatch, plain_prompts()[:2])
     monkeypatch.setattr(joint_steps, "_MAX_TOKENS", 1)
     monkeypatch.setattr(joint_steps, "_LONG_TOKENS", 1)

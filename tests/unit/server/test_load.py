@@ -1,4 +1,4 @@
-"""What a server says of how busy a stage keeps it."""
+"""A server's reports of its load by stage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_who_comes_back_was_not_idle_in_between() -> None:
     load.start_step(now_s=0.0)
     load.count_samples(4, busy_s=8.0, queued=0)
     load.note_step(now_s=10.0)
-    load.count_samples(4, busy_s=1.0, queued=0)  # of a step that was decided without it
+    load.count_samples(4, busy_s=1.0, queued=0)  # belongs to a step that was decided without this server
     load.start_step(now_s=1000.0)
     load.count_samples(4, busy_s=8.0, queued=0)
     load.note_step(now_s=1010.0)

@@ -1,4 +1,4 @@
-"""What a server says of the memory that it has taken."""
+"""A server's reports of its memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _peak_bytes() -> int:
 def test_the_peak_is_what_was_held_at_once() -> None:
     before = _peak_bytes()
     held = []
-    # Beyond all that was ever held here, whatever other tests' threads give back meanwhile.
+    # Exceed the earlier peak, because other tests' threads may free memory meanwhile.
     while (after := _peak_bytes()) < before + BIG / 2:
         held.append(torch.ones(BIG, dtype=torch.uint8))
     assert after - before < BIG * 2

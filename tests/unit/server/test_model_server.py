@@ -1,4 +1,4 @@
-"""What a server of a model gives to whom, and what it and its clients refuse."""
+"""A model server's answers to its clients, and the refusals on both sides."""
 
 from __future__ import annotations
 

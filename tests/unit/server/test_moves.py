@@ -1,4 +1,4 @@
-"""Moves of servers of a served model: when one is worth it, and that no stage is ever left by its last server."""
+"""Moves of servers of a served model: their benefit, and that no stage ever loses its last server."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def placed(*stages: tuple[int, int], rate: float = 1.0) -> list[Placed]:
     ("here", "others", "goes"),
     [
         ((0, 1), [(0, 1), (0, 1), (1, 2)], range(1, 2)),
-        ((0, 1), [(0, 1), (1, 2)], None),  # it would be the other way round
-        ((0, 1), [(0, 1)], range(1, 2)),  # nobody serves it
-        ((0, 1), [(1, 2)], None),  # nobody else serves what it has
+        ((0, 1), [(0, 1), (1, 2)], None),  # the move would only swap the numbers
+        ((0, 1), [(0, 1)], range(1, 2)),  # no server has the other stage
+        ((0, 1), [(1, 2)], None),  # no other server has its stage
         ((0, 1), [(0, 1)] * 4 + [(1, 2)] * 4, None),  # 5 and 4: not worth it
     ],
 )
@@ -91,7 +91,7 @@ class Server:
 
 
 class Schedule:
-    """Servers that look at old views of each other, at random times, and move as the real ones do."""
+    """Servers that see outdated views of each other, at random times, and move like real servers."""
 
     def __init__(self, seed: int, *, asks: bool = True) -> None:
         self.rng = random.Random(seed)
@@ -126,7 +126,7 @@ class Schedule:
             do()  # type: ignore[operator]
 
     def _seen(self) -> dict[PeerId, range]:
-        """What was true up to a minute ago."""
+        """Return a view that is up to a minute old."""
         at_s = self._now_s - self.rng.uniform(0.0, 60.0)
         return next((view for since_s, view in reversed(self._history) if since_s <= at_s), self._history[0][1])
 
@@ -195,7 +195,7 @@ NUM_SCHEDULES = 500 * max(1, int(os.environ.get("SWARM_TIMES", "1")))
 
 
 def test_no_schedule_empties_a_stage() -> None:
-    """``SWARM_TIMES=20`` runs 10,000 of them."""
+    """``SWARM_TIMES=20`` runs 10,000 schedules."""
     moves = 0
     for seed in range(NUM_SCHEDULES):
         schedule = Schedule(seed)
@@ -208,7 +208,7 @@ def test_no_schedule_empties_a_stage() -> None:
 
 
 def test_without_promises_stages_are_emptied() -> None:
-    """So the schedules above would show it."""
+    """This shows that the schedules above would detect an empty stage."""
     emptied = 0
     for seed in range(NUM_SCHEDULES):
         schedule = Schedule(seed, asks=False)

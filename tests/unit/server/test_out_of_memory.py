@@ -1,4 +1,4 @@
-"""What counts as running out of memory, what is freed then, and that a sum holds nothing of what failed."""
+"""Errors that count as running out of memory, the memory freed then, and that sums contain nothing of a failed call."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_all_graphs_are_dropped_whoever_holds_their_forwards() -> None:
 
 
 def fails(honest: Callable[..., Any], times: int, *, after: bool) -> tuple[Callable[..., Any], list[int]]:
-    """A function that finds no memory in its first calls: when it begins, or when its work is done."""
+    """Return a function whose first calls run out of memory: at their beginning, or after their work."""
     left = [times]
 
     def fail(*arguments: Any) -> Any:
@@ -108,7 +108,7 @@ def fails(honest: Callable[..., Any], times: int, *, after: bool) -> tuple[Calla
 def test_a_backward_that_finds_no_memory_adds_nothing_and_then_once(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, method: str, after: bool
 ) -> None:
-    """Also where a part of it was in the sum: the server then holds nothing, and computes it once more."""
+    """If a part of it was in the sum already, the server discards the sum and computes it again."""
     swarm, x = make_swarm("a", "b"), rows(1)
     failing, left = fails(getattr(GradientSum, method), 1, after=after)
     monkeypatch.setattr(GradientSum, method, failing)
@@ -131,7 +131,7 @@ def test_what_finds_no_memory_twice_is_refused_with_the_remedy(
     assert left == [0]
     assert swarm.servers[A].events.counts["out_of_memory"] == 1
     assert not stage.next_sum.values.any()
-    swarm.run(swarm.through(key(index=1), x))  # it is asked again, and has memory
+    swarm.run(swarm.through(key(index=1), x))  # a repeat, for which there is memory
     assert not stage.load.lacks_memory
     torch.testing.assert_close(stage.next_sum.values, parameter_gradients(swarm, x)[0], rtol=0.0, atol=1e-12)
 

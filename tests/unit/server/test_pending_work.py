@@ -1,4 +1,4 @@
-"""When averaging that has time takes a server's line."""
+"""The time at which averaging that is not urgent uses a server's line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Busy:
         self._loop.call_later(begin_s, lambda: self.under_way.start(name, bytes(16), lambda: asyncio.sleep(took_s)))
 
     def waits(self) -> float:
-        """Seconds that the next averaging waits."""
+        """Return the seconds that the next averaging waits."""
         return self._loop.run_until_complete(self._waits())
 
     async def _waits(self) -> float:
@@ -48,7 +48,7 @@ class Busy:
 
 @pytest.fixture
 def busy(loop: VirtualLoop) -> Iterator[Busy]:
-    """One that has had a step."""
+    """A server that has had a step."""
     one = Busy(loop)
     assert one.waits() == 0.0, "nothing is known of a step's time yet"
     one.rest(STEP_S)

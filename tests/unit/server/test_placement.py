@@ -1,4 +1,4 @@
-"""Which stages of a served model a newcomer takes."""
+"""Choice of a newcomer's stages of a served model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = [10, 10, 20, 10]
     [
         (None, [0.0] * 4, range(4)),
         (50, [9.0] * 4, range(4)),
-        (30, [0.0] * 4, range(2)),  # the longest, and the first of these
+        (30, [0.0] * 4, range(2)),  # the longest span, and the first such span
         (30, [1.0, 1.0, 0.0, 0.5], range(2, 4)),
         (20, [1.0, 1.0, 0.5, 0.7], range(2, 3)),
         (10, [1.0, 0.0, 0.0, 1.0], range(1, 2)),

@@ -1,4 +1,4 @@
-"""A server's data plane, by raw calls: the same key the same result, each gradient once, late calls refused."""
+"""A server's data plane by raw calls: equal results for equal keys, each gradient once, late calls refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
 
 def parameter_gradients(swarm: Swarm, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """For each stage, the sum of what one machine would get."""
+    """Return the sum of one machine's gradients for each stage."""
     module = make_module(len(swarm.rosters))
     for x in inputs:
         (module(x).square().sum() / 2).backward()
@@ -130,7 +130,7 @@ def test_at_most_one_addition_per_key(make_swarm: MakeSwarm) -> None:
 
 
 def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> list[bool]:
-    """A backward that brings its inputs along, when the servers have forgotten everything."""
+    """Call backward with its inputs, after the servers have lost all caches."""
     for server in swarm.servers.values():
         server.calls.cache.drop("")
         server._tickets.drop(key().name(1, "backward", LEAD))
@@ -278,7 +278,7 @@ def test_no_peer_reads_results_that_it_was_not_told_of(make_swarm: MakeSwarm) ->
 
     async def guess() -> int:
         num_refused = 0
-        for store in (stranger, swarm.servers[C]._tickets):  # a member is no reader either
+        for store in (stranger, swarm.servers[C]._tickets):  # a member is not entitled either
             for peer, name in names:
                 for take in (store.wait, store.fetch):
                     with pytest.raises((TicketGone, DeadlineExceeded)):
@@ -326,7 +326,7 @@ def test_a_cancel_that_comes_too_late_says_so(make_swarm: MakeSwarm) -> None:
 
 
 class Unstoppable(InlineExecutor):
-    """As a compute thread: a job that has begun runs to its end, whoever has given it up."""
+    """Like a compute thread: a job that has begun runs to its end, even if its caller has given up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ def test_a_call_that_was_cancelled_and_sent_again_can_be_cancelled_again(make_sw
     swarm, x = make_swarm("a", "b"), rows(1)
 
     async def go() -> None:
-        here = swarm.servers[B]._transport  # a peer that calls itself leaves its calls no time to end
+        here = swarm.servers[B]._transport  # a peer that calls itself, so that its calls have no time to end
         body = encode(CancelRequest(key=key(), stage_index=1, direction="forward"))
         for _ in range(3):
             await here.call(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x).body, timeout=1.0)
@@ -400,12 +400,12 @@ def test_a_call_that_was_cancelled_and_sent_again_can_be_cancelled_again(make_sw
 
 
 def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_swarm: MakeSwarm) -> None:
-    """The end of the first one, which comes a little later, is not taken for the second one's."""
+    """The first call ends a little later, which must not remove the second call."""
     swarm, x = make_swarm("a", "b"), rows(1)
     server = swarm.servers[B]
 
     async def go() -> None:
-        here = server._transport  # as above
+        here = server._transport  # calls itself, as above
         request = swarm.forward_request(key(), 1, [A, B], x).body
         await here.call(B, FORWARD, request, timeout=1.0)
         (first,) = server.calls.under_way.tasks.values()
@@ -459,7 +459,7 @@ def test_the_models_own_error_reaches_the_trainer_from_any_stage(make_swarm: Mak
     with pytest.raises(StageError, match=raised):
         swarm.run(swarm.tickets.wait(result_of(A, key(), 0, "forward"), timeout=1.0))
     assert swarm.state() == before
-    swarm.run(swarm.through(key(), rows(1)))  # a failure is not for good
+    swarm.run(swarm.through(key(), rows(1)))  # a failure is not permanent
 
 
 # ---------------------------------------------------------------------- late and foreign calls
@@ -477,7 +477,7 @@ def test_forward_and_backward_share_version_and_generation(make_swarm: MakeSwarm
     foreign = key(**{"step": 1, **changes})
     before = swarm.state()
 
-    # Who was not heard of while the step was decided is told that it may begin anew.
+    # A server that was silent when the step was decided is notified that it may begin anew.
     refusal = LeaseRevoked if changes == {"step": 0} else ProtocolError
     with pytest.raises(refusal):
         swarm.run(swarm.forward(foreign, x))
@@ -570,7 +570,7 @@ def test_a_gradient_of_the_wrong_shape_or_dtype_adds_nothing(make_swarm: MakeSwa
 
 
 def weights_of(swarm: Swarm) -> Message:
-    """The starter's, of the first stage."""
+    """Return the starter's weights of the first stage."""
     stage = swarm.stages[0]
     return discovery._weights(stage, stage.named_stage_tensors(), swarm.manifest)
 
@@ -709,7 +709,7 @@ def of_another_model(stage: StageManifest) -> StageManifest:
 
 def for_no_samples() -> RunSettings:
     settings = RunSettings(target_batch_size=1)
-    force_setattr(settings, "target_batch_size", 0)  # which its own checks refuse
+    force_setattr(settings, "target_batch_size", 0)  # its own checks would refuse this
     return settings
 
 
@@ -769,7 +769,7 @@ def test_who_ends_a_server_that_waits(make_swarm: MakeSwarm) -> None:
 
 
 def test_who_ends_a_server_that_asks_to_join(make_swarm: MakeSwarm) -> None:
-    """Nobody but the coordinator that it asks."""
+    """Only the coordinator that it asks can end it."""
     host, coordinator = PeerId("host"), PeerId("coordinator")
     swarm = make_swarm("a", admit=False, hosts=[host])
     admission = swarm.servers[A].admission
@@ -787,7 +787,7 @@ def test_who_ends_a_server_that_asks_to_join(make_swarm: MakeSwarm) -> None:
 
 
 def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
-    """Its lead tells all servers that it wanted; one that it did not get goes on waiting."""
+    """Its lead notifies all servers that it wanted; a server that it did not get goes on waiting."""
     swarm = make_swarm("a", "b", admit=False)
     swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
     swarm.run(discovery.dismiss(swarm.trainer, RunState(swarm.manifest).servers, timeout=1.0))

@@ -1,4 +1,4 @@
-"""Steps of inference sessions at servers: each once and in order, from those who may, within the memory there is."""
+"""Steps of inference sessions at servers: each once and in order, for authorized callers, within the memory limit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def begun(make_swarm: MakeSwarm, limits: Limits | None = None) -> Swarm:
 
 
 class Client:
-    """What comes back."""
+    """Collects outputs and failures."""
 
     def __init__(self, transport: Transport) -> None:
         self.outputs: dict[int, Tensor] = {}
@@ -132,7 +132,7 @@ def send(swarm: Swarm, sent: Message, *, by: Transport | None = None, to: PeerId
 
 
 def expected(swarm: Swarm, steps: Sequence[Tensor], between: Callable[[Any], None] = lambda _: None) -> list[Tensor]:
-    """On one machine."""
+    """Compute the outputs on one machine."""
     cache, module, found = DynamicCache(), swarm.module, []
     with torch.no_grad():
         for number, one in enumerate(steps):
@@ -151,7 +151,7 @@ def test_steps_go_from_server_to_server_and_each_counts_once(make_swarm: MakeSwa
     client = Client(swarm.trainer)
     given = [tokens(1, 3), tokens(2), tokens(3)]
     for number, hidden in enumerate(given, 1):
-        for _ in range(2):  # a call that is repeated, for its answer may be lost
+        for _ in range(2):  # the second call repeats the first, whose answer may be lost
             send(swarm, message(hidden, A, C, number=number))
     for number, output in enumerate(expected(swarm, given), 1):
         torch.testing.assert_close(client.outputs[number], output, rtol=0.0, atol=1e-14)
@@ -186,7 +186,7 @@ def test_a_server_that_comes_later_gets_all_steps(make_swarm: MakeSwarm) -> None
     assert count(swarm, D) == 2
     send(swarm, message(given[2], A, D, number=3, attempt=1))
     torch.testing.assert_close(client.outputs[3], expected(swarm, given)[2], rtol=0.0, atol=1e-14)
-    # A message of the former route, which was late, does not change the route back.
+    # A late message of the former route does not change the route back.
     send(swarm, message(tokens(9), A, C, number=3))
     assert count(swarm, C) == 2
 
@@ -219,7 +219,7 @@ def test_what_a_block_raises_ends_the_session(make_swarm: MakeSwarm) -> None:
 
 
 def test_weights_of_another_version_are_waited_for_and_then_refused(make_swarm: MakeSwarm) -> None:
-    """The record may come here after the client's step."""
+    """The record may arrive here after the client's step."""
     swarm = begun(make_swarm)
     client = Client(swarm.trainer)
     send(swarm, message(tokens(1), A, C, version=3))
@@ -329,7 +329,7 @@ def test_memory_is_bounded_and_costs_time_alone(make_swarm: MakeSwarm) -> None:
     client = Client(swarm.trainer)
     for number in range(40):
         send(swarm, message(tokens(number, 50, 1), A, C, session=f"{number:032}"))
-        swarm.run(asyncio.sleep(6.0))  # a session that goes on keeps its place
+        swarm.run(asyncio.sleep(6.0))  # a session that continues keeps its memory
         assert swarm.servers[A].sessions._used_bytes() <= 1.1 * limit
     assert 1 <= swarm.servers[A].sessions.num_open < 40
     assert not client.failures
@@ -354,8 +354,8 @@ def test_a_text_that_does_not_fit_is_refused(make_swarm: MakeSwarm) -> None:
 
 
 def test_texts_that_all_go_on_do_not_drive_each_other_out(make_swarm: MakeSwarm) -> None:
-    """Else each would be computed again from its beginning for every token of the other."""
-    limit = 23 * 50 * WIDTH * 4  # room for both steps of one, and for the first of the other
+    """Otherwise each would be computed again from its beginning for every token of the other."""
+    limit = 23 * 50 * WIDTH * 4  # fits both steps of one text, and the first step of the other
     swarm = begun(make_swarm, Limits(call_timeout=30.0, session_bytes=limit))
     client = Client(swarm.trainer)
     sessions = [f"{number:032}" for number in range(2)]
@@ -405,7 +405,7 @@ def test_steps_that_overtake_each_other_are_put_in_order(make_swarm: MakeSwarm) 
 
 
 def test_a_server_takes_few_steps_before_it_has_computed_them(make_swarm: MakeSwarm) -> None:
-    """Else one client could fill its memory."""
+    """Otherwise one client could fill its memory."""
     swarm = begun(make_swarm)
     Client(swarm.trainer)
     send(swarm, message(tokens(1), A, C))
@@ -430,7 +430,7 @@ def test_a_server_takes_few_steps_before_it_has_computed_them(make_swarm: MakeSw
 
 
 def test_what_a_block_returns_besides_tensors_is_no_ones_end(make_swarm: MakeSwarm) -> None:
-    """It cannot travel. The session ends with the reason, and the server goes on."""
+    """It cannot be sent. The session ends with the reason, and the server goes on."""
 
     class Odd(Remembering):
         @override
@@ -444,7 +444,7 @@ def test_what_a_block_returns_besides_tensors_is_no_ones_end(make_swarm: MakeSwa
     (failure,) = client.failures
     assert (failure.kind, failure.stage_index) == ("refused", 0)
     assert "set" in failure.reason
-    with pytest.raises(SessionLost):  # it answers
+    with pytest.raises(SessionLost):  # the server answers
         send(swarm, message(tokens(1), A, C, number=2))
 
 

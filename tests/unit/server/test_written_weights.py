@@ -1,4 +1,4 @@
-"""Weights that a step begins with because the lead's user code wrote them."""
+"""A step begins with weights that the lead's user code wrote."""
 
 from __future__ import annotations
 

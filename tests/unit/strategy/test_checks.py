@@ -1,4 +1,4 @@
-"""What people get wrong in their first hour: each is refused, before anything starts, by rule, value and remedy."""
+"""Common mistakes of new users are refused before anything starts, with rule, value and remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
 
 class Net(L.LightningModule):
-    """Their first model: three blocks."""
+    """A new user's model of three blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Listed(Net):
 
 
 class Adversarial(Net):
-    """Two optimizers."""
+    """Has two optimizers."""
 
     @override
     def configure_optimizers(self) -> Any:
@@ -79,7 +79,7 @@ class Adversarial(Net):
 
 
 class Data(L.LightningDataModule):
-    """Forgets what there is to train on."""
+    """Has no training data."""
 
     @override
     def val_dataloader(self) -> Any:
@@ -92,7 +92,7 @@ def loader() -> DataLoader[Any]:
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, and no network."""
+    """Fail if a process or the network starts."""
 
     def start(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
@@ -224,7 +224,7 @@ def test_what_is_right_does_start(nothing_starts: None, options: dict[str, Any])
     ("options", "handed"),
     [
         ({"num_stages": 1}, {"ckpt_path": "last"}),  # it may bring layers
-        ({"split": "time"}, {}),  # the cuts may be others
+        ({"split": "time"}, {}),  # the cuts may differ
     ],
 )
 def test_where_a_boundary_stands_may_be_known_later(
@@ -306,7 +306,7 @@ def test_no_devices_is_refused_by_lightning() -> None:
 
 
 def test_two_optimizers() -> None:
-    """Seen when the model has been set up; no peer was asked to serve by then."""
+    """The error comes after the model's setup, before any peer is asked to serve."""
     strategy = InMemoryStrategy(num_stages=2)
     trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": 1}, strategy=strategy)
     with pytest.raises(ConfigError, match=r"must return one optimizer, got several\. Use one, with parameter groups"):
@@ -338,7 +338,7 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nobody_answers_where_the_run_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No daemon is started to find out that nothing listens there."""
+    """The check starts no daemon, because a plain connection shows that no peer listens there."""
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
     daemons: list[int] = []
     create = asyncio.create_subprocess_exec
@@ -362,7 +362,7 @@ def test_nobody_answers_where_the_run_is_said_to_be(monkeypatch: pytest.MonkeyPa
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("way", ["nobody", "another program"])
 def test_a_status_of_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str) -> None:
-    """It says what is in the way, without the words of libp2p, and who it was once."""
+    """The error names the obstacle in plain words, not libp2p's, and the address once."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = f"127.0.0.1:{other.getsockname()[1]}"
         if way == "nobody":

@@ -1,4 +1,4 @@
-"""Lightning's two import trees: a strategy for each, and a word to whoever mixes them."""
+"""Lightning's two import trees: a strategy for each, and an error for mixtures."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_else_may_come_from_the_other_import(tree: ModuleType, other: Modul
         given = fit(tree, model=module, **{name: data_of(other)})
         assert_refused("LightningDataModule", "Data", ConfigError, given)
     given = fit(tree, model=module, datamodule=data, callback=callback_of(other))
-    # Lightning 2.5 asks every callback whether it has a state: a TypeError with the same words.
+    # Lightning 2.5 asks every callback for its state, which raises a TypeError with the same words.
     assert_refused("Callback", "Noted", (ConfigError, TypeError), given)
 
 

@@ -1,4 +1,4 @@
-"""Which surroundings the launcher can start peers from."""
+"""Environments from which the launcher can start peers."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_signals_are_left_alone_beside_the_main_thread() -> None:
 
 
 class Child:
-    """A process of this machine's that ends when it is asked to."""
+    """A process of this machine that ends on request."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -322,7 +322,7 @@ class Child:
 
 
 def leaving(reason: Callable[[SwarmLauncher], None], role: Any = "server") -> tuple[list[str], list[str]]:
-    """What a launcher with one child does when it is to leave: at its peer, and at the child."""
+    """Let a launcher with one child leave; return its requests to its peer, and to the child."""
     left: list[str] = []
     peer = SimpleNamespace(leave=lambda: left.append("left"))
     strategy: Any = SimpleNamespace(config=SwarmStrategy(role=role).config, peer=peer)
@@ -342,7 +342,7 @@ def test_who_leaves_has_its_machine_leave_and_waits_for_it() -> None:
 
 
 def test_a_trainer_takes_a_notice_for_a_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If somebody looks out for one, as Lightning does; else it would be the end of the process."""
+    """It sends SIGTERM only if a handler is set, as Lightning sets one; otherwise the process would end at once."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(launcher.os, "kill", lambda pid, number: sent.append((pid, number)))
     monkeypatch.setattr(launcher.signal, "getsignal", lambda _: signal.SIG_DFL)
@@ -357,7 +357,7 @@ def test_a_trainer_takes_a_notice_for_a_sigterm(monkeypatch: pytest.MonkeyPatch)
 def test_a_guest_says_how_many_of_its_peers_are_left(
     code: int, num_said: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second of three processes dies; one that the run let go is no news."""
+    """The second of three processes dies; a process that left gracefully is not reported."""
     guest = SwarmLauncher(SwarmStrategy(), 3)
     command = [sys.executable, "-I", "-S", "-c"]
     with subprocess.Popen([*command, "input()"], stdin=subprocess.PIPE) as living:
@@ -378,7 +378,7 @@ def test_a_guest_says_how_many_of_its_peers_are_left(
         ("[::]:31337", "[2001:db8::7]:4000", "[::1]:31337"),
         ("10.0.0.5:31337", "203.0.113.7:4000", "10.0.0.5:31337"),
         ("0.0.0.0:31337", "", None),
-        ("0.0.0.0", "203.0.113.7:4000", None),  # its port is the system's choice
+        ("0.0.0.0", "203.0.113.7:4000", None),  # the system chooses its port
     ],
 )
 def test_peers_of_a_machine_meet_inside_its_router(listen: str, announce: str, found: str | None) -> None:

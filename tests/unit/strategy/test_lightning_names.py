@@ -1,4 +1,4 @@
-"""The private names of Lightning that the front door stands on: a release that moves one fails here, by name."""
+"""The private names of Lightning on which the strategy depends: a release that moves one fails here, by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     Strategy = of("strategies", "Strategy")  # noqa: N806
     LightningModule, Trainer, call = framework.module, framework.trainer, framework.call  # noqa: N806
 
-    # `SwarmOptimization` takes the place of `run`, and uses the closure and the counters.
+    # `SwarmOptimization` replaces `run`, and uses the closure and the counters.
     assert parameters(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
     assert parameters(_AutomaticOptimization._make_closure) == ["self", "kwargs", "optimizer", "batch_idx"]
     trainer = Trainer(max_epochs=7, logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -45,7 +45,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     assert epoch_loop._batches_that_stepped == 0
     assert trainer.fit_loop.max_epochs == 7
 
-    # It puts these two in the place of Lightning's.
+    # It replaces these two of Lightning.
     assert "self.automatic_optimization.run(" in inspect.getsource(_TrainingEpochLoop.advance)
     assert "self._accumulated_batches_reached()" in inspect.getsource(_TrainingEpochLoop._should_accumulate)
     assert parameters(_TrainingEpochLoop._accumulated_batches_reached) == ["self"]
@@ -79,11 +79,11 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     # `weight_sync` wraps these.
     assert hasattr(framework.callbacks, "BaseFinetuning")
     assert isinstance(framework.callbacks.StochasticWeightAveraging.swa_start, property)
-    if hasattr(framework.callbacks, "WeightAveraging"):  # since 2.6
+    if hasattr(framework.callbacks, "WeightAveraging"):  # new in 2.6
         wrapped = ("should_update", "on_validation_epoch_start", "on_validation_epoch_end")
         assert all(name in vars(framework.callbacks.WeightAveraging) for name in wrapped)
 
-    # `checkpointing` wraps these, and looks at who reads files.
+    # `checkpointing` wraps these, and looks for code that reads files.
     checkpoints = framework.callbacks.ModelCheckpoint
     assert parameters(checkpoints._save_checkpoint) == ["self", "trainer", "filepath"]
     assert parameters(checkpoints.file_exists) == ["self", "filepath", "trainer"]
@@ -91,5 +91,5 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     assert checkpoints(save_last="link").save_last == "link"
     assert "after_save_checkpoint" in vars(of("loggers", "Logger"))
 
-    # Schedulers look for this before they say that no optimizer stepped.
+    # Schedulers look for this before they warn that no optimizer stepped.
     assert "_opt_called" in inspect.getsource(torch.optim.lr_scheduler)

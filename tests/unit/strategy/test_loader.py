@@ -1,4 +1,4 @@
-"""Batches that a trainer reads for another one come out of the loader as they would in their order."""
+"""Batches that a trainer reads for another trainer equal those in the loader's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_swarm.strategy.data.loader import LaneSampler, SharedLoader
 
 
 class Numbers(Dataset[Tensor]):
-    """Some numbers, once they are opened."""
+    """Numbers that must be opened first."""
 
     numbers: Tensor | None = torch.arange(12.0)
 
@@ -41,7 +41,7 @@ def open_numbers(_: int) -> None:
 
 
 class Scaled(DataLoader[Tensor]):
-    """Changes batches on their way out, as many projects do."""
+    """Changes each batch that it yields, as many projects do."""
 
     @override
     def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
@@ -58,7 +58,7 @@ class Twice(DataLoader[Tensor]):
 
 
 def shared(loader: DataLoader[Any]) -> SharedLoader:
-    """All of the loader's batches are in the lane."""
+    """Return the shared loader, with all batches in its lane."""
     lists = list(loader.batch_sampler)  # type: ignore[arg-type]
 
     def read() -> Iterator[tuple[BatchNumber, list[Any], int]]:

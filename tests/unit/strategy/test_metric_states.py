@@ -1,4 +1,4 @@
-"""What metrics have taken in, in parts and put together again."""
+"""States of metrics, split into updates and combined again."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_mean_of_states_weighs_them_by_their_updates() -> None:
 
 
 def test_what_is_put_back_is_no_ones_else() -> None:
-    """`update` and `reset` change states in place."""
+    """`update` and `reset` change states in place, so the restored state must be a copy."""
     metric = torchmetrics.CatMetric()
     metric.update(1.0)
     contents = take(metric)

@@ -1,4 +1,4 @@
-"""What batches add to metric objects, between two trainers that are not there."""
+"""Updates of metric objects by batches, exchanged between two simulated trainers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {"task": "multiclass", "num_classes": 3, "average": "macro"}
 
 
 class Module(nn.Module):
-    """Precision and recall share their states; torchmetrics updates those of the first one only."""
+    """Precision and recall share their states; torchmetrics only updates precision's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_the_lead_may_hear_of_a_metric_before_it_logs_it() -> None:
 
 
 class Growing(nn.Module):
-    """A metric whose states grow, one whose states are sums, one that finds its shape as it goes."""
+    """A metric with growing states, one whose states are sums, and one that learns its shape from data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ FORGED: dict[str, Metrics] = {
 
 @pytest.mark.parametrize("forged", FORGED, ids=lambda one: one.replace(" ", "-"))
 def test_what_no_metric_can_have_added_is_left_out(forged: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The lead goes on, and what honest trainers added counts."""
+    """The lead continues, and the updates of honest trainers count."""
     lead, other = Growing(), Growing()
     of_lead, of_other = SharedMetrics(lead, {}, max_bytes=None), SharedMetrics(other, {}, max_bytes=1000)
     for seed in (0, 2, 4):

@@ -1,4 +1,4 @@
-"""Batches that run again, without a swarm."""
+"""Repeated batches, without a swarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of user code that change where several trainers train are named, whatever holds them."""
+"""Values of user code that change while several trainers train are reported, wherever they are stored."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Single:
 
 
 class Lazy(Mapping[str, int]):
-    """To read it fails."""
+    """Reading it fails."""
 
     def __getitem__(self, name: str) -> int:
         raise KeyError(name)
@@ -126,12 +126,12 @@ CHANGES: dict[str, list[Callable[[Module], Any]]] = {
     "single.value": [lambda module: setattr(module.single, "value", 2)],
 }
 HARMLESS: list[Callable[[Module], Any]] = [
-    lambda module: module.get_buffer("buffer").add_(1.0),  # the run has rules of its own for these
+    lambda module: module.get_buffer("buffer").add_(1.0),  # the run has separate rules for these
     lambda module: module.get_parameter("net.0.weight").data.add_(1.0),
     lambda module: module.eval(),
     lambda module: module.metrics.update(torch.ones(2)),
     lambda module: recorder_of(module).history.append(1.0),
-    lambda module: setattr(recorder_of(module), "began_s", 1.0),  # which no code of the module names
+    lambda module: setattr(recorder_of(module), "began_s", 1.0),  # no code of the module refers to it
 ]
 
 
@@ -211,7 +211,7 @@ def test_a_collate_function_is_looked_into() -> None:
 
 
 def test_a_stamp_outlives_its_object() -> None:
-    """Another tensor may lie where one was."""
+    """Another tensor may get the memory of an old one."""
     tensor = torch.zeros(3)
     before = stamp(tensor)
     assert stamp(tensor) == before

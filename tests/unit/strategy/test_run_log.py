@@ -1,4 +1,4 @@
-"""Lines at the lead about peers that come and go: once each, where people see them, and silent if they wish so."""
+"""The lead's messages about peers that join and leave: once each, visible in the terminal, and silent on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def with_a_death(**options: Any) -> None:
-    """Two servers for each of two stages; one is killed. The lead is the coordinator, too, and notes it as an event."""
+    """Train with two servers for each of two stages, one of which is killed. The lead also coordinates."""
     plan = FaultPlan().kill("peer-2", at=Phase.BACKWARD, step=2)
     swarm_of: dict[str, Any] = {"num_servers": 4, "num_gone": 1, "latency_s": 0.001, "max_steps": 6}
     run_swarm(make_digits, loader(digits()), faults=plan, max_epochs=-1, **swarm_of, **options)
@@ -37,7 +37,7 @@ def with_a_death(**options: Any) -> None:
 
 @contextmanager
 def as_in_a_script() -> Iterator[None]:
-    """Without the handlers that pytest gives the root logger."""
+    """Remove the handlers that pytest gives the root logger."""
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, []
     try:
@@ -102,7 +102,7 @@ def test_it_is_seen_without_any_setting_and_silenced_like_lightning(
 
 def test_a_line_does_not_begin_behind_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bar(TQDMProgressBar):
-        """Draws on whatever is stdout, as in a terminal."""
+        """Draws on the current stdout, as in a terminal."""
 
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -116,7 +116,7 @@ def test_a_line_does_not_begin_behind_a_bar(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `python train.py 2>&1 | head`."""
+    """This happens in `python train.py 2>&1 | head`."""
 
     class Gone(io.StringIO):
         num_writes = 0

@@ -1,4 +1,4 @@
-"""`SampleText` with the plain Trainer: what it refuses, what it logs, and that it leaves no trace."""
+"""`SampleText` with the plain Trainer: refused settings, logged texts, and no change of the training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parity.models import DigitsMLP, digits, loader
 
 
 class Writer(nn.Module):
-    """Draws bytes from all generators that there are."""
+    """Draws bytes from all generators that exist."""
 
     def generate(self, tokens: Tensor, *, attention_mask: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
         assert not self.training
@@ -69,7 +69,7 @@ class Text(Logger):
 
 
 class Board(Text):
-    """Like TensorBoard's."""
+    """Like TensorBoard's logger."""
 
     log_text = None  # type: ignore[assignment]
 
@@ -80,7 +80,7 @@ class Board(Text):
 
 
 def fit(*callbacks: Any, logger: Any = False, **options: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Train, and return the module, and what the generators give next."""
+    """Train; return the module, and the generators' next numbers."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002

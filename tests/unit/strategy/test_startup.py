@@ -18,7 +18,7 @@ REPLACED = {"reset", "on_run_start", "on_advance_end", "on_save_checkpoint", "on
 
 
 class _BreaksOff(Exception):
-    """A part of the setup cannot be made."""
+    """A part of the setup fails."""
 
 
 @pytest.mark.parametrize(

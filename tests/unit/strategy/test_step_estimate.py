@@ -1,4 +1,4 @@
-"""The steps of a whole fit, where a step is a number of samples."""
+"""The number of steps of a whole fit, if a step is a number of samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.parity.models import DigitsMLP, digits, loader
 
 
 def counted(sizes: list[int], num_epochs: int, target_batch_size: int) -> int:
-    """Steps, one batch after the other."""
+    """Count the steps one batch after the other."""
     steps, have = 0, 0
     for size in sizes * num_epochs:
         have += size
@@ -36,7 +36,7 @@ def test_steps_are_those_of_one_batch_after_the_other() -> None:
 
 
 class Knows:
-    """As much of a Trainer as is asked."""
+    """A Trainer with only the attributes that are read."""
 
     def __init__(self, max_epochs: int, max_steps: int = -1) -> None:
         self.max_epochs, self.max_steps = max_epochs, max_steps

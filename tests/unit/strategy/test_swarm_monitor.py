@@ -1,4 +1,4 @@
-"""`SwarmMonitor`: its numbers are those of the run, and it is there where it should be."""
+"""`SwarmMonitor` logs the run's numbers, on all ranks and steps where it should."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def numbers(lines: Lines) -> list[dict[str, float]]:
 
 
 class Looks(Callback):
-    """The status, and the time that validation took, at the end of the batches that `SwarmMonitor` logs after."""
+    """Records the status and the time of validation at the end of batches after which `SwarmMonitor` logs."""
 
     def __init__(self, every: int) -> None:
         self.every = every

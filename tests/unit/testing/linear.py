@@ -1,4 +1,4 @@
-"""A swarm of linear blocks, whose steps are known without computing them there."""
+"""A swarm of linear blocks, whose steps can be computed independently."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ NUM_STEPS = 4
 LR = 0.5
 F64 = torch.float64
 FIRST, LAST = "peer-1", "peer-0"
-"""The servers of two stages, where there are two peers."""
+"""The servers of two stages in a swarm of two peers."""
 
 
 class Net(L.LightningModule):
-    """Linear blocks; the gradients of the first one are the same whatever its weights, if it is alone.
+    """Linear blocks; if there is one only, its gradients do not depend on its weights.
 
     Args:
         num_blocks: Each is a stage, if the swarm has as many.
-        labels: Of the samples by their first column, for a cross entropy; None: the loss is the output's mean.
+        labels: Whether samples have labels by their first column, for a cross entropy; else the loss is the output's
+            mean.
     """
 
     def __init__(self, num_blocks: int = 1, *, labels: bool = False) -> None:
@@ -62,7 +63,7 @@ class Net(L.LightningModule):
         return [parameter.detach().to(F64, copy=True) for parameter in self.parameters()]
 
     def clean(self, num_steps: int, *, flipped: bool = False) -> list[Tensor]:
-        """The weights after some steps on one machine."""
+        """Return the weights after some steps on one machine."""
         twin = Net(len(self.blocks), labels=self.labels).double()
         optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
         for x in batches()[:num_steps]:
@@ -78,7 +79,7 @@ def batches() -> Sequence[Tensor]:
 
 
 class Replicas(L.Callback):
-    """Keeps hold of the servers' stages, which a server gives up with the run's end."""
+    """Keeps references to the servers' stages, which a server releases at the run's end."""
 
     def __init__(self) -> None:
         self.stages: dict[str, dict[int, Stage]] = {}

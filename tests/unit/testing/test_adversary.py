@@ -1,4 +1,4 @@
-"""`Adversary`: in which steps it lies, and what lies about sums do to a run that nobody defends."""
+"""`Adversary`: the steps in which it is malicious, and the effect of false sums on an undefended run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_attack_has_a_name_and_a_source() -> None:
 
 
 def test_a_process_lies_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each peer of this swarm stands for a process, which knows the whole list and nothing of the others."""
+    """Each peer of this swarm stands for a process, which has the whole list but no state of the other processes."""
     liars, make = [Adversary("peer-1", "sign_flip", since=1), Adversary("peer-9", "sign_flip")], InMemoryStrategy._peer
 
     def made(strategy: InMemoryStrategy, number: int) -> Peer:
@@ -92,7 +92,7 @@ def test_a_process_sees_no_sums_of_others(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Noted(Attack):
-    """Another attack, and what it saw and said of sums."""
+    """Wraps an attack, and records its inputs and results for sums."""
 
     attack: Attack
     told: list[tuple[SeenSums, Tensor]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Noted(Attack):
 
 
 def after(told: Sequence[Sequence[tuple[SeenSums, Tensor]]]) -> Tensor:
-    """The only block's weights after steps whose sums are those of the honest, and what liars said."""
+    """Compute the only block's weights after steps with the honest sums and the attacks' sums."""
     weights = Net().weights()[0]
     for x, *lies in zip(batches(), *told, strict=True):
         honest = sum(one.values for one in lies[0][0].honest)
@@ -161,7 +161,7 @@ SUMS: dict[str, tuple[dict[str, Any], Said]] = {
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", SUMS)
 def test_the_mean_is_what_the_attack_on_a_sum_says(name: str, deterministic: bool) -> None:
-    """Two of five servers lie."""
+    """Two of five servers are malicious."""
     options, expected = SUMS[name]
     lies = [Noted(ATTACKS[name](**options)) for _ in range(2)]
     liars = [Adversary(f"peer-{i + 2}", attack) for i, attack in enumerate(lies)]
@@ -209,14 +209,14 @@ def test_sums_that_do_not_fit_have_no_mean() -> None:
 
 
 def test_hidden_deviations_are_those_of_the_paper() -> None:
-    """Of 50 workers 24 are corrupted there: 2 supporters are needed, and 24 of 26 are nearer to the mean."""
+    """The paper corrupts 24 of 50 workers: 2 supporters are needed, and 24 of 26 are nearer to the mean."""
     assert hidden_deviations(50, 24) == pytest.approx(1.43, abs=0.01)
     assert hidden_deviations(16, 7) == pytest.approx(0.765, abs=0.001)
     assert hidden_deviations(4, 1) == 0.0, "there are too many honest ones to hide among"
 
 
 def test_a_sum_that_gets_more_after_its_freeze_is_lied_about_as_a_whole() -> None:
-    """A server dies when the step closes: others add what it held, and freeze once more."""
+    """A server dies when the step closes, so the rest recompute its microbatches and freeze once more."""
     lie = Noted(attacks.SignFlip(5.0))
     net, liar = Net(), Adversary("peer-1", lie)
     run(net, liar, num_peers=4, num_steps=1, faults=FaultPlan().kill("peer-3", at=Phase.CLOSE, step=0))

@@ -1,4 +1,4 @@
-"""Which cells of a table `make test` runs."""
+"""Choice of a table's cells for `make test`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FaultPlan`: what strikes when, and what the in-memory network makes of it."""
+"""`FaultPlan`: the time of faults, and their effect on the in-memory network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BODY = encode(CancelRequest(key=key(4, 3, step=7), stage_index=2, direction="for
 
 
 class Wires:
-    """Three peers that answer what they are asked with the same, and count it."""
+    """Three peers that echo requests, and count them."""
 
     def __init__(self, loop: VirtualLoop, plan: FaultPlan) -> None:
         self.loop = loop
@@ -60,7 +60,7 @@ class Wires:
         transport.handle_stream(FORWARD, on_stream)
 
     async def call(self, caller: PeerId, peer: PeerId) -> float:
-        """Seconds that it took."""
+        """Return the seconds of a call."""
         begin_s = self.loop.time()
         assert await self.peers[caller].call(peer, CANCEL, BODY, timeout=60.0) == BODY
         return self.loop.time() - begin_s
@@ -290,7 +290,7 @@ OF_OTHERS = (
     "AVERAGE_TIED",
     *OF_AUDITS,
 )
-"""They need a fault, a second voter, a joiner, a tied parameter or audits."""
+"""These phases need a fault, a second voter, a joiner, a tied parameter or audits."""
 
 PHASES_OF_AUDITS = [phase for phase in Phase if phase.name.startswith(OF_AUDITS)]
 
@@ -311,7 +311,7 @@ def test_every_phase_of_a_step_comes_by(make_swarm: MakeSwarm, phase: Phase) -> 
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("phase", PHASES_OF_AUDITS, ids=lambda phase: phase.name)
 def test_every_phase_of_an_audit_comes_by(phase: Phase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_audits, "lots", random.Random(0))  # so that peer-1 is drawn
+    monkeypatch.setattr(step_audits, "lots", random.Random(0))  # a seed that draws peer-1
     plan = FaultPlan().kill("peer-1", at=phase)
     net = Net(2)
     run(net, num_peers=6, trust="audited", audit_share=1.0, faults=plan)

@@ -1,4 +1,4 @@
-"""What lies about microbatches, averaging and weights do to a run that nobody defends."""
+"""Effects of false microbatches, means and weights on an undefended run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.testing.linear import BATCH, F64, FIRST, LAST, LR, NUM_STEPS, Ne
 
 
 def test_outputs_are_what_the_attack_says() -> None:
-    """The second of two stages is one server's; the trainer sees what it sends."""
+    """One server holds the second of two stages, and the trainer sees its outputs."""
     said: dict[str, Tensor] = {}
     for name, options in {
         "scaled_output": {"strength": 1.05},
@@ -93,7 +93,7 @@ def test_receipts_without_computing_add_nothing() -> None:
 
 
 def test_labels_are_flipped_by_who_sees_the_gradient_of_logits() -> None:
-    """The last of two stages is one server's; with the labels' gradients, all stages train on the flipped ones."""
+    """One server holds the last of two stages. From its flipped labels' gradients, all stages train on these labels."""
     net, liar = Net(2, labels=True), Adversary(LAST, "label_flip")
     run(net, liar, num_peers=2)
     assert liar.lies == dict.fromkeys(range(NUM_STEPS), BATCH)
@@ -111,7 +111,7 @@ def test_a_server_that_sees_no_labels_flips_none() -> None:
 
 
 def changes(found: Tensor, clean: Tensor) -> Tensor:
-    """The changes in the mean of the first step, in halves: one for each of two reducers."""
+    """Return the first step's change of the mean in halves, one for each of two reducers."""
     return ((clean - found) / LR).flatten().view(2, -1)
 
 
@@ -170,7 +170,7 @@ def test_a_trainer_reads_poisoned_weights() -> None:
 
 
 class Join(L.Callback):
-    """One more server comes."""
+    """Starts another server."""
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:

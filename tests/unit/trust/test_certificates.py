@@ -1,6 +1,6 @@
-"""Invitations and certificates: what holds, for whom and how long; and that nothing else is accepted.
+"""Invitations and certificates: their holders, rights and expiry; any altered one is refused.
 
-`SWARM_TIMES=34` tries 100,000 altered ones of each kind, in some two minutes.
+`SWARM_TIMES=34` tries 100,000 alterations of each kind, in some two minutes.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_only_whoever_has_the_secret_certifies() -> None:
     stolen = SecretInvitation(invitation=theirs.invitation, seed=mine.seed)
     assert not stolen.is_genuine
     assert "forged" in refused(PEERS[1], encode(stolen.certify(PEERS[1], now_s=NOW_S)))
-    # The owner's name on an invitation of one's own.
+    # The user's own invitation, with the owner's name on it.
     own = invitation(Role.KEEPER, owner=OTHER_OWNER)
     named = replace(own.invitation, owner=OWNER.key.peer_id)
     forged = SecretInvitation(invitation=named, seed=own.seed)
@@ -195,7 +195,7 @@ def splice(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def swap(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """One field, at any depth, of another valid one."""
+    """Replace one field, at any depth, by that of another valid record."""
     kinds: Any = Invitation | Certificate | SecretInvitation
     record, donor = decode(data, kinds), decode(other, kinds)
     inner = getattr(record, "invitation", None)
@@ -207,7 +207,7 @@ def swap(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def alter(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """Another role, end, number of uses, run, owner or time."""
+    """Change the role, end, number of uses, run, owner or time."""
     kinds: Any = Invitation | Certificate | SecretInvitation
     record = decode(data, kinds)
     inner = record if isinstance(record, Invitation) else record.invitation
@@ -242,7 +242,7 @@ def secrets_of_all_kinds() -> list[SecretInvitation]:
 
 
 def mutants(valid: Sequence[bytes], seed: int) -> list[tuple[str, bytes]]:
-    """Altered records, each with the name of what altered it."""
+    """Return altered records, each with the name of its mutation."""
     rng, known, found = random.Random(seed), set(valid), []
     while len(found) < NUM_MUTANTS:
         mutation = rng.choice(MUTATIONS)
@@ -324,7 +324,7 @@ def _swap_in_ban(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def with_checksum(data: bytes) -> str:
-    """As somebody writes it who knows the format."""
+    """Encode an invitation with a valid checksum, as an attacker who knows the format can."""
     prefix = "swarm-invite-1."
     checksum = hashlib.sha256(prefix.encode() + data).digest()[:6]
     return prefix + base64.urlsafe_b64encode(data + checksum).decode().rstrip("=")

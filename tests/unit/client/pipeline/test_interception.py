@@ -1,4 +1,4 @@
-"""The blocks of a list, called one by one by a forward of the user's own."""
+"""A user's own forward calls the blocks of a list one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between two layers, deep inside of dicts."""
+    """Has blocks between two layers, deep inside of dicts."""
 
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def loop(blocks: Any, x: Any) -> Any:
 
 
 class FakePipeline:
-    """Computes the blocks here, and counts."""
+    """Computes the blocks locally, and counts calls."""
 
     config = SimpleNamespace(device=torch.device("cpu"), shared=("table",))
     leftovers = Leftovers({})
@@ -75,7 +75,7 @@ class Patched:
         self.plain = copy.deepcopy(model)
         self.model = model
         blocks = find_blocks(model, pipeline)
-        self.pipeline = FakePipeline(twin_of(model, blocks)[1])  # a server has its own
+        self.pipeline = FakePipeline(twin_of(model, blocks)[1])  # a server has its own copy
         self.interception = intercept(blocks, self.pipeline)  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def test_extras_reach_the_blocks_that_name_them(patch: Callable[..., Patched]) -
 
 
 class Takes(nn.Module):
-    """Hands on whatever it is given."""
+    """Applies all its arguments."""
 
     def forward(self, hidden: Tensor, /, first: float, *, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         hidden = hidden * first if mask is None else hidden + mask
@@ -197,7 +197,7 @@ def test_each_block_is_called_as_the_forward_calls_it(patch: Callable[..., Patch
     own = extras_for(extras, ["1"])
     assert sorted(own) == [CALLS, "first#2", "mask#2"], "a stage gets what its own blocks take"
     assert list(own[CALLS]) == ["1"]
-    serialization.flatten(extras)  # so it can travel
+    serialization.flatten(extras)  # all extras can be serialized
 
 
 def test_masks_of_their_own_are_shared_by_the_arguments_name() -> None:
@@ -205,7 +205,7 @@ def test_masks_of_their_own_are_shared_by_the_arguments_name() -> None:
 
 
 class Wraps(nn.Module):
-    """Gives its hidden state in a tuple, or deeper."""
+    """Returns its hidden state in a tuple, possibly nested."""
 
     def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_what_is_unpacked(patch: Callable[..., Patched]) -> None:
         return x
 
     patched = patch(nn.ModuleDict({"h": nn.ModuleList([Wraps(wrap) for wrap in wraps])}), "h")
-    for _ in range(50):  # as often as makes the interpreter look for shorter ways
+    for _ in range(50):  # often enough for the interpreter to specialize the code
         assert torch.equal(run(patched.model["h"]), run(patched.plain["h"]))  # type: ignore[index]
 
     def wrongly(blocks: Any) -> Any:
@@ -313,7 +313,7 @@ def early_exit(blocks: Any, x: Tensor) -> Any:
 
 
 def between(use: Callable[[Any], Any]) -> Callable[[Any, Tensor], Any]:
-    """Does something with the hidden state after the second block."""
+    """Return a loop that applies `use` to the hidden state after the second block."""
 
     def run(blocks: Any, x: Tensor) -> Any:
         return blocks[2](use(blocks[1](blocks[0](x))))

@@ -1,4 +1,4 @@
-"""The stage that trainers hold: counted by batch, averaged among them, and out of the microbatches' way."""
+"""The stage of layers that trainers hold: counted by batch, averaged among trainers, outside microbatches' routes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.unit.coordinator.replays import Replayer
 from tests.unit.swarm import LEAD, WIDTH, Swarm, key, make_optimizer, rows
 
 AROUND = 2
-"""The stage's index, behind the two of the pipeline."""
+"""The stage's index, after the two stages of the pipeline."""
 
 NAMES = ["head.0.0.weight", "head.0.0.bias"]
 
 
 @pytest.fixture
 def swarm(make_swarm: MakeSwarm) -> Swarm:
-    """Two stages on two servers, and two trainers around them, of which one is a server, too."""
+    """Two stages on two servers, and two trainers, of which one is also a server."""
     return make_swarm("a", "b", around="b t")
 
 
@@ -45,12 +45,12 @@ def add(swarm: Swarm, trainer: str, grant: Grant, seed: int) -> None:
     steps = swarm.servers[PeerId(trainer)].steps
     stage, k = steps.stage(AROUND), key(grant.first, step=grant.step)
     found = [gradients(seed)[name] for name in stage.trainable_names]
-    origin = Origin(grant.weight, LEAD)  # which is granted the batches of both here
+    origin = Origin(grant.weight, LEAD)  # the lead is granted both trainers' batches here
     swarm.run(steps._compute(lambda: steps.sums.add(stage, k, found, origin)))
 
 
 def granted(swarm: Swarm, *, microbatch: bool = True) -> Grant:
-    """A batch whose way through the pipeline is over."""
+    """Grant a batch whose pass through the pipeline is over."""
     grant = swarm.run(swarm.steps.grant(2))
     if microbatch:
         swarm.run(swarm.through(key(grant.first, step=grant.step), rows(grant.first), weight=grant.weight))
@@ -62,7 +62,7 @@ def close(swarm: Swarm, *grants: Grant, microbatch: bool = True) -> Record:
         completed = [key(grant.first).receipt] if microbatch else []
         swarm.run(swarm.steps.done(grant.lease, completed))
     record = None
-    while record is None:  # its lead lost a batch, and might run it again before it asks to close once more
+    while record is None:  # the lead lost a batch, and might run it again before it asks to close once more
         swarm.run(swarm.steps.close())
         record = swarm.run(swarm.steps.wait_for_record(swarm.steps.version))
     return record
@@ -80,7 +80,7 @@ def test_trainers_average_what_their_batches_gave(swarm: Swarm, microbatch: bool
         first, second = granted(swarm, microbatch=microbatch), granted(swarm, microbatch=microbatch)
         add(swarm, "t", first, 1)
         add(swarm, "b", second, 2)
-        add(swarm, "b", second, 2)  # said twice, counted once
+        add(swarm, "b", second, 2)  # a repeated addition counts once
         record = close(swarm, first, second, microbatch=microbatch)
         assert batches_of(record) == [0, 2]
         assert len(swarm.counted(record)) == (2 if microbatch else 0)
@@ -99,7 +99,7 @@ def test_trainers_average_what_their_batches_gave(swarm: Swarm, microbatch: bool
     ids=["one of them twice", "one of them never"],
 )
 def test_a_batch_that_no_trainer_added_is_struck_from_every_stage(swarm: Swarm, adds: list[tuple[str, int]]) -> None:
-    """What stands around the pipeline was computed by the user's code, which nobody else can run again."""
+    """A user's code computed the layers around the pipeline, so only its trainer could run it again."""
     reference = copy.deepcopy(swarm.module)
     trainer = Replayer(swarm)
     grants = []
@@ -120,7 +120,7 @@ def test_a_batch_that_no_trainer_added_is_struck_from_every_stage(swarm: Swarm, 
 
 
 def test_a_trainer_that_is_gone_takes_its_batch_along(swarm: Swarm) -> None:
-    """And it is out of the roster of what trainers hold."""
+    """The trainer also leaves the roster of the layers around the pipeline."""
     trainer = Replayer(swarm)
     grants = [swarm.run(swarm.steps.grant(2)) for _ in "bt"]
     for name, grant in zip("bt", grants, strict=True):

@@ -1,4 +1,4 @@
-"""A microbatch's passage when its peers are busy, forgetful, or far from the trainer."""
+"""A microbatch's pass through peers that are busy, have lost its state, or are far from the trainer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def banned(swarm: Swarm, context: PipelineContext) -> set[PeerId]:
 
 
 def assert_sums(swarm: Swarm, inputs: list[torch.Tensor]) -> None:
-    """Over all replicas of a stage, each input's gradient once."""
+    """Check that all sums of a stage together contain each input's gradient once."""
     for x in inputs:
         (swarm.module(x).square().sum() / 2).backward()
     for index, roster in enumerate(swarm.rosters):
@@ -74,7 +74,7 @@ def assert_sums(swarm: Swarm, inputs: list[torch.Tensor]) -> None:
 def test_nobody_is_believed_to_have_taken_longer_than_the_whole_passage(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a stage's server says of those before it may be a lie."""
+    """A server may report false times for the previous stages."""
     swarm = make_swarm("ab", "c")
     context = make_context(swarm)
     fetch = swarm.tickets.fetch_reported
@@ -97,7 +97,7 @@ def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: Ma
     swarm = make_swarm(*rosters, limits=Limits(max_pending_calls=1, call_timeout=100.0))
     busy = swarm.rosters[busy_stage][0]
     context = make_context(swarm)
-    prefer(context.routers[busy_stage], [busy])  # it is asked first
+    prefer(context.routers[busy_stage], [busy])  # it is called first
     x = rows(1)
 
     async def go() -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_servers_that_keep_nothing_compute_again(make_swarm: MakeSwarm, cache_by
 
 
 class Far(MemoryNetwork):
-    """The trainer is far from servers that are near each other."""
+    """A network in which the trainer is far from servers that are near each other."""
 
     async def depart(self, sender: PeerId, receiver: PeerId) -> None:
         await asyncio.sleep(1.0 if LEAD in (sender, receiver) else 0.001)
@@ -193,7 +193,7 @@ def test_the_models_error_is_raised_once_all_servers_of_the_stage_have_met_with_
 def test_another_server_computes_what_one_raises_on(
     make_swarm: MakeSwarm, direction: str, stages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one whose memory is full does."""
+    """For example, a server whose memory is full raises."""
     swarm = make_swarm(*stages)
     context = make_context(swarm)
     (stage,) = (index for index, roster in enumerate(swarm.rosters) if X in roster)
@@ -210,7 +210,7 @@ def test_another_server_computes_what_one_raises_on(
 
 
 def joined(swarm: Swarm) -> tuple[Record, Record]:
-    """The record that lets two servers in, one for each stage, and the one after it."""
+    """Return the record that admits two servers, one for each stage, and the next record."""
     swarm.join("c")
     swarm.join("d")
     first = swarm.run(swarm.step(rows(0), rows(1)))
@@ -247,7 +247,7 @@ def test_a_trainer_that_passed_over_a_record_routes_to_those_who_joined_by_it(ma
 def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's next batch waits for it. They are left out until they join again, or a while has passed."""
+    """The trainer's next batch waits once for both. They are avoided until they join again or some time has passed."""
     swarm = make_swarm("a", "b")
     context = make_context(swarm)
     first, second = joined(swarm)
@@ -270,7 +270,7 @@ def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
 
 
 def cut_off(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineContext, Record, list[str]]:
-    """A trainer that did not reach the two that joined; the next record; and whom it tries to reach from then on."""
+    """Return a trainer that could not reach two joiners, the next record, and the list of later connection attempts."""
     context = make_context(swarm)
     first, second = joined(swarm)
     tried: list[str] = []

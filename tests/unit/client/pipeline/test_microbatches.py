@@ -1,4 +1,4 @@
-"""Batches are cut into microbatches, put together again, and sent one after the other where they are large."""
+"""Batches are cut into microbatches, joined again, and, if large, sent one after the other."""
 
 from dataclasses import dataclass
 from typing import Any

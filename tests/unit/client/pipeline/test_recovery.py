@@ -1,4 +1,4 @@
-"""A microbatch's passage while peers die, fall silent, are late or cannot reach each other: at every moment."""
+"""A microbatch's pass while peers die, fall silent, are late or cannot reach each other, at any moment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMITS = Limits(call_timeout=300.0)
 
 
 class Route:
-    """A swarm, a trainer's passages through it, and what came of them."""
+    """A swarm, a trainer's passes through it, and their results."""
 
     def __init__(self, swarm: Swarm, plan: FaultPlan | None = None, *, favourite: Collection[str] = "abc") -> None:
         self.swarm = swarm
@@ -49,7 +49,7 @@ class Route:
         routers = [StageRouter(random.Random(0)) for _ in swarm.rosters]
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
-            prefer(router, favourite)  # all microbatches begin there, so that the fault meets them
+            prefer(router, favourite)  # all microbatches begin there, so that the fault affects them
         self.context = PipelineContext(swarm.trainer, swarm.tickets, routers, 300.0, self.events)
         Replayer(self.context, RunState(swarm.manifest), max_in_flight=8)
         self.inputs = [rows(i) for i in range(NUM_MICROBATCHES)]
@@ -74,7 +74,7 @@ class Route:
         return output
 
     def run(self) -> None:
-        """All microbatches at once; they come out as from one machine, and nothing is left under way."""
+        """Run all microbatches at once; check for the result of one machine, and that no call is left."""
         outputs = self.swarm.run(gather(self.through(index) for index in range(NUM_MICROBATCHES)))
         self.swarm.settle()
         for x, output in zip(self.inputs, outputs, strict=True):
@@ -98,7 +98,7 @@ class Route:
         return [key(0, index).receipt for index in range(NUM_MICROBATCHES)]
 
     def holes(self) -> dict[Receipt, list[int]]:
-        """What no living peer holds."""
+        """Return the receipts that no living peer holds, with their stages."""
         stages = range(len(self.swarm.rosters))
         found = {one: [stage for stage in stages if not self.holders(stage, one)] for one in self.receipts}
         return {one: stages for one, stages in found.items() if stages}
@@ -112,7 +112,7 @@ class Route:
         return decode(self.swarm.run(transport.call(target, REPLAY, encode(request), timeout=1e4)), ReplayReply)
 
     def fill(self) -> int:
-        """Have lost gradients added by the living, as the coordinator does. How many there were."""
+        """Replay lost gradients at living peers, as the coordinator does; return their number."""
         holes = self.holes()
         work = []
         for receipt, stages in holes.items():
@@ -124,7 +124,7 @@ class Route:
         return sum(map(len, holes.values()))
 
     def assert_sums(self) -> None:
-        """Each gradient is in one living sum of each stage, once."""
+        """Check that each gradient is in exactly one living sum of each stage."""
         for receipt in self.receipts:
             for stage in range(len(self.swarm.rosters)):
                 assert len(self.holders(stage, receipt)) == 1, (receipt, stage, self.holders(stage, receipt))
@@ -179,7 +179,7 @@ def test_a_server_that_dies(make_swarm: MakeSwarm, phase: Phase, victim: str, nt
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 @pytest.mark.parametrize("phase", DATA_PHASES)
 def test_a_server_that_freezes(make_swarm: MakeSwarm, phase: Phase, victim: str) -> None:
-    """Nothing breaks: it is silent. It never comes back in the step."""
+    """A frozen server breaks no connection: it is silent, and does not return within the step."""
     plan = FaultPlan().freeze(victim, for_s=1e6, at=phase, nth=2)
     route = Route(make_swarm(*ROSTERS, limits=LIMITS), plan)
     swarm = route.swarm
@@ -241,7 +241,7 @@ def test_a_stage_without_anybody_fails_the_batch_and_says_so(make_swarm: MakeSwa
 
 
 def slow(route: Route, peer: PeerId, direction: str, seconds: float, times: int = 1) -> list[str]:
-    """The peer's next jobs of a direction take long; which were held."""
+    """Make the peer's next jobs of a direction take long; return the jobs that were held."""
     executor = route.swarm.servers[peer]._executor
     submit, held = executor.submit, []
     wanted = 1 if direction == "forward" else 0
@@ -253,7 +253,7 @@ def slow(route: Route, peer: PeerId, direction: str, seconds: float, times: int 
         loop = asyncio.get_running_loop()
         future = loop.create_future()
 
-        def finish() -> None:  # as a thread does: the job runs, whoever waits for it
+        def finish() -> None:  # like a thread, it finishes even if no caller waits
             result = run()
             if not future.done():
                 future.set_result((result, 0.001))
@@ -271,7 +271,7 @@ def test_a_late_peer_is_told_to_stop_before_another_one_is_asked(
     make_swarm: MakeSwarm, peer: PeerId, direction: str
 ) -> None:
     route = Route(make_swarm(*ROSTERS, limits=LIMITS))
-    route.swarm.run(route.through(0))  # from now on there are measured times
+    route.swarm.run(route.through(0))  # measures times for the next call
     held = slow(route, peer, direction, 200.0)
     route.swarm.run(route.through(1))
     assert held == [direction]
@@ -280,7 +280,8 @@ def test_a_late_peer_is_told_to_stop_before_another_one_is_asked(
     route.inputs = route.inputs[:2]
     receipts = [key(0, index).receipt for index in range(2)]
     stage = "abc".index(peer)
-    if direction == "backward":  # it was not interrupted, and added after it had been told to stop: never twice
+    # The job ran to its end after the cancellation and added its gradient, so two servers may hold it.
+    if direction == "backward":
         assert all(len(route.holders(stage, one)) >= 1 for one in receipts)
     else:
         assert [len(route.holders(i, one)) for one in receipts for i in range(3)] == [1] * 6
@@ -299,7 +300,7 @@ def test_an_only_peer_is_waited_for_however_late(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_late_gradient_that_was_added_counts(make_swarm: MakeSwarm) -> None:
-    """The cancel comes when it is in the sum, and the answer has not left."""
+    """The cancellation comes after the addition, and before the answer is sent."""
     plan = FaultPlan().delay("b", by_s=60.0, at=Phase.BACKWARD_DONE, stage=1, microbatch=1)
     route = Route(make_swarm(*ROSTERS, limits=LIMITS), plan)
     route.swarm.run(route.through(0))
@@ -316,7 +317,7 @@ def test_a_late_gradient_that_was_added_counts(make_swarm: MakeSwarm) -> None:
 @pytest.mark.parametrize("pair", ["ab", "bc"])
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 def test_two_servers_that_cannot_reach_each_other_are_parted(make_swarm: MakeSwarm, phase: Phase, pair: str) -> None:
-    """Both live and answer the trainer: neither is banned, and other pairs are found."""
+    """Both live and answer the trainer: neither is banned, and other pairs are used."""
     plan = FaultPlan().partition({pair[0]}, {pair[1]}, for_s=1e6, at=phase)
     route = Route(make_swarm(*ROSTERS, limits=LIMITS), plan)
     route.run()
@@ -329,7 +330,7 @@ def test_two_servers_that_cannot_reach_each_other_are_parted(make_swarm: MakeSwa
 
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 def test_two_servers_that_nobody_can_replace_are_waited_for(make_swarm: MakeSwarm, phase: Phase) -> None:
-    """Each stage has one, and two of them cannot reach each other for a while."""
+    """Each stage has one server, and two of these cannot reach each other for a while."""
     plan = FaultPlan().partition({"a"}, {"b"}, for_s=200.0, at=phase)
     route = Route(make_swarm("a", "b", "c", limits=LIMITS), plan)
     route.run()
@@ -362,7 +363,7 @@ def test_a_damaged_message_is_sent_again(make_swarm: MakeSwarm, phase: Phase) ->
 
 
 def test_a_restarted_peer_is_gone(make_swarm: MakeSwarm) -> None:
-    """The same id, and nobody knows it: it is asked for nothing that counts."""
+    """It has the same id but was not admitted, so it gets no call that counts."""
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)
     old = swarm.servers[B]
@@ -383,7 +384,7 @@ def test_a_restarted_peer_is_gone(make_swarm: MakeSwarm) -> None:
 
 
 def counted(route: Route, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What the trainer asks others from now on, by methods."""
+    """Count the trainer's calls from now on, by method."""
     asked: Counter[str] = Counter()
     for name in ("call", "stream"):
         real = getattr(route.swarm.trainer, name)
@@ -397,7 +398,7 @@ def counted(route: Route, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_nothing_is_asked_that_was_not_asked_before(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each stage: a forward, a backward; all receipts at once; then output and input gradient, which are small."""
+    """Per stage: a forward and a backward; then all receipts at once; then the small output and input gradient."""
     route = Route(make_swarm("a", "b", "c", limits=LIMITS))
     asked = counted(route, monkeypatch)
     route.swarm.run(route.through(0))
@@ -484,13 +485,13 @@ def test_a_replay_again_adds_nothing_again(make_swarm: MakeSwarm) -> None:
 
 
 def test_who_was_to_add_nothing_may_be_named_later(make_swarm: MakeSwarm) -> None:
-    """It computed the gradient in an earlier replay, and nobody fetched it."""
+    """It computed the gradient in an earlier replay, but no peer fetched it."""
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)
     route.run()
     receipt = route.receipts[0]
     route.kill(C)
-    # c2 computes the gradient for b2, which dies before it has it.
+    # c2 computes the gradient for b2, which dies before it receives it.
     plan = FaultPlan().kill("b2", at=Phase.SEND_GRADIENT, of="c2")
     sabotage(swarm.network, plan, killed=route.dead.add)
     reply = route.replay([Replay(receipt=receipt, holders={1: PeerId("b2")})], [C])
@@ -511,7 +512,7 @@ def test_a_holder_that_is_gone_is_named(make_swarm: MakeSwarm) -> None:
 
 
 def test_what_a_holder_refuses_as_its_sum_is_frozen_is_not_lost(make_swarm: MakeSwarm) -> None:
-    """Whoever asked for it went on meanwhile: it sees what is missing, and asks again."""
+    """The sum was frozen meanwhile, so a later freeze reports the missing gradient, and the replay is repeated."""
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)
     route.run()
@@ -565,7 +566,7 @@ def test_a_replay_of_other_stages_is_refused(make_swarm: MakeSwarm, holders: dic
 @pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.BACKWARD_DONE])
 @pytest.mark.parametrize("kind", ["drop", "corrupt"])
 def test_a_holder_that_lives_is_asked_again(make_swarm: MakeSwarm, kind: str, phase: Phase) -> None:
-    """A message was lost. Nobody else may take its place, and it is not gone."""
+    """A message was lost. The holder is not gone, and must not be replaced."""
     route = Route(make_swarm(*ROSTERS, limits=LIMITS))
     route.run()
     plan = getattr(FaultPlan(), kind)("b2", at=phase)
@@ -577,7 +578,7 @@ def test_a_holder_that_lives_is_asked_again(make_swarm: MakeSwarm, kind: str, ph
 
 
 def test_what_no_way_leads_to_is_lost(make_swarm: MakeSwarm) -> None:
-    """Of the stage above nobody is left."""
+    """The next stage has no server left."""
     route = Route(make_swarm("a a2", "b", "c", limits=LIMITS))
     route.run()
     route.kill(B)
@@ -599,7 +600,7 @@ def test_a_message_that_is_lost_without_a_word(make_swarm: MakeSwarm, phase: Pha
 
 
 def alone(make_swarm: MakeSwarm, plan: FaultPlan, *, stage_timeout: float) -> Route:
-    """Each stage has one server."""
+    """Return a route on which each stage has one server."""
     route = Route(make_swarm("a", "b", "c", limits=LIMITS), plan)
     route.context.stage_timeout = stage_timeout
     route.context.__post_init__()

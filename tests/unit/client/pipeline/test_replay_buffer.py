@@ -1,4 +1,4 @@
-"""What a trainer keeps of the open step: in memory, then on disk, and no longer than the step is open."""
+"""A trainer keeps the inputs of the open step, in memory and then on disk, until the step is decided."""
 
 from __future__ import annotations
 

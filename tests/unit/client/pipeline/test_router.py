@@ -1,4 +1,4 @@
-"""Where a microbatch would be through first: by rates, by what is under way, and by accounts that cannot be spoilt."""
+"""Routing to the earliest finish: by rates, by the work under way, and by accounts that cannot be falsified."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def router(*peers: PeerId, seed: int = 0) -> StageRouter:
 
 
 def run(made: StageRouter, rates: dict[PeerId, float], num_microbatches: int, num_samples: int = 4) -> Counter[PeerId]:
-    """Microbatches, each settled before the next."""
+    """Route microbatches, each settled before the next; count them by peer."""
     shares: Counter[PeerId] = Counter()
     for _ in range(num_microbatches):
         charge = made.choose(num_samples, now_s=0.0)
@@ -40,7 +40,7 @@ def run(made: StageRouter, rates: dict[PeerId, float], num_microbatches: int, nu
 
 
 def measured(rates: dict[PeerId, float], seed: int = 0) -> StageRouter:
-    """Of peers whose rates, in samples/s, are known."""
+    """Return a router of peers with known rates, in samples/s."""
     made = router(*rates, seed=seed)
     for peer, samples_per_s in rates.items():
         for _ in range(FIRST_MEASURED):
@@ -49,7 +49,7 @@ def measured(rates: dict[PeerId, float], seed: int = 0) -> StageRouter:
 
 
 def step(made: StageRouter, rates: dict[PeerId, float], num_microbatches: int, num_samples: int = 4) -> float:
-    """All forwards are sent at once, then all backwards. Seconds until the last peer is through."""
+    """Send all forwards at once, then all backwards; return the seconds until the last peer is done."""
     made.set_peers(rates)
     charges = [made.choose(num_samples, now_s=0.0) for _ in range(num_microbatches)]
     shares = Counter(charge.peer for charge in charges)
@@ -70,7 +70,7 @@ def test_shares_are_proportional_to_rates() -> None:
 
 
 def test_who_is_slow_gets_only_what_it_does_in_time() -> None:
-    """Ten microbatches, of which the slow peer would need as long for one as the fast one for all."""
+    """Of ten microbatches, the slow peer needs as long for one as the fast one for all."""
     made = measured({A: 10.0, B: 1.0})
     assert {made.choose(4, now_s=0.0).peer for _ in range(10)} == {A}
     assert made.choose(4, now_s=0.0).peer == B, "now it would be through there as soon"
@@ -115,7 +115,7 @@ def test_a_forward_that_is_done_makes_room() -> None:
 
 
 def test_forwards_tell_before_any_backward_is_done() -> None:
-    """A batch's forwards come first: nothing is settled before the last of them."""
+    """A batch's forwards come first, so no account is settled before the last of them."""
     made = router(A, B)
     forwards = {A: 1.0, B: 1 / 9}
     shares: Counter[PeerId] = Counter()
@@ -259,7 +259,7 @@ def test_a_newcomer_is_tried_next_and_not_flooded() -> None:
 
 
 def test_a_slow_beginning_is_not_held_against_a_newcomer() -> None:
-    """Something is compiled in its first microbatch."""
+    """A newcomer compiles in its first microbatch."""
     made = measured({A: 10.0, B: 10.0})
     rates = {A: 10.0, B: 10.0, C: 0.01}
     step(made, rates, 10)
@@ -403,7 +403,7 @@ def test_who_claimed_to_be_fast_leaves_no_trace_in_the_average() -> None:
 
 
 class CountedPeer(str):
-    """Counts how often any is looked up or compared."""
+    """Counts how often any peer is looked up or compared."""
 
     num_looks = 0
 
@@ -440,7 +440,7 @@ def test_equal_accounts_are_chosen_among_evenly() -> None:
         taken[charge.peer] += 1
         made.refund(charge)
     assert len(taken) == 9
-    assert set(taken.values()) <= set(range(950, 1280))  # five standard deviations of 1111
+    assert set(taken.values()) <= set(range(950, 1280))  # five standard deviations around 1111
 
 
 def test_ties_are_broken_by_the_seed_alone() -> None:

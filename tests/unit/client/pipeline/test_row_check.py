@@ -1,4 +1,4 @@
-"""What the check of the first call that is cut makes of blocks, by their outputs alone."""
+"""The check of the first cut call classifies blocks by their outputs alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAIN = ComputeMode(training=True, grad=True)
 
 
 class Calls:
-    """Computes calls in this process, with draws that their numbers decide, and counts them."""
+    """Computes calls in this process, with random draws keyed by their numbers, and counts them."""
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
@@ -48,7 +48,7 @@ class Calls:
 
 
 def check(blocks: Blocks, batch: Tensor = BATCH, *, size: int = SIZE, by: Codec | None = None) -> Calls:
-    """Check a first call of a training, and that a second one of its kind costs nothing."""
+    """Check a training's first call, and that a second call of its kind costs no check."""
     calls = Calls(blocks)
     one = RowCheck(calls, shared=(), codec=by, has_batch_norm=False)
     arguments = CallArguments.of((batch,), {})
@@ -147,7 +147,7 @@ def test_equal_rows_tell_nothing() -> None:
     calls = Calls(lambda x, _: x - x.mean(0))
     one = RowCheck(calls, shared=(), codec=None, has_batch_norm=False)
     one.check(CallArguments.of((torch.ones(4, 2),), {}), TRAIN, rows=4, size=2)
-    with pytest.raises(ConfigError, match="by itself"):  # the next batch does
+    with pytest.raises(ConfigError, match="by itself"):  # the next batch raises
         one.check(CallArguments.of((torch.eye(4, 2),), {}), TRAIN, rows=4, size=2)
 
 

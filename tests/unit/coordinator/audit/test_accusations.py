@@ -1,4 +1,4 @@
-"""What an audit shows: of claims, to the bit or within a tolerance, and of auditors that accuse."""
+"""Conclusions from audits: compared to the bit or within a tolerance, and from auditors that accuse."""
 
 from __future__ import annotations
 
@@ -127,18 +127,18 @@ def test_an_auditor_that_says_it_was_given_something_else_may_be_right(kinds: Ki
 @pytest.mark.parametrize(
     ("kinds", "changes", "expected"),
     [
-        # Of one kind: other results of the same input, or another sum of the same results, are none of its machine.
+        # Machines of one kind have equal results for equal inputs, and equal sums of equal results.
         (ONE_KIND, {"claims": claimed(RECEIPTS[1], output=b"another")}, Accusation.FALSE),
         (ONE_KIND, {"projection": FAR, "sum_digest": b"another"}, Accusation.FALSE),
         (ONE_KIND, {"touched": b"more"}, Accusation.FALSE),
         (ONE_KIND, {"sum_digest": b"another"}, Accusation.REFUTED),
-        # Of another kind: the accused may have given it other results, but sums are its own.
+        # A machine of another kind may have sent other results, but sums are its own.
         (OTHER_AUDITOR, {"claims": claimed(RECEIPTS[1], output=b"another")}, Accusation.UNPROVEN),
         (OTHER_AUDITOR, {"projection": FAR}, Accusation.REFUTED),
         (OTHER_AUDITOR, {"distance": 0.5}, Accusation.REFUTED),
         (OTHERS, {"projection": FAR}, Accusation.REFUTED),
         (OTHERS, {"distance": 0.5}, Accusation.REFUTED),
-        # Of bits a judge of another kind knows nothing.
+        # A judge of another kind cannot compare bits.
         (OTHER_JUDGE, {"sum_digest": b"another"}, Accusation.UNPROVEN),
         (OTHER_JUDGE, {"claims": claimed(RECEIPTS[1], output=b"another")}, Accusation.UNPROVEN),
         (OTHER_JUDGE, {"projection": FAR}, Accusation.REFUTED),
@@ -149,7 +149,7 @@ def test_accusations(kinds: Kinds, changes: dict[str, Any], expected: Accusation
 
 
 def test_the_accused_may_be_far_from_one_machine_alone() -> None:
-    """It is within the tolerance of the judge, and beyond that of the auditor, which is honest."""
+    """It is within the tolerance of the judge and beyond that of the honest auditor."""
     its = found(distance=0.11)
     for distance, expected in ((0.04, Accusation.REFUTED), (0.09, Accusation.UNPROVEN)):
         true = found(distance=distance)

@@ -1,4 +1,4 @@
-"""Whose work is audited, and what follows from what auditors found."""
+"""Selection of work for audits, and consequences of the auditors' findings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def sketches_of(number: int, rng: np.random.Generator, *, noise: float = 1.0) ->
 
 
 def like(sketches: dict[PeerId, list[float]]) -> StageHistory:
-    """A history of steps like this one."""
+    """Return a history of steps like this one."""
     history = StageHistory()
     for _ in range(5):
         found = screen(sketches, dict.fromkeys(sketches, 1.0), history)
@@ -118,7 +118,7 @@ def test_who_stands_out_is_a_suspect(number: int, factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [-1000.0, 0.0])
 def test_in_a_small_stage_all_are_suspects(factor: float) -> None:
-    """Two of four: there is no telling which."""
+    """If two of four deviate, the malicious two cannot be identified."""
     sketches = sketches_of(4, np.random.default_rng(1))
     for liar in sorted(sketches)[:2]:
         sketches[liar] = [factor * value for value in sketches[liar]]
@@ -229,7 +229,7 @@ def test_what_overflows_is_only_like_what_overflows() -> None:
 
 
 def test_between_machines_a_codec_of_few_bits_may_choose_another_code() -> None:
-    """5.3e-4 is what AVX2 and AVX512 were apart by it, with outputs of a transformer's blocks."""
+    """AVX2 and AVX512 differed by 5.3e-4 with this codec, for outputs of a transformer's blocks."""
     plain, of_16_bits, of_8_bits = (tolerance_between_machines("float32", bits) for bits in (None, 16.0, 8.0))
     assert plain == 1e-4
     assert plain < of_16_bits < 2e-4
@@ -245,7 +245,7 @@ def test_silences_are_forgiven_after_many_steps() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_that_overflow_in_one_order_alone_prove_no_lie(dtype: torch.dtype) -> None:
-    """Who gives a server its output's gradients chooses them, and the order in which they come."""
+    """The next stage's server chooses the gradients that a server receives, and their order."""
     large = torch.full((50,), 0.7 * torch.finfo(dtype).max, dtype=dtype)
     gradients = [large, large, -large]
     magnitude = min(sum(magnitude_of([one], 1.0) for one in gradients), sys.float_info.max)
@@ -257,7 +257,7 @@ def test_sums_that_overflow_in_one_order_alone_prove_no_lie(dtype: torch.dtype) 
     assert one.is_finite != other.is_finite
     assert one.agrees(other, tolerance=tolerance)
     assert other.agrees(one, tolerance=tolerance)
-    if dtype == torch.float32:  # nor do they let a false sum pass
+    if dtype == torch.float32:  # infinite sums do not hide a false sum either
         false = StageProjection((1e38,) * len(one.values))
         assert not false.agrees(StageProjection((0.0,) * len(one.values)), tolerance=tolerance)
 
@@ -293,6 +293,6 @@ def test_a_silent_auditor_is_excused_for_twice_as_many_steps_each_time() -> None
     begins = [0]
     for _ in range(3):
         silences.note_auditor(peer, begins[-1])
-        silences.note_auditor(peer, begins[-1])  # of the same step
+        silences.note_auditor(peer, begins[-1])  # the same step
         begins.append(next(step for step in range(begins[-1], 10_000) if not silences.is_excused(peer, step)))
     assert begins == [0, 21, 62, 143]

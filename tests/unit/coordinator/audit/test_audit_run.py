@@ -1,4 +1,4 @@
-"""What auditors tell: of what is read, and what is not."""
+"""Requested findings of auditors are read, other findings are not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def finding(audited: PeerId, stage_index: int, refused: Receipts) -> AuditFindin
 
 
 class Servers:
-    """Answer more than they are asked for."""
+    """Answer with more findings than requested."""
 
     async def findings(
         self, auditors: Iterable[PeerId], request: FindingsRequest
@@ -65,7 +65,7 @@ def run() -> AuditRun:
 
 
 def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
-    """A few bytes name many microbatches: the coordinator, which unpacks them, would do nothing else meanwhile."""
+    """A few bytes can name many microbatches, whose unpacking would occupy the coordinator."""
     read = list[Receipts]()
 
     def unpack(packed: Receipts) -> set[Receipt]:

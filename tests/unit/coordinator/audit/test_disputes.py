@@ -1,4 +1,4 @@
-"""Servers that contradict each other: who is left out, of whom nobody can tell which one lies."""
+"""Servers that contradict each other: rules for exclusion if the false one cannot be identified."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def receipt(number: int) -> Receipt:
 
 
 class Step:
-    """Closings of steps in which the servers of stage 0 contradict those of stage 1."""
+    """Closings of steps in which servers of stage 0 contradict servers of stage 1."""
 
     def __init__(self) -> None:
         self.audits: Any = object.__new__(StepAudits)
@@ -71,7 +71,7 @@ def test_who_failed_between_two_servers_is_to_blame() -> None:
 
 
 class Audits:
-    """Audits of which nothing comes, but who answers."""
+    """Audits without findings, but with answers."""
 
     def __init__(self, *silent: PeerId) -> None:
         self.failed = {peer: ProtocolError("it is gone") for peer in silent}

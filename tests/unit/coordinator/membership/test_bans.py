@@ -1,4 +1,4 @@
-"""Whom the run's owner bans takes part no more, whoever coordinates and wherever the run goes back to."""
+"""A peer that the owner bans is out of the run under any coordinator and after any rollback."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _numbers = itertools.count(1)
 
 
 def word(subject: str, *, is_lifted: bool = False, number: int | None = None, owner: Owner = OWNER) -> bytes:
-    """What the owner signs; each is newer than those before."""
+    """Return a ban or its end, signed by the owner; each is newer than all before."""
     now_ns = next(_numbers) if number is None else number
     return signed_bytes(owner.ban(subject, REASON, is_lifted=is_lifted, now_ns=now_ns))
 
 
 def owned_swarm(make_swarm: MakeSwarm, *rosters: str, **options: Any) -> Swarm:
-    """All come by invitations of one owner: those that join by a common one."""
+    """Return a swarm whose peers have invitations of one owner; joiners share one."""
     network = OwnedNetwork(
         role_of=lambda peer: Role.TRAINER if peer in (LEAD, NEW) else Role.SERVER,
         invitation_of=lambda peer: "of joiners" if peer in "gh" else peer,
@@ -64,7 +64,7 @@ async def tell(swarm: Swarm, signed: bytes, *peers: PeerId) -> None:
 
 
 def told(swarm: Swarm) -> list[str]:
-    """The bans that hold, as all servers in the run say."""
+    """Return the bans in force, on which all servers of the run must agree."""
     servers = [swarm.servers[PeerId(name)] for name in holders(swarm)]
     states = [server.membership.run.bans for server in servers]
     assert all(state == states[0] for state in states)
@@ -80,7 +80,7 @@ def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swar
 
     async def go() -> None:
         await swarm.step(rows(0))
-        await tell(swarm, word(B), C)  # which does not coordinate
+        await tell(swarm, word(B), C)  # C does not coordinate
         record = await swarm.step(rows(1))
         assert [ban.subject for ban in bans_in(record.bans)] == [B]
         assert {one.member.peer_id for one in record.left} == {B}
@@ -111,7 +111,7 @@ def test_a_banned_coordinator_is_replaced_and_the_next_one_knows_of_it(make_swar
 
     async def go() -> None:
         await swarm.step(rows(0))
-        await tell(swarm, word(A), B, C, PeerId("d"))  # it itself does not hear of it
+        await tell(swarm, word(A), B, C, PeerId("d"))  # the banned peer itself is not notified
         swarm.trainer.ban(word(A))
         record = await step_on(swarm, rows(1), swarm.route(1))
         assert swarm.steps.run.coordinator in (B, C)
@@ -123,7 +123,7 @@ def test_a_banned_coordinator_is_replaced_and_the_next_one_knows_of_it(make_swar
 
 
 def test_a_banned_coordinator_keeps_nobody_from_hearing_of_it(make_swarm: MakeSwarm) -> None:
-    """The owner reaches one member alone, which passes it on: else the coordinator would drop that one as gone."""
+    """The owner reaches one member only, which the coordinator would drop as gone if it did not pass the ban on."""
     swarm = owned_swarm(make_swarm, "a b c", "d b c", voters="a b c", trainers=LEAD)
     network: Any = swarm.network
     network.members = [PeerId(name) for name in ("a", "b", "c", "d", LEAD)]
@@ -222,7 +222,7 @@ def test_who_came_by_another_invitation_stays_when_one_is_banned() -> None:
 
 
 def test_an_older_word_of_the_owner_is_refused_aloud(make_swarm: MakeSwarm) -> None:
-    """As when the owner's clock was set back between a ban and its end."""
+    """This happens if the owner's clock was set back between a ban and its end."""
     swarm = owned_swarm(make_swarm, "a", "b")
     lifted, banned = word(B, is_lifted=True), word(B)
 
@@ -270,7 +270,7 @@ def test_the_longest_bans_and_all_invitations_fit_a_view(make_swarm: MakeSwarm) 
 
 
 def test_what_the_owner_has_not_signed_changes_nothing(make_swarm: MakeSwarm) -> None:
-    """A member forges a ban; and so does one that coordinates, in a record."""
+    """A member forges a ban; a coordinator does so in a record."""
     swarm = owned_swarm(make_swarm, "a b c", "d b")
     forged = word(B, owner=Owner("run", Identity.generate()))
     elsewhere = word(B, owner=Owner("another", OWNER.key))

@@ -1,4 +1,4 @@
-"""Who was convicted takes part no more, wherever the run goes back to, and is told why."""
+"""A convicted peer stays out of the run after any rollback, and learns the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DENIED = f"a convicted peer takes no part in the run any more.*b was convicted: 
 
 @pytest.fixture
 def audits(monkeypatch: pytest.MonkeyPatch) -> dict[PeerId, str]:
-    """Whom the audits of the steps that close now convict."""
+    """Peers that the audits of closing steps convict, with the reason."""
     found: dict[PeerId, str] = {}
     close = SumReconciliation.close
 
@@ -57,7 +57,7 @@ def holders(record: Record, swarm: Swarm) -> set[str]:
 
 
 async def convicted(swarm: Swarm, audits: dict[PeerId, str], *peers: PeerId, seed: int = 0) -> Record:
-    """Decide a step that no microbatch went to them in, and that convicts them."""
+    """Decide a step that sends the peers no microbatch, and convicts them."""
     audits.update(dict.fromkeys(peers, REASON))
     route = [next(peer for peer in roster if peer not in peers) for roster in swarm.rosters]
     grant = await swarm.steps.grant(2)
@@ -147,7 +147,7 @@ def test_servers_answer_it_as_one_of_no_run(make_swarm: MakeSwarm, audits: dict[
 
 
 def test_one_that_comes_back_meanwhile_is_forgotten(make_swarm: MakeSwarm, audits: dict[PeerId, str]) -> None:
-    """It joined anew before anybody knew what it had done."""
+    """It has joined anew before its false work was found."""
     swarm = audited(make_swarm)
     swarm.join("g")
     assert swarm.servers[C].membership.knows_server(G)
@@ -227,7 +227,7 @@ def test_where_nothing_is_audited_nobody_is_convicted(make_swarm: MakeSwarm) -> 
 
 
 def test_a_checkpoint_remembers_who_was_convicted(make_swarm: MakeSwarm, audits: dict[PeerId, str]) -> None:
-    """Also of a run that takes peers without invitation."""
+    """This also holds for a run without invitations."""
     swarm = audited(make_swarm)
     swarm.run(convicted(swarm, audits, B))
     known = known_peers(swarm.steps.run, [])
@@ -249,7 +249,7 @@ def test_the_oldest_convictions_make_room_for_new_ones() -> None:
 
 
 def test_a_rollback_before_the_record_forgets_nobody(make_swarm: MakeSwarm) -> None:
-    """The next generation begins with it in its seat, and the first record puts it out."""
+    """The next generation begins with it in its seat, and the first record excludes it."""
     swarm = audited(make_swarm)
     swarm.run(step(swarm, 0))
     coordinator = swarm.servers[A].admission.leadership.coordinator
@@ -265,7 +265,7 @@ def test_a_rollback_before_the_record_forgets_nobody(make_swarm: MakeSwarm) -> N
 def test_whoever_takes_the_run_over_knows_since_when_false_work_may_have_counted(
     make_swarm: MakeSwarm, audits: dict[PeerId, str]
 ) -> None:
-    """The lead, which is to take the run back, may die before it does."""
+    """The lead, which is to roll the run back, may die first."""
     swarm = audited(make_swarm, audit_share=0.75)
     for number in range(6):
         swarm.run(step(swarm, number))

@@ -1,4 +1,4 @@
-"""Who joins without the stage's state, sends a joiner another one, or keeps a place and does not go on."""
+"""Joiners without the stage's state, donors of a false state, and joiners that occupy a place without progress."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Stranger:
         self.transport.handle_call(LISTEN, self._listen)
 
     async def join(self) -> int:
-        """Ask to join; returns the stage that it shall hold."""
+        """Ask to join; return the stage that it is assigned."""
         addresses = list(await self.transport.addresses())
         request = JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=1, addresses=addresses, stage_index=0)
         return decode(await self.transport.call(A, JOIN, encode(request), timeout=10.0), JoinReply).stage_index
 
     async def follow(self) -> FollowReply:
-        """What a member says of its state; that it is the state, nobody has seen."""
+        """Return a member's description of its state; the state itself is not downloaded."""
         request = Message(encode(FollowRequest(stage_index=0, version=None, hold_s=0.0)))
         return decode((await self.transport.stream(A, FOLLOW, request, timeout=10.0)).body, FollowReply)
 
@@ -86,20 +86,20 @@ class Stranger:
 
 
 def enter_first_stage(swarm: Swarm) -> asyncio.Task[None]:
-    """Have an honest server join."""
-    swarm.coordinator.joiners.lots.know(J, 0)  # in audited runs strangers do not choose
+    """Start an honest server that joins."""
+    swarm.coordinator.joiners.lots.know(J, 0)  # audited runs assign strangers' stages at random
     server = swarm.add_server("j")
     server.joiner.move_to(0, former=0)
     return entering(swarm, server)
 
 
 def step(swarm: Swarm, seed: int) -> list[str]:
-    """Who holds which stage after one more step."""
+    """Run one more step; return the holders of each stage."""
     return swarm.names_after(swarm.run(swarm.step(rows(seed))))
 
 
 def steps_until_done(swarm: Swarm, task: asyncio.Task[None], *, most: int, pause_s: float) -> list[str]:
-    """Take steps from the second one on until a joiner is in; returns who holds which stage then."""
+    """Run steps from the second one on until a joiner is a member; return the holders of each stage then."""
     for number in range(1, most):
         swarm.run(asyncio.sleep(pause_s))
         members = step(swarm, number)
@@ -109,7 +109,7 @@ def steps_until_done(swarm: Swarm, task: asyncio.Task[None], *, most: int, pause
 
 
 def test_a_hash_that_members_told_lets_nobody_in(make_swarm: MakeSwarm) -> None:
-    """It answers with the very hash of the weights; but they are asked for under a number that nobody knew before."""
+    """Its answer is the true hash of the weights, but the request's nonce makes a copied hash invalid."""
     swarm = make_swarm("a b", "c")
     stranger = Stranger(swarm)
     swarm.run(stranger.join())
@@ -137,7 +137,7 @@ def raised(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def test_a_donor_that_sends_another_state_lets_nobody_in(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, poison: Callable[[Sequence[Tensor]], Sequence[Tensor]]
 ) -> None:
-    """It says a hash that fits what it sends; the joiner comes to hold the run's weights by another donor."""
+    """Its hash fits its false state; the joiner gets the run's weights from another donor."""
     swarm = make_swarm("a b", "c")
     step(swarm, 0)
     lying = swarm.servers[A].donor._state
@@ -176,7 +176,7 @@ def test_a_donor_that_sends_another_state_lets_nobody_in(
 
 
 def altered(reply: NextReply, tensors: Sequence[Tensor], how: str) -> tuple[NextReply, Sequence[Tensor]]:
-    """What a donor makes of a record that it sends a joiner."""
+    """Falsify a record that a donor sends a joiner."""
     record = reply.record
     assert record is not None
     false = {
@@ -193,11 +193,11 @@ def altered(reply: NextReply, tensors: Sequence[Tensor], how: str) -> tuple[Next
 
 
 def joined_beside_a_liar(make_swarm: MakeSwarm, lie: Callable[[Swarm], list[Any]]) -> Swarm:
-    """A joiner asks the liar `b` first, and comes to hold what the run's servers hold."""
+    """Let a joiner ask the malicious `b` first; check that it gets the state of the run's servers."""
     swarm = make_swarm("a b", "c", audit_share=0.0)
     step(swarm, 0)
     lies = lie(swarm)
-    swarm.add_server("k")  # so that the joiner, which goes by its boot id, begins with the second replica
+    swarm.add_server("k")  # changes the joiner's boot id, so that it begins with the second replica
     task = enter_first_stage(swarm)
     members = steps_until_done(swarm, task, most=12, pause_s=3.0)
     assert lies, "it was asked"
@@ -288,7 +288,7 @@ def test_records_that_were_not_decided_are_not_followed(make_swarm: MakeSwarm, h
         ready = coordinator._call_handlers[READY]
 
         async def later(caller: PeerId, body: bytes) -> bytes:
-            """Nobody hears that the joiner is ready before it has followed a record."""
+            """Hold the joiner's report that it is ready until it has followed a record."""
             answer: bytes = await ready(caller, body) if lies else b""
             return answer
 
@@ -362,7 +362,7 @@ def test_who_does_not_go_on_gives_its_place_to_others(make_swarm: MakeSwarm, how
 def test_strangers_choose_no_stage_in_an_audited_run(
     make_swarm: MakeSwarm, options: dict[str, Any], expected: list[str]
 ) -> None:
-    """They could gather in one, where most would say what they say. One that asks gets the stage that is drawn."""
+    """They could gather in one stage and form its majority, so each gets a random stage, not the requested one."""
     swarm = make_swarm("a b", "c", **options)
     step(swarm, 0)
     server = swarm.add_server("j")

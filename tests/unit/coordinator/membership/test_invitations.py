@@ -1,4 +1,4 @@
-"""An invitation lets in as many peers as it has uses, whoever coordinates and wherever the run goes back to."""
+"""An invitation admits as many peers as it has uses, under any coordinator and after any rollback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEMBERS = ("a", "b", "c", "d", LEAD)
 
 
 def invited_swarm(make_swarm: MakeSwarm, *rosters: str, uses: int, **options: Any) -> Swarm:
-    """The first members come by one invitation, all others by another one."""
+    """Return a swarm whose first members share one invitation, and all later peers another."""
     network = InvitedNetwork(
         role_of=lambda peer: Role.TRAINER if peer in (LEAD, NEW, NEWER) else Role.SERVER,
         invitation_of=lambda peer: FIRST if peer in MEMBERS else OURS,
@@ -50,7 +50,7 @@ def invited_swarm(make_swarm: MakeSwarm, *rosters: str, uses: int, **options: An
 
 
 def used(swarm: Swarm, number: bytes = OURS) -> list[PeerId]:
-    """The peers that came by an invitation, as all servers in the run say."""
+    """Return the peers that joined with an invitation, on which all servers of the run must agree."""
     servers = [server for server in swarm.servers.values() if server.membership.is_member]
     states = [server.membership.run.invitations for server in servers]
     assert all(state == states[0] for state in states)
@@ -59,7 +59,7 @@ def used(swarm: Swarm, number: bytes = OURS) -> list[PeerId]:
 
 
 def entering(swarm: Swarm, joiner: Server, *coordinators: PeerId) -> asyncio.Task[None]:
-    """A server begins to join."""
+    """Start a server that joins."""
 
     async def find() -> Sequence[PeerId]:
         return coordinators or [swarm.manifest.coordinator]
@@ -87,7 +87,7 @@ def test_who_announces_a_run_and_keeps_silent_holds_no_joiner_up(make_swarm: Mak
 
 
 async def step_on(swarm: Swarm, samples: Tensor, route: Sequence[PeerId]) -> Record:
-    """Another step by a route, whoever coordinates by its end."""
+    """Run another step by a route; the coordinator may change meanwhile."""
     grant = await swarm.steps.grant(2)
     k = key(grant.first, step=grant.step)
     await swarm.through(k, samples, route=route, weight=grant.weight)
@@ -113,7 +113,7 @@ def test_no_more_servers_join_than_an_invitation_has_uses(make_swarm: MakeSwarm)
         record = await swarm.step(rows(0))
         assert record.invited == {G: InvitedBy(number=OURS, uses=1)}
         await denied(waits)
-        await denied(entering(swarm, second))  # the first one is in
+        await denied(entering(swarm, second))  # the first one has joined
 
     swarm.run(go())
     assert first.membership.is_member
@@ -122,7 +122,7 @@ def test_no_more_servers_join_than_an_invitation_has_uses(make_swarm: MakeSwarm)
 
 
 def test_a_joiner_that_died_keeps_no_use_of_its_invitation(make_swarm: MakeSwarm) -> None:
-    """As one that has no key of its own, and is started again."""
+    """For example, a joiner without a key of its own is started again."""
     swarm = invited_swarm(make_swarm, "a", "b", uses=1)
     swarm.join("g")
     second = swarm.add_server("h")
@@ -161,7 +161,7 @@ def test_a_trainer_that_died_before_it_came_keeps_no_use_of_its_invitation(make_
 
 
 def test_who_comes_for_the_first_time_comes_before_the_invitation_expires(make_swarm: MakeSwarm) -> None:
-    """A certificate tells when its peer came, in the peer's own words; the run's clock decides."""
+    """A certificate's time of joining is the peer's own claim, so the run's clock decides."""
     network = OwnedNetwork(role_of=lambda peer: Role.TRAINER if peer == LEAD else Role.SERVER)
     swarm = make_swarm("a", "b", network=network, invitations=network.used_by(["a", "b", LEAD]))
     late = swarm.add_server("g")
@@ -246,7 +246,7 @@ def test_going_back_forgets_nobody(make_swarm: MakeSwarm) -> None:
 
 
 def test_no_more_trainers_come_than_an_invitation_has_uses(make_swarm: MakeSwarm) -> None:
-    """Servers that came by it count, too."""
+    """Servers with the same invitation count, too."""
     run = Run(lambda *rosters, **options: invited_swarm(make_swarm, *rosters, uses=1, **options))
     swarm = run.swarm
 
@@ -324,7 +324,7 @@ def test_an_open_run_counts_nothing(make_swarm: MakeSwarm) -> None:
 
 def test_a_run_counts_no_more_peers_than_it_can_show(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = invited_swarm(make_swarm, "a", "b", uses=100)
-    monkeypatch.setattr(invitations, "MAX_COUNTED", 4)  # the members, and one more
+    monkeypatch.setattr(invitations, "MAX_COUNTED", 4)  # the members and one more
     first = swarm.join("g")
     second = swarm.add_server("h")
 
@@ -342,7 +342,7 @@ def test_a_run_counts_no_more_peers_than_it_can_show(make_swarm: MakeSwarm, monk
 
 def test_a_run_that_counted_all_it_may_is_shown_in_one_message(make_swarm: MakeSwarm) -> None:
     name = Identity.generate().peer_id
-    # The longest: each came by an invitation of its own.
+    # The longest record, because each peer has an invitation of its own.
     counted = [
         UsedInvitation(number=number.to_bytes(16, "big"), uses=1, peers=[name])
         for number in range(invitations.MAX_COUNTED)

@@ -1,4 +1,4 @@
-"""Which stages are mixed, and where servers of each kind go."""
+"""Stages with machines of several kinds, and the placement of servers of each kind."""
 
 from __future__ import annotations
 

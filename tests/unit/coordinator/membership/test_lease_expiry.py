@@ -1,7 +1,7 @@
-"""Trainers that die, freeze and come back: before their batch is armed, after it, while they say that it is through.
+"""Trainers that die, freeze and return: before their batch is armed, after it, or while they report it as through.
 
-The lead trains beside another trainer that goes; a record always counts as many samples as it should, each once, and
-the weights are those of one process that was fed what the records name.
+The lead trains beside another trainer that goes. Each record counts the right number of samples, each once, and the
+weights equal one process's with the samples in the records.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Run:
         self.transport = self.swarm.network.transport(OTHER)
         self.other = self.swarm.client(self.transport)
         self.tickets = TicketStore(self.transport, max_bytes=1 << 30)
-        self.fed: dict[tuple[int, int], Tensor] = {}  # by step and place
+        self.fed: dict[tuple[int, int], Tensor] = {}  # (step, place) -> samples
         self.swarm.run(self.lead(0))
 
     def __getattr__(self, name: str) -> Any:
@@ -47,7 +47,7 @@ class Run:
         return key(grant.first, step=grant.step)
 
     async def begin(self, seed: int) -> tuple[Grant, Tensor]:
-        """The other trainer has a place and its forward is through."""
+        """Let the other trainer get a place and run its forward."""
         grant = await self.other.grant(2)
         x = rows(seed)
         self.fed[grant.step, grant.first] = x
@@ -59,7 +59,7 @@ class Run:
         return grant, (await self.swarm.tickets.fetch(last, timeout=30.0)).tensors[0]
 
     async def send_backward(self, grant: Grant, output: Tensor) -> None:
-        """All its calls, and nobody waits for them."""
+        """Send all its backward calls without waiting for answers."""
         route = self.swarm.route()
         for stage in reversed(range(len(route))):
             message = self.swarm.backward_request(
@@ -68,7 +68,7 @@ class Run:
             await self.swarm.send_as(OTHER, route[stage], BACKWARD, message)
 
     async def lead(self, *seeds: int) -> None:
-        """Batches of the lead's."""
+        """Run batches of the lead."""
         for seed in seeds:
             grant = await self.steps.grant(2)
             x = rows(seed)
@@ -77,7 +77,7 @@ class Run:
             await self.steps.done(grant.lease, [self.key_of(grant).receipt])
 
     def check(self, *records: Record) -> None:
-        """Weights are those of one process that was fed what the records name: each sample once, none missing."""
+        """Check the weights against one process with the samples in the records: each once, none missing."""
         assert all(record.closing.num_samples == 10 for record in records)
         batches = [[self.fed[record.step, first] for first in batches_of(record)] for record in records]
         plain_steps(self.swarm.module, batches, divisors=[5.0 for _ in records])
@@ -143,7 +143,7 @@ def test_a_trainer_that_thaws_in_the_step_may_run_its_batch_again(make_swarm: Ma
 
 
 def test_what_a_server_refuses_does_not_keep_its_place(make_swarm: MakeSwarm) -> None:
-    """The coordinator has not heard that the batch counts nowhere, and would wait for it."""
+    """Otherwise the coordinator would wait for the batch, because it does not know that it cannot count."""
     run = Run(make_swarm)
 
     async def go() -> Record:
@@ -165,7 +165,7 @@ def test_what_a_server_refuses_does_not_keep_its_place(make_swarm: MakeSwarm) ->
 def test_a_trainer_that_thaws_while_the_step_closes_hears_it_of_a_server_that_does_not_know_it(
     make_swarm: MakeSwarm,
 ) -> None:
-    """The server was not told that the batch is struck, for that is said once; its sums are frozen all the same."""
+    """A strike is announced once, and this server missed it; but its sums are frozen, which refuses the batch."""
     run = Run(make_swarm)
     lost = []
 
@@ -245,7 +245,7 @@ def test_an_armed_batch_is_completed_without_its_trainer(make_swarm: MakeSwarm, 
 
 
 def test_an_armed_batch_may_be_said_again_after_servers_completed_it(make_swarm: MakeSwarm) -> None:
-    """It was heard, and the answer was lost with the link, which was down for so long that the trainer seemed gone."""
+    """It was received, but the answer was lost with the link, which was down until the trainer seemed gone."""
     run = Run(make_swarm)
     coordinator = run.servers[A]._transport
     handler = coordinator._call_handlers[ARMED]
@@ -277,7 +277,7 @@ def test_an_armed_batch_may_be_said_again_after_servers_completed_it(make_swarm:
 
 
 def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeSwarm) -> None:
-    """The first stage's server hears late that it may go on: what it has of the batch is under way, not lost."""
+    """The first stage's server receives its input late: its part of the batch is under way, not lost."""
     run = Run(make_swarm)
     server = run.servers[A]
     held = asyncio.Event()
@@ -308,7 +308,7 @@ def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeS
 
 
 def test_an_armed_batch_that_cannot_be_completed_is_struck(make_swarm: MakeSwarm) -> None:
-    """One stage was never asked: its trainer said more than it did. What the other stage added is named by nobody."""
+    """One stage was never called, so the trainer's report was false. No record names the other stage's gradient."""
     run = Run(make_swarm)
 
     async def go() -> None:
@@ -334,7 +334,7 @@ def test_an_armed_batch_that_cannot_be_completed_is_struck(make_swarm: MakeSwarm
 def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(
     make_swarm: MakeSwarm, method: str, when: str
 ) -> None:
-    """Whether it was heard or not, its samples count once."""
+    """The samples count once, whether the report was received or not."""
     run = Run(make_swarm)
     coordinator = run.servers[A]._transport
     handler = coordinator._call_handlers[method]
@@ -344,7 +344,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(
         if caller != OTHER or fired:
             return await handler(caller, body)
         fired.append(caller)
-        if when == "asked":  # it froze just before, and what it said was lost
+        if when == "asked":  # it froze just before, and its report was lost
             run.network.freeze(OTHER)
             raise Unreachable("lost")
         answer = await handler(caller, body)
@@ -400,7 +400,7 @@ def test_a_trainer_that_is_there_keeps_its_place_however_long_it_takes(make_swar
 
 
 def test_a_single_trainer_is_waited_for(make_swarm: MakeSwarm) -> None:
-    """Nobody would take its places."""
+    """No other trainer could take its places."""
     run = Run(make_swarm)
     for server in run.servers.values():
         server.membership.run.trainers[:] = [run.manifest.lead]

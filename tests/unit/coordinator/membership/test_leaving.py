@@ -1,4 +1,4 @@
-"""Servers that leave a run by a record, and servers that a record has left out. For no leave anything is replayed."""
+"""Servers that leave a run by a record, and servers that a record excludes. A graceful leave causes no replay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ A, B, C, J = (PeerId(name) for name in "abcj")
 
 
 class Staying:
-    """A server of the swarm, as its process would keep it."""
+    """A server of the swarm with its lifecycle, as in its process."""
 
     def __init__(
         self, swarm: Swarm, name: PeerId, hosts: Collection[PeerId] = (), others: Collection[PeerId] = ()
@@ -50,7 +50,7 @@ class Staying:
 
 
 async def step(swarm: Swarm, *seeds: int, among: str | None = None) -> Record:
-    """One batch, whose microbatches go round those of stage 0 that are named."""
+    """Run one batch, with its microbatches in turn at the named servers of stage 0."""
     names = [PeerId(name) for name in among] if among is not None else swarm.rosters[0]
     grant = await swarm.steps.grant(2 * len(seeds))
     done = []
@@ -65,7 +65,7 @@ async def step(swarm: Swarm, *seeds: int, among: str | None = None) -> Record:
 
 
 def assert_plain(swarm: Swarm, *batches: Sequence[int]) -> None:
-    """The weights of all who are in the run are those of one machine."""
+    """Check the weights of all members against one machine's."""
     module = make_module(len(swarm.rosters))
     plain_steps(module, [[rows(seed) for seed in seeds] for seeds in batches], divisors=[1.0] * len(batches))
     expected = module.state_dict()
@@ -94,7 +94,7 @@ def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_s
         done = []
         for index in range(3):
             if index == 1:
-                b.stay.leave()  # with a microbatch of this step in its sum, and others to come
+                b.stay.leave()  # it has a microbatch of this step in its sum, and more will come
                 await asyncio.sleep(1.0)
             k = key(grant.first, index, step=1)
             await swarm.through(k, rows(3 + index), route=[B, C], weight=grant.weight)
@@ -179,7 +179,7 @@ def test_of_two_that_leave_a_stage_of_two_the_first_to_ask_goes(make_swarm: Make
 def test_who_leaves_goes_though_the_record_is_not_told_to_it(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It died for the others, say, while they decided: there is nothing to wait for."""
+    """For example, the run took it for dead while deciding, so it must not wait for the record."""
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
 
@@ -244,7 +244,7 @@ def test_who_waits_for_a_run_leaves_at_once(make_swarm: MakeSwarm) -> None:
 def test_who_waits_for_a_run_that_nobody_could_name_gives_up(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, others: Sequence[PeerId], gives_up: bool
 ) -> None:
-    """Not as long as anyone answers of those it was told of, or that wait as it does."""
+    """It waits as long as one of the peers that it knows answers, or another peer waits like itself."""
     monkeypatch.setattr(lifecycle, "_SILENCE_S", 60.0)
     swarm = make_swarm("a b", "c", admit=False)
     b = Staying(swarm, B, hosts={A}, others=others)
@@ -329,7 +329,7 @@ def test_only_a_member_that_holds_nothing_else_may_leave(make_swarm: MakeSwarm) 
 
 @contextlib.contextmanager
 def leaving_out(monkeypatch: pytest.MonkeyPatch, gone: Sequence[PeerId]) -> Iterator[None]:
-    """Records meanwhile name `gone` no more, though nothing is wrong with them."""
+    """Make records exclude `gone`, though these peers are healthy."""
     chosen = rosters_module.next_rosters
     with monkeypatch.context() as patch:
         patch.setattr(commit, "next_rosters", lambda rosters, **others: chosen(rosters, **{**others, "gone": gone}))
@@ -338,7 +338,7 @@ def leaving_out(monkeypatch: pytest.MonkeyPatch, gone: Sequence[PeerId]) -> Iter
 
 @contextlib.contextmanager
 def deaf(swarm: Swarm, monkeypatch: pytest.MonkeyPatch, peer: PeerId) -> Iterator[None]:
-    """Records meanwhile pass a server over, though it answers."""
+    """Make records bypass a server, though it answers."""
 
     async def ignore(caller: PeerId, body: bytes) -> bytes:
         return b""
@@ -361,7 +361,7 @@ def test_a_server_that_was_left_out_joins_again(
             assert swarm.names_after(await step(swarm, 2, 3)) == ["a", "c"]
         assert swarm.names_after(await step(swarm, 4, 5, among="a")) == ["a", "c"]
         assert swarm.servers[B].steps.version == (2 if knows else 1)
-        with pytest.raises(SwarmError):  # it computes nothing more of the run
+        with pytest.raises(SwarmError):  # it computes for the run no more
             await step_at(swarm, B)
 
     async def step_at(swarm: Swarm, peer: PeerId) -> None:
@@ -409,7 +409,7 @@ def test_a_server_that_was_frozen_finds_out_soon_that_it_was_left_out(
 
 
 def test_the_lead_ends_a_server_that_is_on_its_way_back(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer waits for that word, and its server may be in no run at the moment."""
+    """A trainer waits for the run's end at its server, which may be in no run at that moment."""
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
 
@@ -464,7 +464,7 @@ def test_who_is_left_out_again_and_again_gives_up(make_swarm: MakeSwarm, monkeyp
 
 
 def test_a_server_that_hears_of_nobody_gives_up_after_a_while(make_swarm: MakeSwarm) -> None:
-    """And not before: its own line may be what is broken."""
+    """It waits before it gives up, because its own line may be broken."""
     swarm = make_swarm("a", "c")
     c = Staying(swarm, C)
 
@@ -481,7 +481,7 @@ def test_a_server_that_hears_of_nobody_gives_up_after_a_while(make_swarm: MakeSw
 
 
 def test_a_server_that_was_killed_comes_back_under_its_name(make_swarm: MakeSwarm) -> None:
-    """Its earlier life is in the roster until a record leaves it out."""
+    """Its earlier process is in the roster until a record excludes it."""
     swarm = make_swarm("a b", "c")
 
     async def die() -> None:

@@ -1,4 +1,4 @@
-"""A server that a record sends to another stage, and what may come between."""
+"""A server that a record sends to another stage, and events during its move."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.unit.swarm import Swarm
 
 
 def send(swarm: Swarm, peer: PeerId, stage: int, monkeypatch: Any, *, at: int = 0) -> None:
-    """Have a step's record send a server to a stage."""
+    """Make a step's record send a server to a stage."""
     calls = 0
 
     def choose(self: PlannedMoves, gone: Any) -> tuple[list[Departure], list[StageRelease]]:
@@ -80,7 +80,7 @@ def test_a_stage_is_not_emptied_whoever_says_so(make_swarm: MakeSwarm, monkeypat
 def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arrived(
     make_swarm: MakeSwarm, monkeypatch: Any
 ) -> None:
-    """Its donor is late with that record, so that the mover downloads what was before it."""
+    """Its donor applies that record late, so the mover downloads the previous state."""
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
     send(swarm, B, 1, monkeypatch)
@@ -119,7 +119,7 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
 def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
     make_swarm: MakeSwarm, monkeypatch: Any, sheds: list[StageRelease]
 ) -> None:
-    """The first one is never decided."""
+    """The first record is never decided."""
     swarm = make_swarm("a b", "b")
     moves = swarm.coordinator.generation._step_commit._moves
     handed_over: list[None] = []
@@ -137,7 +137,7 @@ def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
 
 
 class Measured(StageLoad):
-    """Always computing, at one rate."""
+    """Reports constant work at one rate."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Measured(StageLoad):
 
 
 def measure(swarm: Swarm, **rates: float) -> None:
-    """Have servers say how fast they are; by names."""
+    """Set the rates that servers report, by name."""
     for name, rate in rates.items():
         sums = swarm.servers[PeerId(name)].steps.sums
         for stage in sums.stages.values():
@@ -162,7 +162,7 @@ def measure(swarm: Swarm, **rates: float) -> None:
 
 
 def test_where_nobody_takes_over_who_coordinates_stays_and_another_one_moves(make_swarm: MakeSwarm) -> None:
-    """It helps most that b moves, which coordinates: from 12 and 1 to 10 and 3. With a it would be 2 and 11."""
+    """The best move is b's, which coordinates: from 12 and 1 to 10 and 3. Moving a would give 2 and 11."""
     swarm = make_swarm("b a", "c")
     asked: list[PeerId] = []
     for name in (A, C):
@@ -206,7 +206,7 @@ def test_a_mover_that_is_told_to_leave_goes(make_swarm: MakeSwarm, monkeypatch: 
 
 
 def test_a_mover_that_slept_comes_back(make_swarm: MakeSwarm, monkeypatch: Any) -> None:
-    """It has not heard of the record that sent it, nor of those after it."""
+    """It has not received the record that sent it, nor any later one."""
     swarm = make_swarm("a b", "c", limits=Limits(call_timeout=30.0, silence_timeout=5.0))
     Staying(swarm, B)
     send(swarm, B, 1, monkeypatch)
@@ -258,7 +258,7 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
     balance._rule, balance._interval_s = "gain", 1e-3
 
     class Absurd(StageLoad):
-        """One that says so, of stage 1."""
+        """Reports an absurd load of stage 1."""
 
         def __init__(self, stage: int) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Who is in the next step: a record lets go whom it can spare, never a stage's last verified copy; and who votes."""
+"""The members of the next step: a record removes peers but never a stage's last verified copy; and the voters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def newcomer(name: str, stage_index: int) -> Candidate:
 
 
 def after(*rosters: str, gone: str = "", leaving: str = "", newcomers: dict[str, int] | None = None) -> list[str]:
-    """The next rosters, as words."""
+    """Return the next rosters, as words."""
     found = next_rosters(
         [members(roster) for roster in rosters],
         gone=peers(gone),
@@ -93,7 +93,7 @@ def test_alone_in_names_the_stages_that_hold_somebody_back() -> None:
 
 
 def test_whoever_comes_and_goes_each_stage_keeps_who_need_not_be_gone() -> None:
-    """The rules, for a thousand swarms: written here once more, as they read."""
+    """The rules, in a second and direct implementation, for a thousand random swarms."""
     rng = random.Random(0)
     held_back = 0
     for _ in range(1000):

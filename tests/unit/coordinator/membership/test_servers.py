@@ -1,4 +1,4 @@
-"""A server on its way into a run, and what may come between: the lead, a slower peer, a donor that goes."""
+"""A joining server, and events during its join: the lead, a slower peer, a donor that leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
 
 
 def entering(swarm: Swarm, joiner: Server) -> asyncio.Task[None]:
-    """Have a server join."""
+    """Start a server that joins."""
 
     async def find() -> Sequence[PeerId]:
         return [swarm.manifest.coordinator]
@@ -45,7 +45,7 @@ def entering(swarm: Swarm, joiner: Server) -> asyncio.Task[None]:
 
 
 def test_a_server_that_is_never_let_in_says_so(make_swarm: MakeSwarm) -> None:
-    """After eight attempts, two minutes apart in all."""
+    """It gives up after eight attempts within two minutes."""
     swarm = make_swarm("a", "b")
     joiner = swarm.add_server("j")
     asked_s: list[float] = []
@@ -74,7 +74,7 @@ def test_a_server_that_is_never_let_in_says_so(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_joiner_that_announces_another_peers_address_is_refused_at_once(make_swarm: MakeSwarm) -> None:
-    """Such as the address of the run's first machine, which its script names."""
+    """For example, a script names the address of the run's first machine."""
     swarm = make_swarm("a", "b")
     own, other = (Identity.generate().peer_id for _ in range(2))
     joiner = swarm.add_server(own)
@@ -123,7 +123,7 @@ def test_a_coordinator_that_has_no_run_yet_is_not_joined(make_swarm: MakeSwarm, 
 def test_an_admission_does_not_wait_for_a_join(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     joiner = swarm.add_server("j")
-    swarm.network.freeze(B)  # which every joiner must meet
+    swarm.network.freeze(B)  # every joiner must meet B
     entering(swarm, joiner)
     starter = swarm.network.transport(PeerId("starter"))
 
@@ -169,7 +169,7 @@ def test_a_record_that_waits_for_the_lead_lets_in_who_is_there_then(make_swarm: 
         if what == "dies":
             swarm.network.kill(J)
         elif what == "begins anew":
-            swarm.servers[A].donor._state.followers.clear()  # as for who needs more records than are kept
+            swarm.servers[A].donor._state.followers.clear()  # makes it need older records than are kept
         await asyncio.sleep(60.0)
         record = await swarm.record(0)
         assert [newcomer.member.peer_id for newcomer in record.newcomers] == ([J] if what == "stays" else [])
@@ -185,7 +185,7 @@ def test_a_record_that_waits_for_the_lead_lets_in_who_is_there_then(make_swarm: 
 
 
 def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(make_swarm: MakeSwarm) -> None:
-    """Its donor leaves it while the vote takes long: what it holds must still be there when the record comes."""
+    """Its donor drops it during a long vote, but its state must still be there when the record comes."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
     handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(mak
 
 
 def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(make_swarm: MakeSwarm) -> None:
-    """Nobody was asked for the hash that its weights are compared with."""
+    """No server was asked for the hash that its weights are compared with."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
     waiting = swarm.coordinator.generation.server_membership._waiting[J]
@@ -228,7 +228,7 @@ def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(
 
 
 def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_swarm: MakeSwarm) -> None:
-    """The record comes from its donor, too, while the coordinator's word to apply it is at work."""
+    """The donor also sends the record, while the coordinator's call to apply it is under way."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
     executor = joiner._executor
@@ -282,7 +282,7 @@ def test_ready_may_arrive_after_the_record_that_lets_it_in(make_swarm: MakeSwarm
 
 
 def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm) -> None:
-    """Its donor applies what the coordinator still works at."""
+    """Its donor applies the record before the coordinator does."""
     swarm = make_swarm("a a2", "b")
     handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
     apply = handlers[APPLY]
@@ -327,7 +327,7 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
 
 
 def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) -> None:
-    """Its first records come from a time that it knows nothing of: two joined its stage, and one of them left it."""
+    """Its first records are older than its state: two servers joined its stage meanwhile, and one of them left it."""
     swarm = make_swarm("a", "b")
     joiner = swarm.add_server("j")
     stream = joiner._transport.stream
@@ -393,7 +393,7 @@ def test_who_joins_anew_and_is_silent_again_delays_ever_fewer_steps(make_swarm: 
 
 
 def test_a_stage_is_copied_once_for_a_follower(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks for the state a hundred times, and reads none of it."""
+    """A follower requests the state a hundred times, and reads none of it."""
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
     num_copies = counted_copies(monkeypatch)
@@ -438,7 +438,7 @@ def test_few_download_at_once_and_share_a_copy(make_swarm: MakeSwarm, monkeypatc
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize("repeats", [False, True])
 def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm, repeats: bool) -> None:
-    """Also of those who say it again and again. Who downloads for longer than that begins anew, after a while."""
+    """Repeated reports do not keep the place either. A joiner with a longer download begins anew after a while."""
     swarm = make_swarm("a", "b")
     slow = swarm.add_server("slow")
     stream = slow._transport.stream

@@ -1,4 +1,4 @@
-"""Strangers that join an audited run hold the stage that is drawn for them."""
+"""Strangers that join an audited run get random stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_server_asks_only_for_a_stage_that_is_its_own() -> None:
 
 
 def test_other_names_draw_no_other_lot_from_an_invitation() -> None:
-    """Else who holds one would come under name after name, until it likes the stage."""
+    """Otherwise the holder of an invitation could join under new names until it gets the desired stage."""
     lots, invitation = StageLots(), bytes(16)
     names = [PeerId(f"peer-{number}") for number in range(40)]
     drawn = [lots.draw(name, [2] * 4, invitation=invitation) for name in names]

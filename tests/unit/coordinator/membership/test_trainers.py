@@ -1,4 +1,4 @@
-"""Trainers that come to a run under way, leave it, and fall silent: on a virtual clock, without Lightning."""
+"""Trainers that join during a run, leave it, and fall silent: on a virtual clock, without Lightning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIMITS = Limits(call_timeout=30.0, silence_timeout=10.0)
 
 
 class Run:
-    """A lead, which brings batches of two samples to steps of four, and trainers that come to it."""
+    """A lead, which brings batches of two samples to steps of four, and trainers that join it."""
 
     def __init__(self, make_swarm: MakeSwarm, *stages: str, **options: Any) -> None:
         options = {"target_batch_size": 4, "trainers": LEAD, "open_to_trainers": True, "limits": LIMITS, **options}
@@ -54,14 +54,14 @@ class Run:
         return self._transports[name]
 
     async def enter(self, transport: MemoryTransport, **changes: Any) -> StepClient:
-        """As a trainer comes."""
+        """Join as a trainer does."""
         seen = RunState(self.swarm.manifest)
         patience = coordinator_client.CoordinatorTimeouts(answer_s=30.0, successor_s=600.0, alone_s=600.0)
         view, epoch = await coordinator_client.enter(transport, seen, patience)
         assert epoch == EPOCH
 
         async def note(record: Record, rosters: Sequence[Sequence[Member]]) -> None:
-            """The tests choose their routes themselves."""
+            """Keep the routes, which the tests choose themselves."""
 
         return StepClient(
             transport,
@@ -73,7 +73,7 @@ class Run:
         )
 
     async def begin(self, steps: StepClient) -> tuple[Grant, CallKey]:
-        """A batch is under way."""
+        """Begin a batch."""
         grant = await steps.grant(2)
         self.fed[grant.step, grant.first] = rows(self._seed)
         self._seed += 1
@@ -107,7 +107,7 @@ class Run:
         return list(found)
 
     def check(self) -> None:
-        """Each batch that a record counts is in the weights once, nothing else is."""
+        """Check that the weights contain each batch in a record once, and no other batch."""
         assert all(record.closing.num_samples == 4 for record in self.records)
         batches = [[self.fed[record.step, first] for first in batches_of(record)] for record in self.records]
         plain_steps(self.swarm.module, batches, divisors=[2.0 for _ in self.records])
@@ -141,7 +141,7 @@ def test_a_trainer_that_comes_has_places_from_the_next_step_on(make_swarm: MakeS
 
 
 def test_it_waits_while_nothing_is_decided_and_is_told_the_epoch(make_swarm: MakeSwarm) -> None:
-    """The lead validates, for many times as long as a call is held."""
+    """The lead validates for many times as long as a call may take."""
     run = Run(make_swarm)
 
     async def go() -> None:
@@ -149,7 +149,7 @@ def test_it_waits_while_nothing_is_decided_and_is_told_the_epoch(make_swarm: Mak
         await asyncio.sleep(20 * LIMITS.call_timeout)
         assert not coming.done()
         await run.step(run.lead, run.lead)
-        await coming  # which looks at the epoch
+        await coming  # checks the epoch, too
 
     run.swarm.run(go())
     assert run.trainers == [LEAD, NEW]
@@ -203,10 +203,10 @@ def test_another_peer_comes_to_coordinate_around_the_record_that_lets_it_in(make
     run = Run(make_swarm, "a b c", "b c a")
 
     async def go() -> None:
-        await run.step(run.lead, run.lead)  # from here on there are three voters
+        await run.step(run.lead, run.lead)  # three voters from here on
         coming = asyncio.create_task(run.enter(run.transport()))
         await asyncio.sleep(1.0)
-        if when == "after":  # who coordinates dies with the answer
+        if when == "after":  # the coordinator dies with the answer
             run.swarm.network.cut(NEW, A)
             await run.step(run.lead, run.lead)
         run.swarm.network.kill(A)
@@ -321,14 +321,14 @@ def test_one_that_was_silent_comes_back_by_itself(make_swarm: MakeSwarm) -> None
 
 
 def test_what_one_had_under_way_that_was_started_again_is_void(make_swarm: MakeSwarm) -> None:
-    """It has the same name, and the record before did not leave it out."""
+    """It has the same name, and the previous record did not exclude it."""
     run = Run(make_swarm)
     new = entered(run)
 
     async def go() -> None:
         await run.begin(new)
         run.swarm.network.kill(NEW)
-        again = await run.enter(run.swarm.network.transport(NEW))  # at once: it trains already
+        again = await run.enter(run.swarm.network.transport(NEW))  # immediately a member
         assert again.version == 1
         await run.step(again, run.lead)
 

@@ -1,4 +1,4 @@
-"""When peers move, as far as the coordinator can know what is good."""
+"""The time of moves, as far as the coordinator can estimate their benefit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _load(rate: float | None, busy_share: float | None = 1.0) -> ReportedLoad:
 
 
 def loads(**rates: float | None) -> dict[PeerId, dict[int, ReportedLoad]]:
-    """By name and stage: ``a0=10.0``."""
+    """Build loads by name and stage: ``a0=10.0``."""
     found: dict[PeerId, dict[int, ReportedLoad]] = {}
     for name, rate in rates.items():
         found.setdefault(PeerId(name[0]), {})[int(name[1])] = _load(rate)
@@ -119,7 +119,7 @@ def test_who_cannot_move_stays_and_counts() -> None:
     balance.take_loads(UNEVEN)
     assert {move.peer for move in decide(balance, INTERVAL_S, fixed="bc")} == {"d"}
     assert decide(balance, 2 * INTERVAL_S, fixed="bcd") == []
-    # The last that can move of a stage may go, where one that cannot stays.
+    # The last movable peer of a stage may leave it if another one stays that cannot move.
     balance.take_loads(loads(a0=1.0, b1=4.0, c1=4.0))
     assert {move.peer for move in decide(balance, 3 * INTERVAL_S, rosters("a", "bc"), fixed="b")} == {"c"}
 
@@ -143,7 +143,7 @@ def test_what_scatters_moves_nobody() -> None:
 
 
 def test_rates_that_scatter_widely_move_nobody() -> None:
-    """As those of stages do that compute for milliseconds on a machine that others use, too."""
+    """Rates scatter widely if stages compute for milliseconds on a shared machine."""
     rng = random.Random(0)
     balance = made(num_stages=3)
     held = rosters("ab", "cd", "ef")
@@ -151,7 +151,8 @@ def test_rates_that_scatter_widely_move_nobody() -> None:
     for turn in range(1, 200):
         balance.take_loads({peer: {at: _load(10.0 * rng.lognormvariate(0.0, 0.3))} for peer, at in stage_of.items()})
         assert decide(balance, turn * INTERVAL_S, held) == []
-    for turn in range(200, 300):  # they say what is true now: two of one stage are faster, and one of another is gone
+    # The rates now differ: one stage's two peers are faster, and another stage has lost one.
+    for turn in range(200, 300):
         rates = {peer: 20.0 if peer in held[2] else 10.0 for peer in stage_of if peer != "a"}
         balance.take_loads({peer: {stage_of[peer]: _load(rate)} for peer, rate in rates.items()})
         if moves := decide(balance, turn * INTERVAL_S, [held[0][1:], *held[1:]]):
@@ -160,7 +161,7 @@ def test_rates_that_scatter_widely_move_nobody() -> None:
 
 
 def simulated(rng: random.Random, *, num_steps: int, scatter: float, correlated: bool) -> list[float]:
-    """What one peer reports of itself in so many steps, relative to the truth."""
+    """Return one peer's reports in so many steps, relative to its true rate."""
     if not correlated:
         return [1.0 + rng.uniform(-scatter, scatter) for _ in range(num_steps)]
     reports = [1.0 + rng.uniform(-scatter, scatter)]
@@ -179,7 +180,7 @@ def moves_in(
     work: Sequence[float] = (1.0, 1.0, 1.0),
     joins: str = "",
 ) -> list[list[Move]]:
-    """All decisions in 60 steps of 2 s: every 10 s, and when the peer that `joins` comes in the eleventh step."""
+    """Return all decisions in 60 steps of 2 s: one every 10 s, and one when the peer `joins` comes in step eleven."""
     rng = random.Random(seed)
     series = {name: simulated(rng, num_steps=60, scatter=scatter, correlated=correlated) for name in sorted(rates)}
     balance = Balancer("gain", 10.0, [MB] * len(stages), now_s=0.0)
@@ -206,7 +207,7 @@ def moves_in(
     ("stages", "work"),
     [
         (["ab", "cd"], (1.0, 1.0)),
-        (["ab", "cd"], (1.3, 1.0)),  # a sample costs more at one: its peers seem slower
+        (["ab", "cd"], (1.3, 1.0)),  # a sample costs more at one stage, so its peers seem slower
         (["ab", "cd"], (1.0, 1.3)),
         (["ab", "cde"], (1.0, 1.0)),
         (["ab", "cd", "ef"], (1.0, 1.0, 1.0)),
@@ -224,15 +225,15 @@ def test_equal_peers_do_not_exchange_stages_whose_work_is_as_uneven_as_it_may_be
 
 
 RECORDED = Path(__file__).with_name("equal_servers.jsonl")
-"""What four equal servers of two stages, of which one was killed and replaced, reported in 200 steps of `make demo`.
+"""Reports of four equal servers of two stages in 200 steps of `make demo`, in which one was killed and replaced.
 
 Two cores shared them with a run of the tests and two busy loops, on 26 November 2026. A line has the seconds since the
-first one and, by server and stage, the three values of `ReportedLoad`.
+first line and, by server and stage, the three values of `ReportedLoad`.
 """
 
 
 def recorded_moves() -> list[Move]:
-    """All moves on what was recorded."""
+    """Return all moves for the recorded reports."""
     balance = Balancer("gain", 10.0, [MB, MB], now_s=-10.0)
     found = []
     for at_s, reports in map(json.loads, RECORDED.read_text().splitlines()):
@@ -243,7 +244,7 @@ def recorded_moves() -> list[Move]:
             held[index].append(name)
             loads[name] = {index: ReportedLoad.from_report(*report)}
         balance.take_loads(loads)
-        if len(loads) == 4:  # with three of four, a stage of one may get a second
+        if len(loads) == 4:  # three servers leave a stage with one, which may get a second
             found += decide(balance, at_s, held)
     return found
 
@@ -266,7 +267,7 @@ def test_unequal_peers_move_however_their_reports_scatter(seed: int, correlated:
 @pytest.mark.parametrize("correlated", [False, True], ids=["each_report_by_itself", "moving_averages"])
 @pytest.mark.parametrize("seed", range(10))
 def test_unequal_peers_exchange_their_stages_once_where_that_gains(seed: int, correlated: bool) -> None:
-    """A rate of 20 and one of 10, where one move would but turn them round; an exchange makes both 15."""
+    """A rate of 20 and one of 10: one move would only swap the rates, an exchange makes both 15."""
     rates = {"a": 10.0, "b": 10.0, "c": 5.0, "d": 5.0}
     found = moves_in(["ab", "cd"], rates, seed, correlated=correlated, scatter=0.05)
     assert [sorted(move.target for move in moves) for moves in found if moves] == [[0, 1]]
@@ -301,7 +302,7 @@ def test_who_was_not_measured_yet_is_not_moved() -> None:
 
 @pytest.mark.parametrize(("step_s", "moves"), [(60.0, 2), (2000.0, 0)])
 def test_a_move_takes_two_steps_at_the_least(step_s: float, moves: int) -> None:
-    """Who is ready enters with the next record. Meanwhile there are 4 and 6, and then 10 and 10."""
+    """A joiner enters with the next record. Meanwhile the rates are 4 and 6, and then 10 and 10."""
     balance, held = made(), rosters("ad", "bc")
     for _ in range(50):
         balance.take_loads(loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0))
@@ -310,11 +311,11 @@ def test_a_move_takes_two_steps_at_the_least(step_s: float, moves: int) -> None:
 
 
 def test_two_change_places_where_the_stages_are_small_and_a_measured_line_says_what_is_small() -> None:
-    uneven = loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0)  # meanwhile there are 4 and 6, and then 10 and 10
+    uneven = loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0)  # 4 and 6 during the move, then 10 and 10
     held = rosters("ad", "bc")
     small, large = made(), made(state_bytes=100_000 * MB)
     for balance in (small, large):
-        for _ in range(50):  # until it is known how little they scatter
+        for _ in range(50):  # makes it known that the scatter is small
             balance.take_loads(uneven)
     assert sorted(move.target for move in decide(small, INTERVAL_S, held)) == [0, 1]
     assert decide(large, INTERVAL_S, held) == []
@@ -339,7 +340,7 @@ def test_by_the_papers_rule_the_queues_say_who_moves() -> None:
 
 
 def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() -> None:
-    """All are alike, but a sample costs twice as much at stage 0."""
+    """All peers are equal, but a sample costs twice as much at stage 0."""
     balance = made()
     held = rosters("ab", "cdef")
     cost = (2.0, 1.0)
@@ -418,9 +419,10 @@ def test_who_asked_to_join_is_waited_for() -> None:
     ("held", "said", "leader", "movers"),
     [
         (rosters("ab", "cd"), loads(a0=6.0, b0=6.0, c1=1.0, d1=3.0), "a", "bc"),  # b is as fast
-        (rosters("ab", "c"), loads(a0=10.0, b0=2.0, c1=1.0), "b", "b"),  # 10 and 3; by the other's move 2 and 11
+        # 10 and 3; the other peer's move gives 2 and 11
+        (rosters("ab", "c"), loads(a0=10.0, b0=2.0, c1=1.0), "b", "b"),
         (rosters("ab", "c"), loads(a0=10.0, b0=2.0, c1=1.0), "c", "b"),
-        (rosters("ab", "cd"), loads(a0=8.0, b0=4.0, c1=1.0, d1=1.0), "b", "ad"),  # 5 and 9, where 6 and 8 could be
+        (rosters("ab", "cd"), loads(a0=8.0, b0=4.0, c1=1.0, d1=1.0), "b", "ad"),  # 5 and 9, where 6 and 8 are possible
     ],
 )
 def test_who_coordinates_moves_only_if_that_gains_clearly_more(

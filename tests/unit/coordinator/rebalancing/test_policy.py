@@ -1,4 +1,4 @@
-"""Who moves where: the policy, the paper's rule, the yardstick."""
+"""Choice of moves: the policy, the paper's rule, and an exhaustive search."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FREE = 1e-9
 
 
 def stages_of(*rates: Sequence[float]) -> StageRates:
-    """Peers by stage, called ``s0p0``, ``s0p1``, and so on."""
+    """Return peers by stage, called ``s0p0``, ``s0p1``, and so on."""
     stages = StageRates(len(rates))
     for index, of_stage in enumerate(rates):
         for number, rate in enumerate(of_stage):
@@ -36,7 +36,7 @@ def stages_of(*rates: Sequence[float]) -> StageRates:
 
 
 def made(stages: StageRates, *, move_s: float = FREE, horizon_s: float = 600.0) -> list[Move]:
-    """The moves of a plan, and makes them."""
+    """Plan moves, and apply them."""
     moves = plan(stages, MoveCosts([move_s] * len(stages.rates), horizon_s))
     for move in moves:
         rate = next(rate for rate, peer in stages.movable(move.source) if peer == move.peer)
@@ -72,7 +72,7 @@ def test_an_empty_stage_gets_a_peer() -> None:
 
 
 def test_the_stages_are_evened_out_ahead_of_the_next_loss() -> None:
-    """The slowest is none the faster, and nothing is lost meanwhile; but fewer losses will hit a slowest one."""
+    """The slowest stage becomes no faster and the move costs nothing, but fewer deaths will hit a slowest stage."""
     assert made(stages_of([1] * 4, [1] * 2, [1] * 2)) == [Move(PeerId("s0p0"), 0, 1)]
 
 
@@ -91,7 +91,7 @@ def test_the_last_one_of_a_stage_does_not_change_places(others: list[float], mov
 def test_who_cannot_move_serves_all_the_same() -> None:
     stages = stages_of([1, 1], [0.1])
     stages.put(PeerId("fixed"), 0, 5.0, movable=False)
-    assert {move.peer for move in made(stages)} == {"s0p0", "s0p1"}  # although it is left alone, it is there
+    assert {move.peer for move in made(stages)} == {"s0p0", "s0p1"}  # the stage keeps a server, if only one
     for peer in ("s0p0", "s0p1"):
         stages.put(PeerId(peer), 0, 1.0, movable=False)
     assert made(stages) == []
@@ -99,7 +99,7 @@ def test_who_cannot_move_serves_all_the_same() -> None:
 
 @pytest.mark.parametrize(("move_s", "moves"), [(300.0, 2), (500.0, 0)])
 def test_a_move_that_costs_more_than_it_gains_is_not_made(move_s: float, moves: int) -> None:
-    """Meanwhile the rate is 3 and not 4, then 5, if the swarm is still the same: with a chance of 0.6, or 0.4."""
+    """During the move the rate is 3 and not 4, then 5 if the swarm still is the same: with a chance of 0.6, or 0.4."""
     assert len(made(stages_of([4, 4], [3, 1]), move_s=move_s, horizon_s=600.0)) == moves
 
 
@@ -107,7 +107,7 @@ def test_a_move_that_costs_more_than_it_gains_is_not_made(move_s: float, moves: 
 def test_a_stage_is_left_to_one_server_only_if_that_gains_more_than_its_death_would_cost(
     horizon_s: float, moves: int
 ) -> None:
-    """A rate of 5 in place of 2; but in a swarm that changes every minute that server is gone in four, on average."""
+    """A rate of 5 in place of 2; but in a swarm that changes each minute, that server dies in four on average."""
     for number, expected in ((2, moves), (3, 1)):
         stages = stages_of([5] * number, [])
         for name in "ab":
@@ -122,7 +122,7 @@ def test_a_stage_that_takes_long_to_download_keeps_nobody_from_the_others() -> N
 
 
 def test_what_is_lost_while_peers_move_is_won_back() -> None:
-    """A stage may get several peers and give a fast one: meanwhile it would be slower than the slowest was."""
+    """A stage may get several peers in exchange for a fast one: meanwhile it is slower than the slowest stage was."""
     rng = random.Random(0)
     num_slower = {1.0: 0, 300.0: 0}
     for _ in range(200):
@@ -151,7 +151,7 @@ def test_rates_that_scatter_move_nobody_back() -> None:
 
 
 def test_two_of_sixty_are_more_than_rates_scatter() -> None:
-    """Errors of many peers cancel: what large stages lack is mended although it is a small share."""
+    """Errors of many peers cancel, so large stages are balanced although the difference is relatively small."""
     assert len(made(stages_of([1] * 61, [1] * 59))) == 1
 
 
@@ -185,7 +185,7 @@ def test_nobody_goes_back_to_a_stage_that_it_left() -> None:
 
 
 def looks_with_moves(seed: int, *, remembers: bool) -> list[int]:
-    """Twelve unequal peers of four stages, of which some are up to three times as much work as others."""
+    """Return the looks with moves, for twelve unequal peers; some of the four stages cost up to three times more."""
     rng = random.Random(seed)
     speeds = [10.0 ** rng.random() for _ in range(12)]
     work = [3.0 ** rng.uniform(-0.5, 0.5) for _ in range(4)]
@@ -231,7 +231,7 @@ def test_a_stage_that_is_left_by_all_has_no_rate() -> None:
 
 
 def best_of_all(rates: Sequence[float], num_stages: int) -> float:
-    """By trying all assignments."""
+    """Return the best rate by trying all assignments."""
     return max(
         min(sum(rate for rate, at in zip(rates, where, strict=True) if at == stage) for stage in range(num_stages))
         for where in itertools.product(range(num_stages), repeat=len(rates))
@@ -269,7 +269,7 @@ def test_the_papers_rule_moves_one_from_the_shortest_queue_to_the_longest() -> N
     a, b, c = (PeerId(name) for name in "abc")
     assert plan_as_paper([1.0, 6.0], [{a: 0.7, b: 0.3}, {c: 6.0}]) == [Move(b, 0, 1)]
     assert plan_as_paper([1.0, 6.0], [{a: 1.0}, {c: 6.0}]) == []  # the last one
-    assert plan_as_paper([6.0, 1.0], [{a: 3.0, b: 3.0}, {c: 1.0}]) == []  # nobody else can move
+    assert plan_as_paper([6.0, 1.0], [{a: 3.0, b: 3.0}, {c: 1.0}]) == []  # no other peer can move
 
 
 def test_a_decision_looks_at_few_of_many_peers() -> None:
@@ -294,4 +294,4 @@ def test_a_gain_lasts_as_long_as_a_swarm_stays_the_same() -> None:
         busy.note_change(number * 60.0)
     assert 60.0 < busy.horizon_s(12000.0) < 70.0
     assert quiet.horizon_s(12000.0) > 12000.0
-    assert busy.horizon_s(60000.0) > 10000.0  # what it was like is forgotten
+    assert busy.horizon_s(60000.0) > 10000.0  # old changes are forgotten

@@ -1,4 +1,4 @@
-"""Who leaves a stage that is too large for its memory."""
+"""Servers that leave a stage too large for their memory."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_server_of_several_stages_gives_one_up() -> None:
 @pytest.mark.parametrize(
     ("rosters", "too_large", "fixed"),
     [
-        (["a", "b"], {"a": {0}}, ""),  # nobody else holds the stage
-        (["ab", "c"], {"a": {0}, "b": {0}}, ""),  # nobody there has memory for it
+        (["a", "b"], {"a": {0}}, ""),  # no other server holds the stage
+        (["ab", "c"], {"a": {0}, "b": {0}}, ""),  # no server there has memory for it
         (["ab", "c"], {"a": {0}}, "a"),
-        (["ab", "c"], {"a": {1}}, ""),  # that is the other one
-        (["ab", "c", "d"], {"a": {0, 1}}, ""),  # it has tried enough
+        (["ab", "c"], {"a": {1}}, ""),  # too large for the other stage only
+        (["ab", "c", "d"], {"a": {0, 1}}, ""),  # all its stages were too large
     ],
 )
 def test_who_stays(rosters: Sequence[str], too_large: Mapping[str, Collection[int]], fixed: str) -> None:
@@ -57,7 +57,7 @@ def test_a_server_that_moved_does_not_come_back() -> None:
     balance.take_loads(loads(0, lacks_memory=True))
     assert balance.moves([[A, B], [C]], fixed=[], joining={}, now_s=1.0) == [Move(A, 0, 1)]
     balance.note_left(A, 0, 1, now_s=1.0)
-    for at_s in range(2, 99):  # others come and go
+    for at_s in range(2, 99):  # servers join and leave meanwhile
         balance.take_loads(loads(1, lacks_memory=at_s > 50))
         newcomers = [PeerId(str(at_s))]
         moves = balance.moves([[B], [A, C, *newcomers]], fixed=[], joining={}, now_s=float(at_s))

@@ -1,4 +1,4 @@
-"""Who gives up a stage of several."""
+"""Servers of several stages that give one up."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_in_a_swarm_that_changes_often_nobody_is_left_alone() -> None:
         {a: {0: ReportedLoad(10.0, busy_share=0.5), 1: ReportedLoad(10.0, busy_share=0.5)}, b: {0: ReportedLoad(10.0)}}
     )
     assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=1.0) == [StageRelease(a, 0)]
-    for at_s in range(1, 100):  # somebody comes, or goes, all the time
+    for at_s in range(1, 100):  # servers join and leave meanwhile
         balance.moves([[a, b], [a, PeerId("c")] if at_s % 2 else [a]], fixed=[], joining={}, now_s=float(at_s))
     assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=100.0) == []
 
@@ -70,7 +70,7 @@ def test_nobody_relies_on_who_leaves_nor_gives_up_what_is_being_sent() -> None:
     ("rule", "share", "measured", "sheds"),
     [
         ("gain", 0.9, True, [StageRelease(PeerId("a"), 0)]),
-        ("gain", 0.1, True, []),  # it is not what takes the time, and two copies are safer than one
+        ("gain", 0.1, True, []),  # this stage takes little time, and two copies are safer than one
         ("gain", 0.9, False, []),
         ("none", 0.9, True, []),
         ("paper", 0.9, True, []),

@@ -1,4 +1,4 @@
-"""Who brings which batch of a step, where trainers are unequal."""
+"""Assignment of a step's batches to trainers of unequal speed."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_who_is_faster_takes_the_end_of_a_slower_ones_lane() -> None:
     [
         (1, 3.0, [(10.0, 1.0)], 1.1),
         (2, 3.0, [(10.0, 1.0)], 2.2),
-        (3, 3.0, [(10.0, 1.0)], None),  # it is through with one before the other is with three
+        (3, 3.0, [(10.0, 1.0)], None),  # it finishes one before the other finishes three
         (1, 3.0, [(11.0, 1.0)], 2.2),
         (5, 3.0, [(10.0, 1.0), (10.5, 1.0)], None),
         (3, 3.0, [(10.0, 1.0), (10.3, 1.0)], 2.2),
-        (1, 1.0, [(10.0, 1.0)], None),  # equal trainers leave each other nothing
+        (1, 1.0, [(10.0, 1.0)], None),  # equal trainers leave each other no batch
         (1, 3.0, [], None),
         (1, None, [(10.0, 1.0)], None),
     ],
@@ -76,7 +76,7 @@ def test_what_a_batch_takes_is_believed_less_with_each_that_is_left() -> None:
     assert times.least_s is None, "a first batch compiles, and fills caches"
     times.granted(6.0)
     times.ended(7.0)
-    times.ended(9.0)  # reported once more
+    times.ended(9.0)  # a repeated report
     assert (times.least_s, times.took_s) == (1.0, 1.0)
     assert times.free_s(7.5) == 7.5
     assert times.free_s(8.5) is None, "it does something else than to train"
@@ -90,7 +90,7 @@ def test_what_a_batch_takes_is_believed_less_with_each_that_is_left() -> None:
 
 
 class Trainers:
-    """The lead and another trainer, on a virtual clock: what each brought, and when steps ended."""
+    """The lead and another trainer on a virtual clock; records each one's batches, and when steps ended."""
 
     def __init__(self, make_swarm: MakeSwarm, batches_of_a_step: int) -> None:
         self.swarm: Swarm = make_swarm(
@@ -102,7 +102,7 @@ class Trainers:
         self.ends_s: list[float] = []
 
     def train(self, num_steps: int, lead_s: float, other_s: float) -> None:
-        """Run some steps, with trainers that take these seconds for a batch."""
+        """Run some steps with trainers that take these seconds for a batch."""
 
         async def all_of_them() -> None:
             async with asyncio.TaskGroup() as group:
@@ -133,7 +133,7 @@ class Trainers:
                     await steps.wait_closed(found)
 
     def step_s(self, last: int) -> float:
-        """Mean seconds of the last steps."""
+        """Return the mean seconds of the last steps."""
         return (self.ends_s[-1] - self.ends_s[-1 - last]) / last
 
 
@@ -141,7 +141,7 @@ class Trainers:
 @pytest.mark.parametrize(
     ("lead_s", "other_s", "at_most_s", "of_the_lead"),
     [
-        (1.0, 3.1, 12.6, 12),  # 12.1 s if batches could be cut; 12.4 s as they are
+        (1.0, 3.1, 12.6, 12),  # 12.1 s with divisible batches; 12.4 s with whole batches
         (3.1, 1.0, 12.6, 4),
         (1.0, 5.0, 14.3, 14),
         (1.0, 1.05, 8.6, 8),
@@ -184,7 +184,7 @@ async def bring(trainers: Trainers, name: PeerId, index: int, took_s: float) -> 
 
 
 def measured(make_swarm: MakeSwarm) -> Trainers:
-    """Two steps of two batches: the lead takes 1 s for each of its own, the other trainer 5 s."""
+    """Run two steps of two batches, for which the lead takes 1 s each, the other trainer 5 s."""
     trainers = Trainers(make_swarm, 2)
 
     async def two_steps() -> None:
@@ -223,7 +223,7 @@ def test_what_a_trainer_leaves_goes_to_one_that_waits_already(make_swarm: MakeSw
 
 
 def test_what_nobody_takes_is_brought_by_the_trainer_that_left_it(make_swarm: MakeSwarm) -> None:
-    """The faster one is frozen, say."""
+    """For example, the faster trainer is frozen."""
     trainers = measured(make_swarm)
     other = trainers.clients[OTHER]
 

@@ -1,4 +1,4 @@
-"""Which batches a step takes, and who brings them."""
+"""The batches of a step, and the trainers that bring them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plan(epoch: int, *sizes: tuple[int, int], begin: int = 0, last: bool = False
 
 
 def test_a_reported_batch_has_the_size_of_its_number() -> None:
-    """A new coordinator hears of it from its trainer, and knows the order from the lead."""
+    """The trainer reports it to a new coordinator, which knows the order from the lead."""
     step = OpenStep(0, 8)
     step.plan(order(plan(0, (4, 2))), (0, 0))
     for size, origins in ((1000, {}), (4, {0: (4.0, OTHER)})):
@@ -241,7 +241,7 @@ def test_a_batch_that_its_trainer_gives_back_is_dropped_and_others_are_granted_a
 
 
 def test_who_waits_is_given_what_nobody_brings(make_swarm: MakeSwarm) -> None:
-    """The lead has begun, and does not come to its batch."""
+    """The lead has begun, but does not reach its batch."""
     swarm, other = planned(make_swarm, (2, 4))
 
     async def besides() -> Grant:
@@ -261,7 +261,7 @@ def test_who_waits_is_given_what_nobody_brings(make_swarm: MakeSwarm) -> None:
 
 
 def test_a_batch_that_is_dropped_lets_another_trainer_go_on(make_swarm: MakeSwarm) -> None:
-    """That trainer waits with the batch that comes in its place."""
+    """That trainer waits with the batch that replaces the dropped one."""
     swarm, other = planned(make_swarm, (2, 4))
 
     async def go_on() -> Grant:
@@ -366,7 +366,7 @@ def test_a_new_coordinator_asks_the_lead_for_the_order(make_swarm: MakeSwarm) ->
 
 
 def test_a_batch_in_the_place_of_one_that_was_dropped_does_not_count_twice(make_swarm: MakeSwarm) -> None:
-    """Who dropped it is gone when another peer comes to coordinate."""
+    """The trainer that dropped it is gone when another peer takes over coordination."""
     from lightning_swarm.coordinator.takeover import rebuild
 
     swarm, other = planned(make_swarm)

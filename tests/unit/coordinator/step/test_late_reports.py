@@ -1,4 +1,4 @@
-"""What trainers say late, or out of the blue, to who coordinates: no place is taken twice."""
+"""Late or unsolicited reports of trainers to a coordinator assign no place twice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lease(number: int, first: int, *, step: int = 0, scale: float = 1.0) -> Leas
 
 @pytest.mark.parametrize("num_turns", range(8))
 def test_who_said_that_it_has_nothing_takes_no_place_of_an_older_term(num_turns: int) -> None:
-    """The older coordinator's answer is there, and so many turns of the loop later the newer one asks."""
+    """The older coordinator's answer arrives, and the newer one asks a number of loop turns later."""
     swarm = Swarm("a b", trainers="trainer")
     steps, call = swarm.steps, swarm.trainer.call
     swarm.servers[A].voter.follow((2, "b", 101))  # it has promised
@@ -137,7 +137,7 @@ def test_what_one_trainer_registers_keeps_no_place_from_the_lead(forged: str) ->
     swarm = Swarm("a b", trainers="trainer other", target_batch_size=4)
     other = swarm.network.transport("other")
     trainers = swarm.coordinator.generation.trainers
-    trainers._first_lease = 100  # as of one that came after another
+    trainers._first_lease = 100  # acts like a successor of another coordinator
     report = ReportReply(begun=True, leases=[FORGED[forged]], closed=[])
 
     async def go() -> None:
@@ -154,7 +154,7 @@ def test_what_one_trainer_registers_keeps_no_place_from_the_lead(forged: str) ->
 
 
 def test_a_new_coordinator_takes_no_lease_of_its_own_term_from_a_report() -> None:
-    """It would give that number to another batch."""
+    """It would assign that number to another batch."""
     swarm = Swarm("a b", trainers="trainer other", target_batch_size=8)
     run = swarm.steps.run
     run.follow_term((2, "b", 101))

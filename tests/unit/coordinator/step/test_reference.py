@@ -1,4 +1,4 @@
-"""Which replicas' bits a stage keeps, decided purely."""
+"""Choice of the replicas whose bits a stage keeps, as a pure function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Stage = dict[Member, ServerLedger]
 
 
 def stage(tied: Mapping[str, int] | None = None, /, **hashes: int | None) -> Stage:
-    """The replicas of a stage, the oldest first, and the hashes of their weights; of `tied` ones those of "w"."""
+    """Return a stage's replicas, the oldest first, with the hashes of their weights; `tied` has the hashes of "w"."""
     found: Stage = {}
     for peer, own in hashes.items():
         report = StageLedger(
@@ -36,7 +36,7 @@ def stage(tied: Mapping[str, int] | None = None, /, **hashes: int | None) -> Sta
 
 
 def left_out(*stages: Stage, guests: str = "", right: str = "", tied: bool = False) -> str:
-    """Names of the servers that are left out."""
+    """Return the names of the excluded servers."""
     found = choose_left_out(list(stages), guests=list(guests), right=list(right), tied=tied)  # type: ignore[arg-type]
     assert bool(found) == replicas_differ(list(stages), tied=tied)
     return "".join(sorted(found))

@@ -1,4 +1,4 @@
-"""What a closing does about a fault, decided purely."""
+"""A closing's response to faults, as a pure function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan(
     barred: Mapping[int, Collection[PeerId]] | None = None,
     spoilt: Sequence[Collection[PeerId]] | None = None,
 ) -> ReplayPlan:
-    """Where nothing else is said, all stages train, and anything can be computed again anywhere."""
+    """Plan replays; by default all stages train, and any server can recompute anything."""
     return plan_replays(
         [expected] * len(stages),
         [{PeerId(peer): one for peer, one in stage.items()} for stage in stages],
@@ -98,7 +98,7 @@ def test_who_is_out_of_a_trainers_reach_holds_nothing_of_its_batches() -> None:
 
 
 def done(found: ReplayPlan, sums: Sequence[Mapping[PeerId, set[Receipt]]]) -> list[dict[PeerId, set[Receipt]]]:
-    """What the sums hold when everybody has done what the plan says."""
+    """Return the sums after all peers have carried out the plan."""
     after = []
     for index, stage in enumerate(sums):
         now = {peer: set() if peer in found.discards[index] else set(one) for peer, one in stage.items()}
@@ -178,5 +178,5 @@ def test_a_keeper_s_word_weighs_more_than_that_of_one_stranger() -> None:
 
 @pytest.mark.parametrize("unreached", [{}, {A: []}, {A: [A]}, {A: [C]}, {A: [PeerId("stranger")]}])
 def test_nobody_is_blamed_by_who_cannot_know(unreached: Mapping[PeerId, Sequence[PeerId]]) -> None:
-    """Of oneself, of another stage, or of no peer of the round."""
+    """It reports itself, a server of another stage, or a peer outside of the round."""
     assert choose_blamed([[A, B], [C]], [], unreached, spared=A) == []

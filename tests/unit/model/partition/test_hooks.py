@@ -1,4 +1,4 @@
-"""Which hooks only observe: what their code shows."""
+"""Hooks that only observe are recognized by their code."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from lightning_swarm.model.partition import find_blocks, time_costs
 
 
 class Clock:
-    """Says how long blocks took: as long as they say, in forward and in backward."""
+    """A clock that shows the times that the blocks themselves report, in forward and in backward."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
         self.num_calls += 1
-        if not torch.is_grad_enabled():  # the way of the example, not measured
+        if not torch.is_grad_enabled():  # the run of the example, which is not measured
             return self.inner(x)
         x = nn.functional.dropout(self.inner(x), 0.5, self.training)
         spent = self.milliseconds[min(self.num_calls - 2, len(self.milliseconds) - 1)]

@@ -1,4 +1,4 @@
-"""A server beside user code computes with twins of the user's modules."""
+"""A server in the same process as user code computes with copies of the user's modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.partial = functools.partial(call, self)
         self.listed = [self.inner]
         self.lock = threading.Lock()
-        self.left = self.inner.weight * 2  # of a graph
+        self.left = self.inner.weight * 2  # belongs to a graph
         self.counts: list[int] = []
 
     def compute(self, x: Tensor) -> Tensor:

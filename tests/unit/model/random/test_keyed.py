@@ -66,7 +66,7 @@ OPERATIONS: dict[str, Callable[[], Tensor]] = {
     "random_ float": lambda: torch.empty(5).random_(),
     "randperm": lambda: torch.randperm(20),
     "randperm out": lambda: torch.randperm(20, out=torch.empty(0, dtype=torch.int64)),
-    # No rule of their own: they get a generator.
+    # These operations have no rule of their own, and get a generator.
     "multinomial": lambda: torch.multinomial(torch.ones(50), 5),
     "poisson": lambda: torch.poisson(torch.full((9,), 9.0)),
     "geometric_": lambda: torch.empty(9).geometric_(0.1),
@@ -114,7 +114,7 @@ def test_draws_are_counted_on_through_operations_that_are_made_of_others() -> No
     def twice() -> tuple[Tensor, Tensor]:
         return F.dropout(X, 0.5), F.dropout(X, 0.5)
 
-    with torch.inference_mode():  # here they arrive whole
+    with torch.inference_mode():  # decomposed operations arrive whole in this mode
         first, second = drawn(twice)
 
     assert not torch.equal(first, second)
@@ -122,7 +122,7 @@ def test_draws_are_counted_on_through_operations_that_are_made_of_others() -> No
 
 
 def test_the_stream_never_changes() -> None:
-    # Peers of different versions must agree: these values are part of the protocol.
+    # Peers of different versions must agree, because these values are part of the protocol.
     assert key_seed() == 0
     assert key_seed(0) == 0x910A2DEC89025CC1  # splitmix64's first number for seed 1
     assert key_seed(1, 2, 3) == 74078413316773926
@@ -163,14 +163,14 @@ MANY = 1 << 17
 
 
 def chi_square(counts: Tensor) -> float:
-    """How many standard deviations the chi-square of equally likely cells is off."""
+    """Return the deviation of chi-square from that of equally likely cells, in standard deviations."""
     expected = counts.sum() / counts.numel()
     freedom = counts.numel() - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
 def correlation(left: Tensor, right: Tensor) -> float:
-    """In standard deviations of what independent samples give."""
+    """Return the correlation in standard deviations of that of independent samples."""
     stacked = torch.stack((left.flatten(), right.flatten())).double()
     return float(torch.corrcoef(stacked)[0, 1] * math.sqrt(left.numel()))
 
@@ -217,7 +217,7 @@ def test_uniforms_fill_their_interval_but_not_its_end(dtype: torch.dtype) -> Non
 
     assert 0 <= float(values.min()) < 0.01
     assert 0.99 < float(values.max()) < 1
-    tolerance = 0.003 if dtype != torch.bfloat16 else 0.005  # in 1/256ths, the mean is half a step low
+    tolerance = 0.003 if dtype != torch.bfloat16 else 0.005  # the mean of 1/256ths is half a step low
     assert abs(float(values.mean()) - 0.5) < tolerance
     assert abs(float(values.var()) - 1 / 12) < 0.002
     wide = drawn(lambda: torch.empty(MANY, dtype=dtype).uniform_(-2, 6)).double()
@@ -278,7 +278,7 @@ def test_dropout_drops_its_share_and_scales_the_rest(p: float, dtype: torch.dtyp
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_gpus_dropout_meets_the_mask_of_the_cpus(p: float) -> None:
-    # On GPUs `dropout` is the fused operation, on the CPU it is made of others.
+    # On GPUs `dropout` is one fused operation, on the CPU it is composed.
     x = X.clone().requires_grad_()
     fused = drawn(lambda: torch.native_dropout(x, p, True)[0])
     composed = drawn(lambda: F.dropout(x, p))
@@ -406,7 +406,7 @@ def test_attention_of_gpus_passes_without_dropout_and_is_refused_with_it() -> No
     seen = []
 
     def run(dropout_p: float) -> None:
-        # There is no such kernel on the CPU: whoever gets to it has passed.
+        # The CPU has no such kernel, so this error shows that the mode let the call pass.
         try:
             drawn(lambda: flash(X, X, X, dropout_p))
         except NotImplementedError:
@@ -520,7 +520,7 @@ def test_a_block_that_recomputes_itself_may_be_given_its_draws() -> None:
     def run(**options: Any) -> list[Tensor]:
         with KeyedRandom(3):
             y = checkpointed(x, weight, use_reentrant=False, **options)
-        with KeyedRandom(0):  # as a stage's backward is run
+        with KeyedRandom(0):  # like a stage's backward
             return [y, *torch.autograd.grad(y.sum(), [x, weight])]
 
     def plain() -> list[Tensor]:
@@ -530,7 +530,7 @@ def test_a_block_that_recomputes_itself_may_be_given_its_draws() -> None:
             return [y, *torch.autograd.grad(y.sum(), [x, weight])]
 
     assert all(map(torch.allclose, run(context_fn=checkpoint_contexts), plain()))
-    # Without the swarm it does nothing, and torch's own generators are restored as always.
+    # Without the swarm it has no effect, and torch restores its own generators as always.
     torch.manual_seed(1)
     y = checkpointed(x, weight, use_reentrant=False, context_fn=checkpoint_contexts)
     y.sum().backward()
@@ -568,7 +568,7 @@ def test_compiled_blocks_draw_the_same() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_inductor_draws_its_seeds_from_the_stream() -> None:
-    """Its kernels make random numbers of their own, but from seeds that they are given."""
+    """Its kernels generate random numbers themselves, from seeds that they are passed."""
     block = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
     compiled = torch.compile(block, backend="inductor")
     x = torch.randn(3, 4)

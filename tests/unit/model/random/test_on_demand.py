@@ -1,4 +1,4 @@
-"""The mode that keys random numbers is entered by what draws, and nothing is drawn outside of it."""
+"""The mode that keys random numbers is only entered for computations that draw, and covers all draws."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X = torch.linspace(-1, 1, 64).view(8, 8)
 
 
 class Draws:
-    """A computation that counts its runs, and those in the mode; draws when told to."""
+    """A computation that counts its runs, and its runs within the mode; it draws if a test sets `draws`."""
 
     def __init__(self) -> None:
         self.num_runs = self.num_keyed = 0
@@ -86,7 +86,7 @@ def test_what_begins_to_draw_runs_again_in_the_mode(draws: Draws) -> None:
 
 def test_who_draws_in_another_thread_costs_little(draws: Draws, monkeypatch: pytest.MonkeyPatch) -> None:
     random = KeyedOnDemand(CPU)
-    states = iter(range(100))  # never the same: another thread draws all the time
+    states = iter(range(100))  # never equal: another thread draws all the time
     monkeypatch.setattr(random, "_states", lambda: [torch.tensor(next(states))])
     monkeypatch.setattr(random, "_restore", lambda _: pytest.fail("what others drew is drawn"))
     for _ in range(10):
@@ -106,9 +106,9 @@ def test_on_devices_whose_generators_are_not_known_all_runs_in_the_mode(draws: D
 
 
 class Block(nn.Module):
-    """A linear layer, and what a test makes of it."""
+    """A linear layer, and an operation of the test's choice."""
 
-    modes: ClassVar[list[int]] = []  # not an object's: blocks may keep no list that grows
+    modes: ClassVar[list[int]] = []  # a class attribute, because blocks may keep no list that grows
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Trial:
         self.stage._train(list(module.parameters()))
 
     def run(self, seed: int = 5, *, training: bool = True) -> tuple[Tensor, list[Tensor | None]]:
-        """Output, and gradients of the parameters."""
+        """Return the output, and the gradients of the parameters."""
         mode = ComputeMode(training=training, grad=True)
         done = self.stage.computation.forward(ForwardCall((X,), {}, [False], mode, seed))
         assert done.graph is not None
@@ -201,7 +201,7 @@ def test_a_thread_that_draws_while_a_backward_runs_changes_nothing(trial: Trial)
 
 
 def test_a_block_that_recomputes_what_it_drew_is_found_out_each_time(trial: Trial) -> None:
-    """It puts the generators back, so that they do not give it away."""
+    """It restores the generators, so their state does not reveal its draws."""
     trial.run()
     trial.block.then = lambda x: checkpoint(lambda y: F.dropout(y, 0.5).sin(), x, use_reentrant=False)
     for _ in range(3):
@@ -224,7 +224,7 @@ def test_a_block_that_recomputes_itself_may_be_given_its_draws(trial: Trial) -> 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_compiled_stage_is_compiled_once(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mode and without it."""
+    """Compiled once, with and without the mode."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
     compiled = []
 

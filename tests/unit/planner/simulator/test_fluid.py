@@ -1,4 +1,4 @@
-"""A swarm as rates: what becomes of peers that come, go and move."""
+"""A swarm modelled as rates: peers that join, leave and move."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def run(rule: Rebalancing, *rows: tuple[float, str, float], end_s: float = 1000.
 
 
 LOSS = (*((0.0, f"p{i}", 1.0) for i in range(6)), (100.0, "p0", 0.0), (100.0, "p2", 0.0))
-"""Two peers of the first stage of two go: p0, p2 and p4 were there."""
+"""Two peers of the first of two stages leave, which had p0, p2 and p4."""
 
 
 def test_a_loss_is_mended_as_soon_as_a_peer_has_moved() -> None:
-    """Before it 3 of 3, then 1 of 2 until the move is over, then 2 of 2."""
+    """The rate is 3 of 3 before, 1 of 2 until the move is over, then 2 of 2."""
     assert run("gain", *LOSS) == pytest.approx((100 * 3 + 30 * 1 + 870 * 2) / (100 * 3 + 900 * 2))
     assert run("none", *LOSS) == pytest.approx((100 * 3 + 900 * 1) / (100 * 3 + 900 * 2))
 
@@ -51,7 +51,7 @@ def test_a_peer_that_becomes_slow_is_relieved() -> None:
 
 
 def test_a_stage_gets_a_peer_as_soon_as_one_arrives_that_can_be_spared() -> None:
-    """Nobody could move as the first stage lost its only peer; but one was on its way to the other stage."""
+    """No peer could move when the first stage lost its only peer, but one was about to join the other stage."""
     rows = [(0.0, "p0", 1.0), (0.0, "p1", 1.0), (100.0, "p2", 1.0), (110.0, "p0", 0.0)]
     spans = simulate(Scenario(2, changes(*rows), 1000.0))
     assert share_of_best(spans, 0.0, 110.0) == share_of_best(spans, 160.0, 1000.0) == 1.0
@@ -63,7 +63,7 @@ def test_looks_need_not_fall_on_the_changes() -> None:
 
 
 def churn(seed: int, fastest: float) -> list[Change]:
-    """Three hours of sixteen peers, of which each stays for an hour and is replaced; not on whole minutes."""
+    """Return three hours of sixteen peers, each of which stays for an hour and is replaced; not on whole minutes."""
     rng = random.Random(seed)
     found = []
     for place in range(16):

@@ -1,4 +1,4 @@
-"""A swarm microbatch by microbatch, on virtual time: rates, links, and peers that come, go, move and change."""
+"""A swarm simulated by microbatch on virtual time: rates, links, and peers that join, leave, move and change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def changes(*rows: tuple[float, str, float]) -> list[Change]:
 
 
 def there(*rates: float) -> list[tuple[float, str, float]]:
-    """From the beginning: dealt out from the last stage on."""
+    """Return peers that are there from the beginning, assigned from the last stage on."""
     return [(0.0, f"p{number}", rate) for number, rate in enumerate(rates)]
 
 
@@ -45,7 +45,7 @@ def lines(line: SimulatedLink, num_peers: int) -> dict[PeerId, partial[Simulated
 @pytest.mark.thorough
 @pytest.mark.parametrize("rates", [(20.0, 20.0), (20.0, 15.0, 5.0, 10.0, 15.0, 15.0)])
 def test_it_agrees_with_a_swarm_of_rates(rates: tuple[float, ...]) -> None:
-    """Once the router has seen everybody."""
+    """They agree after the router has measured all peers."""
     spans = run(Work(128), *there(*rates), end_s=20.0)
     (as_rates,) = fluid.simulate(Scenario(2, changes(*there(*rates)), 20.0, rule="none", interval_s=100.0))
     assert spans[-1].samples_per_s == pytest.approx(as_rates.samples_per_s, rel=0.05)
@@ -54,7 +54,7 @@ def test_it_agrees_with_a_swarm_of_rates(rates: tuple[float, ...]) -> None:
 
 @pytest.mark.thorough
 def test_a_thin_line_is_what_takes_the_time() -> None:
-    """Each way over the boundary a tenth of a second a sample, one after the other: a batch's forwards come first."""
+    """Each direction takes a tenth of a second per sample, in sequence: a batch's forwards come first."""
     line = SimulatedLink(Direction(1e6), Direction(1e6))
     spans = run(Work(32, boundary_bytes=100_000, lines=lines(line, 2)), *there(1e3, 1e3), end_s=20.0)
     assert spans[-1].samples_per_s == pytest.approx(5.0, rel=0.05)
@@ -62,7 +62,7 @@ def test_a_thin_line_is_what_takes_the_time() -> None:
 
 
 def test_a_line_is_shared_by_what_goes_over_it_at_once() -> None:
-    """The first stage's only server sends to both of the second one, and gets from both."""
+    """The first stage's only server sends to both servers of the second stage, and receives from both."""
     slow = SimulatedLink(Direction(1e6), Direction(1e6))
     work = Work(32, boundary_bytes=100_000, lines={PeerId("p1"): lambda: slow})
     spans = run(work, *there(1e3, 1e3, 1e3), end_s=20.0)
@@ -89,7 +89,7 @@ def test_a_long_message_waits_for_the_readers_word() -> None:
             span = run(work, *there(100.0, 100.0), end_s=2.0)[-1]
             taken_s[latency_s, boundary_bytes] = span.end_s - span.begin_s
     assert taken_s[0.0, 500_000] == pytest.approx(taken_s[0.0, 200_000], rel=1e-3)
-    # 0.4 s from the one server to the other and back, forward and backward.
+    # 0.4 s from one server to the other and back, forward and backward.
     assert taken_s[0.1, 500_000] == pytest.approx(taken_s[0.1, 200_000] + 0.8, abs=0.05)
 
 
@@ -139,7 +139,7 @@ def test_who_is_gone_as_it_begins_is_not_there() -> None:
 
 
 def test_a_seed_repeats_a_run() -> None:
-    """Whatever numbers were drawn before it, and it draws none of those that come after it."""
+    """A run neither depends on the global generator nor changes it."""
     work = Work(16, lines=lines(SimulatedLink(Direction(1e6), Direction(1e6)), 3))
     found = []
     for drawn in (1, 1 << 60):

@@ -1,4 +1,4 @@
-"""`lightning-swarm simulate`: what a scenario's file may say, and what comes of it."""
+"""`lightning-swarm simulate`: the contents of a scenario's file, and the results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_peers_that_stay_for_good_are_no_more_and_no_fewer(tmp_path: Path) -> No
 
 
 def test_a_trace_is_what_happened(tmp_path: Path) -> None:
-    """Two peers of two stages each: of one stage one goes, and the other becomes slow."""
+    """Two stages of two peers each; one peer of a stage leaves, and the other becomes slow."""
     runs = ScenarioRuns(write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none, gain], join_s: 0}"))
     none, gain = (simulate(scenario) for _, scenario in runs.scenarios(0))
     assert (none[0].begin_s, none[-1].end_s) == (0.0, 7200.0)

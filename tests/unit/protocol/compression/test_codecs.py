@@ -1,4 +1,4 @@
-"""What codecs promise: how much is lost, how much is sent, and that nobody is believed who sends something else."""
+"""Codecs: bounds on their error, their size, and refusal of malformed data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_swarm.protocol.compression.quantization import BLOCK as BLOCK_OF_
 from lightning_swarm.protocol.compression.quantization import ROTATED_BLOCK, Blockwise8Bit
 from lightning_swarm.protocol.compression.quantization import SLICE as ROTATED_SLICE
 
-EPS = 1e-6  # of float32's own rounding
+EPS = 1e-6  # margin for float32's own rounding
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,7 +79,7 @@ def bound_of_8bit(tensor: Tensor) -> Tensor:
 
 
 def bound_of_rotated(tensor: Tensor, share: float) -> Tensor:
-    """Of a whole block: that much of its largest rotated element in each of them, and a rotation keeps distances."""
+    """Return an error bound for a block: a share of its largest rotated element, because a rotation keeps distances."""
     bounds = []
     for part in tensor.reshape(-1).double().split(ROTATED_SLICE):
         padded = torch.cat((part, part.new_zeros(-len(part) % ROTATED_BLOCK)))
@@ -174,7 +174,7 @@ def test_the_same_tensor_gives_the_same_bytes(name: str) -> None:
     by, x = named(name), normal(5000)
     again = [part.clone() for part in by.encode(x)]
     assert all(torch.equal(one, other) for one, other in zip(by.encode(x.double()), again, strict=True))
-    # A codec of its own process.
+    # This codec has a process of its own.
     assert all(torch.equal(one, other) for one, other in zip(type(by)().encode(x), again, strict=True))
 
 
@@ -254,7 +254,7 @@ def test_negative_scales_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["8bit", "6bit", "4bit"])
 def test_any_codes_are_finite_numbers(name: str) -> None:
-    """Of a stranger's: each code is in the book."""
+    """Even a malicious peer's codes are all in the table."""
     by, x = named(name), torch.ones(256 * 64)
     parts = list(by.encode(x))
     parts[-1] = torch.arange(parts[-1].numel()).to(torch.uint8)
@@ -263,7 +263,7 @@ def test_any_codes_are_finite_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_largest_of_a_block_of_8bit_is_exact(sign: float) -> None:
-    """Whatever its sign is: the map of the other end stops a hundredth before it."""
+    """The table's other end stops a hundredth earlier, so the sign matters."""
     x = sign * torch.cat((torch.tensor([3.0]), normal(500) / 10, torch.tensor([7.0])))
     y = travelled(named("8bit"), x)
     assert (y[0], y[-1]) == (x[0], x[-1])
@@ -277,7 +277,7 @@ def test_the_values_of_8_bits_are_those_of_bitsandbytes_on_every_processor() -> 
     parts = (torch.ones(1), torch.arange(256, dtype=torch.uint8))
     values = named("8bit").decode(parts, torch.float32, (256,))
     torch.testing.assert_close(values, create_dynamic_map(), rtol=2e-7, atol=0)
-    # Theirs come in other last bits of processors with other instructions.
+    # Their libraries have other last bits on processors with other instructions.
     assert torch.equal(values, dynamic_map(torch.device("cpu")))
     assert zlib.crc32(values.numpy().tobytes()) == 3059976122
 
@@ -285,7 +285,7 @@ def test_the_values_of_8_bits_are_those_of_bitsandbytes_on_every_processor() -> 
 def test_nobody_is_told_to_install_what_no_codec_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As bitsandbytes does when it is first imported on a processor that has instructions for 4-bit matrices."""
+    """Importing bitsandbytes for the first time does so on a processor with instructions for 4-bit matrices."""
     from bitsandbytes.backends.cpu import ops
 
     [said] = re.findall(r'"(Failed to load .*?)"', Path(ops.__file__).read_text())
@@ -302,5 +302,5 @@ def test_nobody_is_told_to_install_what_no_codec_needs(
     caplog.clear()
     Blockwise8Bit()
     assert caplog.messages == ["of another kind"]
-    ops.logger.warning(said, "there is none")  # by whoever else imports it
+    ops.logger.warning(said, "there is none")  # a later import by other code
     assert len(caplog.messages) == 2

@@ -1,4 +1,4 @@
-"""What a server keeps for audits: in memory, then on disk."""
+"""A server keeps its work for audits in memory, then on disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_without_room_it_stays_in_memory(caplog: pytest.LogCaptureFixture, monke
 def test_what_is_on_disk_is_read_when_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     works, write = KeptWorks(0), os.pwrite
     works.keep((0, 0, 0), work(0))
-    left = [NUM_BYTES // 2]  # of room: the second one is written in part
+    left = [NUM_BYTES // 2]  # bytes left, so that the second write is partial
 
     def filling(number: int, data: memoryview, offset: int) -> int:
         if not left[0]:

@@ -1,4 +1,4 @@
-"""What a server shows of its sums and means, and to whom."""
+"""A server's disclosures of its sums and means, and the peers that may request them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stream(swarm: Swarm, caller: PeerId, method: str, request: WireMessage, *ten
 
 
 def averaged(swarm: Swarm) -> bytes:
-    """Have `b` hold the mean of a round, without `c`; returns what it committed to."""
+    """Let `b` hold the mean of a round, without `c`; return the digest that it committed to."""
     swarm.run(swarm.through(key(), rows(1), route=[A, B]))
     frozen = call(swarm, A, B, FREEZE, FreezeRequest(generation=0, step=0))
     named = NamedReceipts(stage_index=1, receipts=[(0, 0, b"\x01")], origins=[(1.0, LEAD, 1)])
@@ -118,7 +118,7 @@ def test_only_the_coordinator_is_shown_anything_and_of_the_round_that_is_held(sw
     if ask != "project":
         wrong.append((A, CLOSING, 0, NotMember))
     with pytest.raises(ProtocolError):
-        ASKS[ask](swarm, A, CLOSING, 1)  # nothing is frozen
+        ASKS[ask](swarm, A, CLOSING, 1)  # not frozen
     averaged(swarm)
     before, state = held(swarm), swarm.state()
     for caller, one, stage, error in wrong:
@@ -139,7 +139,7 @@ def test_a_mean_is_replaced_by_one_of_its_kind_and_stays_replaced(swarm: Swarm) 
     stream(swarm, A, REPLACE_MEAN, request, MEAN)
     assert torch.equal(held(swarm), MEAN)
     named = NamedReceipts(stage_index=1, receipts=[(0, 0, b"\x01")], origins=[(1.0, LEAD, 1)])
-    call(swarm, A, B, AVERAGE, AverageRequest(closing=CLOSING, named=[named]))  # a copy that comes late
+    call(swarm, A, B, AVERAGE, AverageRequest(closing=CLOSING, named=[named]))  # a late copy
     assert torch.equal(held(swarm), MEAN)
 
 
@@ -171,7 +171,7 @@ def test_a_server_examines_others_only_for_itself(swarm: Swarm) -> None:
     for changes in ({"length": 1 << 50}, {"commitments": {}}):
         reply = decode(call(swarm, A, A, EXAMINE, replaced(request, **changes)), ExamineReply)
         assert "shows another sum" in reply.lies[B]
-    for changes in ({"length": 0}, {"dtype": "float32"}):  # more bytes come than there may be
+    for changes in ({"length": 0}, {"dtype": "float32"}):  # more bytes than allowed
         reply = decode(call(swarm, A, A, EXAMINE, replaced(request, **changes)), ExamineReply)
         assert (reply.lies, [*reply.unreached]) == ({}, [B])
     reply = decode(call(swarm, A, A, EXAMINE, request), ExamineReply)

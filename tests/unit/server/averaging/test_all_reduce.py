@@ -1,4 +1,4 @@
-"""The butterfly: the same bytes for all, whatever arrives first; complete or not at all."""
+"""The butterfly: all peers get the same bytes in any order of arrival, and a complete result or none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def compute(run: Callable[[], Any]) -> Any:
 
 
 class Jittery(MemoryNetwork):
-    """Every message takes its own time."""
+    """Delays every message by a different time."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Ring:
         return Group(self.names, prefix, self.tickets[place], timeout, self.shares_with)
 
     def average_by(self, codec: Codec, carried: list[Tensor]) -> list[GroupMean]:
-        """With what an earlier round lost of each peer's."""
+        """Average with a codec, and with each peer's error from an earlier round."""
 
         async def go() -> list[GroupMean]:
             parts = GroupParts(codec, compute)
@@ -89,7 +89,7 @@ class Ring:
         return self.loop.run_until_complete(go())
 
     def failures(self, before: Callable[[], Any]) -> list[Any]:
-        """What the peers but the first get when something happens just after they began."""
+        """Return the results of all peers but the first if an event happens just after they began."""
 
         async def go() -> list[Any]:
             works = [asyncio.create_task(self.one(place)) for place in range(1, len(self.names))]
@@ -173,7 +173,7 @@ def test_a_member_that_is_silent_makes_everyone_raise(loop: VirtualLoop) -> None
 
 
 def test_a_member_that_gives_up_makes_everyone_raise_and_is_not_to_blame(loop: VirtualLoop) -> None:
-    """It has another stage, whose round failed."""
+    """The round of its other stage failed."""
     ring = Ring(loop, vectors(2, 100))
 
     async def go() -> Any:
@@ -248,7 +248,7 @@ def test_rounds_do_not_mix(loop: VirtualLoop) -> None:
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("num_peers", [1, 2, 3, 5])
 def test_what_a_codec_loses_is_found_to_the_last_bit(loop: VirtualLoop, name: str, num_peers: int) -> None:
-    """The mean that all have, and what each of them carries on, are what went in and what was carried before."""
+    """Common mean and carried errors together equal the inputs and the previously carried errors."""
     codec = CODECS[name]()
     own = [normal(8192, seed) for seed in range(num_peers)]
     carried = [normal(8192, 100 + seed) / 50 for seed in range(num_peers)]
@@ -263,7 +263,7 @@ def test_what_a_codec_loses_is_found_to_the_last_bit(loop: VirtualLoop, name: st
 
 
 def test_numbers_that_no_codec_takes_are_seen_by_all(loop: VirtualLoop) -> None:
-    """The step is skipped then, as without a codec."""
+    """The step is then skipped, as without a codec."""
     own = [normal(8192, seed) for seed in range(3)]
     own[1][2000] = math.nan
     results = Ring(loop, own).average_by(CODECS["8bit"](), [torch.zeros(8192, dtype=torch.float64)] * 3)
@@ -272,7 +272,7 @@ def test_numbers_that_no_codec_takes_are_seen_by_all(loop: VirtualLoop) -> None:
 
 
 def test_what_travelled_as_it_is_comes_to_the_device_where_it_is_wanted(loop: VirtualLoop) -> None:
-    """What is too small for a codec."""
+    """Parts too small for a codec travel unencoded."""
     length = 10
     parts = GroupParts(CODECS["4bit"](), compute)
     wanted = torch.empty(0, device="meta")
@@ -286,7 +286,7 @@ def test_what_travelled_as_it_is_comes_to_the_device_where_it_is_wanted(loop: Vi
 
 @pytest.mark.parametrize("like", [torch.empty(0), torch.empty(0, dtype=torch.float64)], ids=["length", "dtype"])
 def test_what_is_no_such_part_is_not_decoded(loop: VirtualLoop, like: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It could take many times the memory that it came in."""
+    """Decoding it could take many times the memory of the message."""
     codec = CODECS["4bit"]()
     parts = GroupParts(codec, compute)
 

@@ -1,4 +1,4 @@
-"""CenteredClip: the mean where all agree, and near most where some do not."""
+"""CenteredClip equals the mean if all agree, and is near the majority otherwise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_outliers_pull_no_farther_than_the_honest_are_apart(lie: float) -> None:
     mean = torch.stack(vectors).mean(dim=0)
     radius = max(float((one - mean).norm()) for one in vectors)
     liars = [torch.full((LENGTH,), lie, dtype=torch.float64)] * 7
-    # Seven that pull one way by a radius, against nine: at most 7/9 of it, where these are drawn back as much.
+    # Seven vectors pull one way by a radius, against nine, which pull back as much: the shift is at most 7/9.
     assert float((centered_clip([*vectors, *liars]) - mean).norm()) < 2.0 * radius
 
 

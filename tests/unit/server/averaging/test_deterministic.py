@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on the order; and which say so when something is not in them."""
+"""Sums whose bits do not depend on the order, and that report values which they cannot represent."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_as_many_of_the_largest_as_are_allowed_do_not_overflow(sign: float) -> N
     coarse, fine = (abs(number) for number in one[:, 0].tolist())
     assert coarse * MAX_ADDED < 1 << 63
     assert fine * MAX_ADDED < 1 << 63
-    # Doubled until there are so many: as if each had been added.
+    # Double the sum repeatedly, as if as many copies had been added.
     many = added([largest])
     for _ in range(20):
         many = many + many
@@ -188,7 +188,7 @@ class Ring:
         return await self.averager.average(self.sums[place], 7.0, self.group(place), place, AveragingState())
 
     def average(self) -> tuple[list[AveragingResult], Tensor]:
-        """What all have, and what one has that has no part in it."""
+        """Return all members' results, and the result of a peer without a sum."""
 
         async def go() -> tuple[list[AveragingResult], Tensor]:
             found = list(await asyncio.gather(*map(self.one, range(len(self.sums)))))
@@ -198,7 +198,7 @@ class Ring:
 
 
 def scattered(num_peers: int, seed: int, added: Sequence[list[Tensor | None]]) -> list[Tensor]:
-    """Sums of peers that were given each of the gradients once, one or the other of them."""
+    """Distribute the gradients over the peers at random, and return the peers' sums."""
     rng = random.Random(seed)
     hands: list[list[list[Tensor | None]]] = [[] for _ in range(num_peers)]
     for one in rng.sample(list(added), len(added)):

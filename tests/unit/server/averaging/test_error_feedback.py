@@ -1,4 +1,4 @@
-"""What codecs lose of averaged gradients is carried to the next step: once, with the record, and by whoever lost it."""
+"""A codec's error in averaged gradients is carried to the next step: once, with the record, by its own peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def swarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
 
 
 async def step(swarm: Swarm, number: int, *, factor: float = 1.0, scale: float = 1.0) -> None:
-    """One microbatch for each server, and the record."""
+    """Run one microbatch on each server, and decide the record."""
     grant = await swarm.steps.grant(4, scale)
     done = []
     for index in range(2):
@@ -81,11 +81,11 @@ def test_a_step_of_no_numbers_is_skipped_and_carries_nothing(swarm: Swarm) -> No
 
 
 def test_what_is_carried_does_not_depend_on_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gradients that travel scaled, as with `16-mixed`; it may change from step to step."""
+    """This applies to scaled gradients, as with `16-mixed`; the scale may change from step to step."""
     monkeypatch.setattr(compression, "SMALLEST", 1)
     weights, carried = [], []
     for scales in ((1.0, 1.0), (1024.0, 64.0)):
-        swarm = Swarm("a b", compression=FEEDBACK, trainers=LEAD)  # a lone one scales as it likes
+        swarm = Swarm("a b", compression=FEEDBACK, trainers=LEAD)  # a single trainer chooses its scale freely
         try:
             for number, scale in enumerate(scales):
                 swarm.run(step(swarm, number, scale=scale))
@@ -100,7 +100,7 @@ def test_what_is_carried_does_not_depend_on_the_scale(monkeypatch: pytest.Monkey
 
 
 def test_it_is_carried_over_a_selection_that_trains_the_same(swarm: Swarm) -> None:
-    """An optimizer got another group, say. Where others train it is of no use."""
+    """For example, the optimizer has a new group. If other parameters train, the carried error is useless."""
     swarm.run(step(swarm, 0))
     stage = swarm.servers[A].steps.stage(0)
     before, selection = stage.generation.carried, stage.selection

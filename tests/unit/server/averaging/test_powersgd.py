@@ -1,4 +1,4 @@
-"""PowerSGD: the product that all have, what each carries on, and what travels for it."""
+"""PowerSGD: the common product, each peer's carried error, and the traffic."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_only_matrices_for_which_it_pays_are_cut() -> None:
 
 @pytest.mark.parametrize("num_peers", [2, 3, 5])
 def test_all_have_the_same_bits_and_those_of_one_machine(loop: VirtualLoop, num_peers: int) -> None:
-    """Over several steps, with what is carried from one to the next."""
+    """Holds over several steps, with errors carried from one to the next."""
     one, carried = reference(), [AveragingState()] * num_peers
     for step in range(4):
         own = [normal(10 * step + place) for place in range(num_peers)]
@@ -105,7 +105,7 @@ def test_of_a_matrix_of_low_rank_nothing_is_lost(loop: VirtualLoop) -> None:
 
 
 def test_directions_come_closer_from_step_to_step(loop: VirtualLoop) -> None:
-    """The basis of a step is what the one before it found."""
+    """Each step starts from the basis that the previous step found."""
     shape = Size([60, 50])
     by = PowerSGD(LowRank([shape], 2), False, compute)
     weights = torch.tensor([1.0, 0.9] + 48 * [0.3], dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_each_peer_sends_little(loop: VirtualLoop, num_peers: int) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_is_seen_by_all(loop: VirtualLoop, value: float) -> None:
-    """The step is skipped then."""
+    """The step is then skipped."""
     own = [normal(0), normal(1)]
     own[1][7] = value
     results = average(Ring(loop, own), averager(), [AveragingState()] * 2)
@@ -149,7 +149,7 @@ def test_a_gradient_of_zeros_keeps_its_directions(loop: VirtualLoop) -> None:
 
 
 def test_who_is_alone_loses_nothing(loop: VirtualLoop) -> None:
-    """And gets what it carried from the time when it was not."""
+    """It also applies the error that it carried from earlier rounds with other peers."""
     own, lost = normal(0), normal(1)
     for by in (averager(), Butterfly(GroupParts(codec("4bit"), compute), True)):
         ring = Ring(loop, [own])
@@ -174,7 +174,7 @@ def test_who_has_no_part_in_it_gets_the_same_bits(loop: VirtualLoop, num_peers: 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.05])
 def test_a_member_that_gives_up_makes_everyone_raise(loop: VirtualLoop, after_s: float) -> None:
-    """In the first half of a round, or in the second."""
+    """It gives up in the first half of a round, or in the second."""
     ring = Ring(loop, [normal(place) for place in range(3)])
 
     async def one(place: int) -> Any:
@@ -199,7 +199,7 @@ def test_a_member_that_gives_up_makes_everyone_raise(loop: VirtualLoop, after_s:
 
 def test_orthonormal_columns_span_what_the_columns_did() -> None:
     columns = normal(0, 200).view(50, 4)
-    columns[:, 2] = columns[:, 0] + 1e-9 * columns[:, 2]  # nearly the same
+    columns[:, 2] = columns[:, 0] + 1e-9 * columns[:, 2]  # nearly equal
     columns *= torch.tensor([1e-150, 1e150, 1e-150, 1.0], dtype=torch.float64)
     found = orthonormal(columns)
     torch.testing.assert_close(found.T @ found, torch.eye(4, dtype=torch.float64), rtol=1e-12, atol=1e-12)
@@ -210,7 +210,7 @@ def test_orthonormal_columns_span_what_the_columns_did() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("num_rows", [5, 32, 97, 1000])
 def test_columns_that_add_nothing_become_zeros(num_rows: int, dtype: torch.dtype) -> None:
-    """What rounding leaves of them may be another one's direction."""
+    """Their rounding residue could have the direction of another column."""
     one = normal(num_rows, num_rows).to(dtype)
     for columns in ([one] * 4, [torch.ones_like(one)] * 4, [one, -one, one / 4, one - one]):
         found = orthonormal(torch.stack(columns, dim=1))
@@ -230,7 +230,7 @@ def test_a_column_of_nan_stays_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_feedback_of_a_gradient_of_rank_one_stays_small(loop: VirtualLoop, dtype: torch.dtype) -> None:
-    """As a layer's is whose outputs are summed up: its rows are the same."""
+    """For example, the gradient of a layer whose outputs are summed has equal rows."""
     by = PowerSGD(LowRank([Size([32, 48])], 4), True, compute)
     own = (torch.ones(32, 1) * normal(0, 48).float()).to(dtype).flatten()
     carried = [AveragingState()] * 2

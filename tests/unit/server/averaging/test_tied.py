@@ -1,4 +1,4 @@
-"""What stages that hold a parameter together make of their means."""
+"""Stages that share a parameter combine their means."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def compute(run: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_norm_of_parts_that_no_float_holds_is_infinite(*, exact: bool) -> None:
-    """Then the step is skipped. What counts in the second stage stands on both sides of what counts in the first."""
+    """The step is then skipped. In the second stage the shared elements lie between its own elements."""
     large = math.sqrt(1.5e308)
     found = {
         0: AveragingResult(torch.tensor([2.0], dtype=torch.float64), 0.0, AveragingState()),

@@ -29,11 +29,11 @@ from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import WIDTH, Swarm, rows
 
 A, J = PeerId("a"), PeerId("j")
-STATE_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 8  # of a stage, after its first step: weights and momenta
+STATE_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 8  # a stage's state after its first step: weights and momenta
 
 
 class Holder:
-    """As much of a stage as a blank asks for."""
+    """A stage with only the attributes that a blank copy needs."""
 
     index = 0
 
@@ -140,7 +140,7 @@ def test_a_throttle_serves_who_comes_first_at_its_rate(loop: VirtualLoop) -> Non
 
     async def go() -> None:
         await asyncio.gather(take("a", 50), take("b", 200), take("c", 10))
-        throttle.charge(100)  # by now 2.1 s worth of it
+        throttle.charge(100)  # more than 2.1 s' worth by now
         await take("d", 1)
         await asyncio.sleep(100.0)
         await take("e", 1000)
@@ -157,7 +157,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int = 16) -> None:
 
 
 def sent_pieces(swarm: Swarm) -> Counter[PeerId]:
-    """Bytes, by who sent them to the joiner."""
+    """Return the bytes that each sender sent the joiner."""
     found = Counter[PeerId]()
     for peer, server in swarm.servers.items():
         found[peer] = server._transport.traffic.sent_bytes[J, PIECE]
@@ -169,7 +169,7 @@ def joined(swarm: Swarm) -> Server:
     joiner = swarm.join(J)
     swarm.run(swarm.step(rows(2), rows(3)))
     assert joiner.membership.is_member
-    swarm.weights()  # all replicas have the same
+    swarm.weights()  # all replicas are equal
     return joiner
 
 
@@ -205,7 +205,7 @@ def test_other_versions_join_with_one_warning(
 
 
 def intercept(server: Server, method: str, change: Callable[[Message], Message]) -> None:
-    """Change what a server answers."""
+    """Change a server's answers."""
     handlers = server._transport._stream_handlers  # type: ignore[attr-defined]
     handle, *limits = handlers[method]
 
@@ -253,7 +253,7 @@ def test_a_helper_that_sends_something_else_is_asked_no_more(
     swarm = make_swarm("a a2", "b b2")
     swarm.run(swarm.step(rows(0), rows(1)))
     boot_id = 100 + len(swarm.servers)
-    helper = [PeerId("a"), PeerId("a2")][boot_id % 2]  # beside the first donor, and the donor of the next attempt
+    helper = [PeerId("a"), PeerId("a2")][boot_id % 2]  # another donor than the first one, and than the next attempt's
 
     def spoil(message: Message) -> Message:
         return Message(message.body, tuple(tensor ^ 1 for tensor in message.tensors)) if spoiling else message

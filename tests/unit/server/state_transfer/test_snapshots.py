@@ -1,4 +1,4 @@
-"""Snapshots: when they are taken, who keeps them, and that there are never more than two."""
+"""Snapshots: their times, their keepers, and that a server holds at most two."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rosters(*names: str) -> list[list[Member]]:
 
 
 def holding(**held: Sequence[tuple[int, int]]) -> dict[PeerId, HeldSnapshots]:
-    """Versions and stages by peer."""
+    """Return held (version, stage) pairs by peer."""
     return {
         PeerId(name): HeldSnapshots(
             host="", snapshots=[HeldSnapshot(version=v, stage_index=i, digest=bytes(32)) for v, i in pairs]
@@ -58,11 +58,11 @@ def holding(**held: Sequence[tuple[int, int]]) -> dict[PeerId, HeldSnapshots]:
     [
         (("a", "b"), {}, ["b", "a"]),
         (("a b", "c"), {}, ["c", "a"]),
-        (("a", "a b"), {}, ["b", None]),  # whoever lives holds the second one
+        (("a", "a b"), {}, ["b", None]),  # each server holds the second stage, so it survives with any
         (("a",), {}, [None]),
         (("a", "b", "c"), {}, ["b", "a", "a"]),
         (("a", "b", "c", "d"), {"a": "1", "b": "1", "c": "2", "d": "2"}, ["c", "d", "a", "b"]),
-        (("a", "b", "c"), {"a": "1", "b": "1"}, ["c", "c", "a"]),  # of `c` nothing is known
+        (("a", "b", "c"), {"a": "1", "b": "1"}, ["c", "c", "a"]),  # the host of `c` is unknown
     ],
 )
 def test_another_server_keeps_a_stage_on_another_host_if_there_is_one(
@@ -87,10 +87,10 @@ def test_where_a_trainer_may_be_replaced_a_server_keeps_what_it_holds() -> None:
     [
         (holding(), None, None),
         (holding(a=[(1, 0), (1, 1)], b=[(1, 1), (1, 0)]), 1, 1),
-        (holding(a=[(1, 0)], b=[(1, 1)]), None, 1),  # each stage is where its own server is
+        (holding(a=[(1, 0)], b=[(1, 1)]), None, 1),  # each stage is on its own server
         (holding(a=[(1, 0), (1, 1), (4, 0)], b=[(1, 1), (1, 0), (4, 1), (4, 0)]), 1, 4),
         (holding(a=[(1, 0), (4, 0)], b=[(1, 1)]), None, 1),
-        (holding(a=[(1, 0), (1, 1)]), None, 1),  # `b` does not answer; its stage is kept by `a`
+        (holding(a=[(1, 0), (1, 1)]), None, 1),  # `b` does not answer; `a` keeps its stage
     ],
 )
 def test_a_snapshot_is_through_when_no_stage_dies_with_its_servers(
@@ -108,7 +108,7 @@ def test_what_all_servers_hold_needs_no_other() -> None:
 
 
 def test_when_a_keeper_is_gone_what_is_whole_is_kept() -> None:
-    """`b` held the first stage alone and kept the second one; the newer snapshot had not come to anyone else."""
+    """`b` alone held the first stage and kept the second; the newer snapshot had reached no other server."""
     held = holding(a=[(5, 0), (5, 1), (10, 1)], c=[(5, 1), (10, 1)])
     assert newest_safe(held, rosters("b", "a c"), [False, False]) is None
     assert version_to_keep(held, rosters("b", "a c"), [False, False]) == 5
@@ -126,7 +126,7 @@ def test_when_a_keeper_is_gone_what_is_whole_is_kept() -> None:
     ],
 )
 def test_what_the_lead_could_go_on_from_is_kept(resumable: list[int] | None, kept: int) -> None:
-    """A loop has no state of its own for a version in whose step it trained another trainer's batch."""
+    """A loop has no state for a version in whose step it trained another trainer's batch."""
     held = holding(a=[(5, 0), (5, 1), (10, 0), (10, 1)], b=[(5, 0), (5, 1), (10, 0), (10, 1), (12, 1)])
     assert version_to_keep(held, rosters("a", "b"), [False, False], resumable) == kept
 
@@ -143,7 +143,7 @@ async def steps(swarm: Swarm, *seeds: int, apart_s: float = 1.0) -> list[Record]
 
 
 def versions(swarm: Swarm) -> dict[str, list[tuple[int, int]]]:
-    """Version and stage of what each server holds."""
+    """Return the (version, stage) pairs that each server holds."""
     return {
         name: [(one.version, one.stage_index) for one in server.snapshots.store.held]
         for name, server in swarm.servers.items()
@@ -223,7 +223,7 @@ def test_a_run_of_one_server_and_one_that_wants_none_take_none(make_swarm: MakeS
 
 
 def test_an_older_one_stays_until_the_newer_one_is_through(make_swarm: MakeSwarm) -> None:
-    """Stage 1 comes to nobody any more, so the first one of all is the last that is of any use."""
+    """Stage 1 is kept by no server any more, so the first snapshot is the last complete one."""
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
     stream = swarm.servers[B]._transport.stream
@@ -276,7 +276,7 @@ def test_going_back_drops_them(make_swarm: MakeSwarm) -> None:
 
 
 def slow_disk(loop: VirtualLoop, seconds: float) -> None:
-    """What runs beside the loop ends so much later."""
+    """Delay the results of the loop's executor."""
 
     def run_later(_executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = loop.create_future()
@@ -351,7 +351,7 @@ def test_one_that_is_dropped_while_it_is_read_is_read_to_its_end(loop: VirtualLo
 
 
 def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -> None:
-    """Its version comes again."""
+    """The new generation reaches its version again."""
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
 
@@ -388,7 +388,7 @@ def test_a_snapshot_is_what_most_servers_of_its_stage_took() -> None:
 
 
 def poisoned(swarm: Swarm, keeper: PeerId, stage_index: int, version: int) -> None:
-    """Have a server keep other weights, with whatever hash fits them."""
+    """Replace the weights that a server keeps, with a matching hash."""
     store = swarm.servers[keeper].snapshots.store
     head, tensors = swarm.run(store.get(stage_index, version))
     others = [tensor + 1.0 if tensor.is_floating_point() else tensor for tensor in tensors]
@@ -438,7 +438,7 @@ def test_a_server_that_joins_meanwhile_keeps_no_snapshot_untold(make_swarm: Make
 
 
 def test_snapshots_that_nobody_ordered_are_told_by_no_record(make_swarm: MakeSwarm) -> None:
-    """The only server of a stage makes some up, which voters would refuse, and which would fill the view of the run."""
+    """The only server of a stage invents snapshots, which voters would refuse, and which would fill the run's view."""
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.servers[B].steps.unrecorded_snapshots = lambda: [snapshot(1, version) for version in (0, 2, 3, 10**6)]
     records = swarm.run(steps(swarm, 1, 2, 3))
@@ -519,7 +519,7 @@ def test_copies_count_if_records_tell_them() -> None:
 
 
 def forged_copy(swarm: Swarm, peer: PeerId, stage_index: int) -> Message:
-    """What a server sends in the place of its stage's snapshot, with the same fingerprint."""
+    """Return a forged snapshot of the server's stage with the same fingerprint."""
     message = copied(swarm.servers[peer].steps.stage(stage_index), 0)
     tensors = tuple(forged(message.tensors))
     assert not all(map(torch.equal, tensors, message.tensors))
@@ -539,7 +539,7 @@ def test_a_keeper_that_was_sent_a_false_copy_gets_another_ones(make_swarm: MakeS
     expected = {name: tensor.clone() for name, tensor in swarm.weights().items()}
     false = forged_copy(swarm, B, 1)
     if told:
-        store.discard(1, 1)  # as if it had not come yet
+        store.discard(1, 1)  # simulates a snapshot that has not arrived yet
         swarm.run(steps(swarm, 2))
         with pytest.raises(ProtocolError, match="a record tells the BLAKE3 digest of stage 1"):
             swarm.run(swarm.servers[B]._transport.stream(A, KEEP, false, timeout=1.0))

@@ -1,4 +1,4 @@
-"""Which versions of the weights go with a loop that is between two batches."""
+"""Versions of the weights that belong to a loop between two batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def between(version: int, completed: Sequence[int] = (), news: int | None = None
 
 
 def versions(one: ResumePoint, *, is_lead: bool = False, counted: Collection[int] = ()) -> list[int]:
-    """Of 0 to 9 those that go with it."""
+    """Return the versions, of 0 to 9, from which the loop can resume."""
 
     def counts(step: int, firsts: Collection[int]) -> bool:
         return step == one.version and set(firsts) <= set(counted)
@@ -29,11 +29,11 @@ def versions(one: ResumePoint, *, is_lead: bool = False, counted: Collection[int
     ("one", "expected"),
     [
         (between(4, news=4), [4]),
-        (between(4, news=7), [4, 5, 6, 7]),  # others filled steps
+        (between(4, news=7), [4, 5, 6, 7]),  # other trainers filled steps
         (between(4, [0], news=4), []),  # its batch is in no record as yet
         (between(4, [0], news=5), [5]),
         (between(4, [0], news=7), [5, 6, 7]),
-        (between(4), [4, 5, 6, 7, 8, 9]),  # whatever others do, its next batch has no place
+        (between(4), [4, 5, 6, 7, 8, 9]),  # its next batch has no place, so later steps change nothing
         (between(4, [0]), []),
     ],
 )
@@ -50,7 +50,7 @@ def test_what_its_server_knows_counts_before_it_has_heard() -> None:
     ("one", "expected"),
     [
         (between(4, news=4), [4]),
-        (between(4, news=7), [4, 7]),  # what others logged came for all steps together
+        (between(4, news=7), [4, 7]),  # the other trainers' logs came for all steps together
         (between(4, [0], news=5), [5]),
         (between(4), [4]),
         (between(4, [0]), []),
