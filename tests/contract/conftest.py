@@ -24,5 +24,5 @@ def world(shared_world: World) -> Iterator[World]:
 
 @pytest.fixture
 def method(request: pytest.FixtureRequest) -> str:
-    """A name of its own for the method under test: the peers are shared, and a method is registered once."""
+    """Return a new name for the method under test, because the peers are shared and a method is registered once."""
     return str(request.node.name)[:200]

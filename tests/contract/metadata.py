@@ -1,4 +1,4 @@
-"""The metadata services of the three clouds, as they document them, at a port of this machine."""
+"""The metadata services of the three clouds, as documented, at a port of this machine."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 
 Pages = dict[str, str]
-"""What is to be read under which path; other paths are not found."""
+"""Path -> content; other paths are not found."""
 
 Asked = tuple[str, str]
 
 
 class Metadata:
-    """A metadata service that says what a test wants, to whoever asks as its provider demands."""
+    """A metadata service with the test's pages, for requests in the form that its provider demands."""
 
     def __init__(self) -> None:
-        self.asked: list[Asked] = []  # method and path
+        self.asked: list[Asked] = []  # (method, path) of each request
         self.pages: Pages = {}
-        self.tokens: list[str] = []  # that are valid
+        self.tokens: list[str] = []  # valid tokens
         self.refuses: Callable[[str, str, Mapping[str, str]], int | None] = lambda *_: None
         self.flavor: str | None = None
         service = self
@@ -70,7 +70,7 @@ class Metadata:
         self._thread.join()
         self.server.server_close()
 
-    # What each provider's service is like.
+    # Properties of each provider's service.
 
     def be_aws(self) -> None:
         self.pages = {TOKEN: "token 1"}
@@ -96,7 +96,7 @@ class Metadata:
         self.refuses = lambda method, _, headers: None if method == "GET" and headers.get("Metadata") == "true" else 400
 
     def schedule(self, kind: str, *resources: str, status: str = "Scheduled") -> None:
-        """An event of Azure's."""
+        """Schedule an event of Azure's."""
         event = {
             "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123",
             "EventStatus": status,
@@ -111,7 +111,7 @@ class Metadata:
 
 
 def let_go(service: Metadata, name: str) -> None:
-    """The provider takes the machine away."""
+    """Simulate the provider's preemption of the machine."""
     if name == "aws":
         service.pages[ACTION] = '{"action": "terminate", "time": "2026-09-18T08:22:00Z"}'
     elif name == "gcp":

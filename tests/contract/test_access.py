@@ -1,4 +1,4 @@
-"""Who may call and be called where peers have certificates, on every transport."""
+"""Rights to call and to be called between peers with certificates, on every transport."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ METHODS = (SEEN, SERVED, TRAINED)
 
 
 class Handled:
-    """The requests that entered the handlers at a peer, whose methods are there for this test only."""
+    """The requests that entered a peer's handlers for methods that only this test has."""
 
     def __init__(self, peer: Peer) -> None:
         self.calls: list[tuple[PeerId, str]] = []
@@ -61,7 +61,7 @@ class Handled:
         return request
 
     async def holds(self, number: int) -> None:
-        """Wait until so many requests have come, in all."""
+        """Wait until a total number of requests has arrived."""
         while len(self.calls) < number:
             self.has_come.clear()
             await self.has_come.wait()
@@ -74,7 +74,7 @@ class Handled:
 
 @pytest.fixture
 def handled(world: World) -> Iterator[Handled]:
-    """Of `b`."""
+    """The requests at `b`."""
     found = Handled(world.b)
     yield found
     found.remove()
@@ -88,7 +88,7 @@ def trust(peer: Peer, credentials: FakeCredentials | None) -> FakeCredentials | 
 
 
 def introduced(world: World, role: Role = Role.KEEPER) -> tuple[FakeCredentials, FakeCredentials]:
-    """Credentials of both."""
+    """Return the credentials of both peers."""
     own = credentials_of(world.a.id, role), credentials_of(world.b.id)
     for peer, credentials in zip((world.a, world.b), own, strict=True):
         trust(peer, credentials)
@@ -119,7 +119,7 @@ each_exchange = pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCH
 
 
 def certifications(world: World) -> int:
-    """Bytes of the certificates that `a` showed."""
+    """Return the bytes of the certificates that `a` presented."""
     return world.a.transport.traffic.sent_bytes[world.b.id, CERTIFY]
 
 
@@ -183,7 +183,7 @@ def test_a_peer_without_certificate_is_not_asked(
     ):
         exchange(world)
     assert handled.calls == []
-    with pytest.raises(Uncertified):  # and the other way round
+    with pytest.raises(Uncertified):  # also in the other direction
         world.run(world.b.transport.call(world.a.id, TRAINED, b"", timeout=EVENTUALLY_S))
 
 
@@ -200,7 +200,7 @@ def test_a_certificate_of_another_run_opens_nothing(
 
 @each_exchange
 def test_nothing_is_sent_to_a_forged_run(world: World, handled: Handled, exchange: Callable[[World], object]) -> None:
-    """It takes every certificate, and shows one that the run's owner did not sign."""
+    """Its peers accept every certificate, and present one that the run's owner did not sign."""
     trust(world.a, credentials_of(world.a.id))
     trust(world.b, Gullible(certificate_of(world.b.id, run=b"forged")))
     before = dict(world.a.transport.traffic.sent_bytes)
@@ -215,7 +215,7 @@ def test_nothing_is_sent_to_a_forged_run(world: World, handled: Handled, exchang
 def test_a_peer_that_forgot_is_shown_the_certificate_again(
     world: World, handled: Handled, exchange: Callable[[World], object]
 ) -> None:
-    """It was restarted, say. The request was refused unread, and enters the handler once."""
+    """For example, it was restarted. The request was refused unread, and enters the handler once."""
     introduced(world)
     call(world)
     handled.calls.clear()
@@ -227,7 +227,7 @@ def test_a_peer_that_forgot_is_shown_the_certificate_again(
 
 
 def test_a_call_is_judged_by_the_gate_that_there_is_now(world: World, handled: Handled) -> None:
-    """The stream that calls share was opened under another gate, which knew nobody."""
+    """The calls' shared stream was opened under another gate, which knew no certificate."""
     trust(world.b, credentials_of(world.b.id))
     with pytest.raises(Uncertified):
         call(world)
@@ -330,7 +330,7 @@ def test_a_ban_ends_what_its_peer_waits_for(world: World, handled: Handled, ask:
 
 
 async def expected(asking: Coroutine[Any, Any, object]) -> SwarmError | None:
-    """The error of a request."""
+    """Return the error of a request."""
     try:
         await asking
     except SwarmError as error:
@@ -401,7 +401,7 @@ def test_a_member_calls_on_while_a_stranger_floods(world: World, handled: Handle
 
     assert world.run(go()) == {"AccessDenied", "Busy"}
     assert len(handled.calls) == 51
-    # One of the flood in a while, and the member's own.
+    # Only a few certificates of the flood were verified, and the member's own.
     assert own.num_verified <= 4
 
 
@@ -471,7 +471,7 @@ def test_a_strangers_streams_take_no_members_place(daemons: World, monkeypatch: 
             await asyncio.sleep(0.01)
         assert [len(there._strangers.of((stranger.id, one))) for one in protocols] == [2, 2]
         assert not any(there._slots.of((stranger.id, one)) for one in protocols)
-        async with asyncio.timeout(EVENTUALLY_S):  # then it has had its time
+        async with asyncio.timeout(EVENTUALLY_S):  # time for it to arrive
             for stream in streams:
                 with pytest.raises((EOFError, OSError)):
                     await stream.channel.readexactly(1)
@@ -495,7 +495,7 @@ def test_a_strangers_streams_take_no_members_place(daemons: World, monkeypatch: 
 
 
 def test_a_peer_that_is_cut_off_is_hung_up_on(daemons: World, handled: Handled) -> None:
-    """Its streams, also those of which it makes no use, and those to it. Another peer keeps its own."""
+    """All streams from and to it end, unused streams included. Another peer keeps its own."""
     introduced(daemons)
     there: Any = daemons.b.transport
     other = daemons.another(daemons.a, daemons.b)
@@ -522,7 +522,7 @@ def test_a_peer_that_is_cut_off_is_hung_up_on(daemons: World, handled: Handled) 
         there.ban(ban_of(daemons.a.id))
         assert to_it.ended
         assert daemons.a.id not in there._pool._idle.values()
-        async with asyncio.timeout(EVENTUALLY_S):  # less than the patience with a stream that is idle
+        async with asyncio.timeout(EVENTUALLY_S):  # less than the timeout of an idle stream
             for stream in streams:
                 with pytest.raises((EOFError, OSError)):
                     await stream.channel.readexactly(1)
@@ -533,7 +533,7 @@ def test_a_peer_that_is_cut_off_is_hung_up_on(daemons: World, handled: Handled) 
         assert slots(other)[0] is others[0]
         async with asyncio.timeout(EVENTUALLY_S):
             while isinstance(error := await expected(ask_small(daemons.a, daemons.b)), Unreachable):
-                pass  # It hears of the end of its own stream a moment later.
+                pass  # The end of its own stream is reported a moment later.
         assert "was banned from this run" in str(error)
 
     try:

@@ -1,4 +1,4 @@
-"""The caller's end of a stream for calls, and the server's, where the other end misbehaves: on a pair of sockets."""
+"""The caller's end of a stream for calls, and the server's, if the other end misbehaves: on a pair of sockets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def connected() -> AsyncIterator[tuple[Stream, Stream]]:
 
 
 def run(go: Callable[[Tasks], Coroutine[Any, Any, None]], *, fast: bool = False) -> None:
-    """On a loop of its own, where nothing may go wrong that nobody sees."""
+    """Run on a separate loop, and check that no error went to its exception handler."""
     complaints: list[dict[str, Any]] = []
     factory = pytest.importorskip("uvloop").new_event_loop if fast else asyncio.new_event_loop
 
@@ -194,7 +194,7 @@ def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() ->
                 return left.pop(0)
 
             caller = OutgoingCalls(open_stream, tasks.spawn, lambda _: 2 * SHORT_S)
-            for _ in range(3):  # to give up early says nothing of the stream
+            for _ in range(3):  # an early end says nothing about the stream
                 asking = asyncio.create_task(caller.exchange(PEER, request(1)))
                 await first[1].channel.readexactly(len(request(1)))
                 asking.cancel()

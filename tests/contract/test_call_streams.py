@@ -1,4 +1,4 @@
-"""Calls that share a stream: what becomes of them when it breaks, rests, or is misused."""
+"""Calls that share a stream, if the stream breaks, is idle, or is misused."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ async def ask(world: HivemindWorld, method: str = "echo", body: bytes = b"") -> 
 
 
 async def line(world: HivemindWorld) -> calls._PeerStream:
-    """The stream that `a` calls `b` over."""
+    """Return the stream of calls from `a` to `b`."""
     return await world.a.transport._calls._streams[world.b.id]  # type: ignore[attr-defined]
 
 
 async def open_stream(world: HivemindWorld) -> Stream:
-    """Another one, to misuse."""
+    """Open another stream, for misuse."""
     stream: Stream = await world.a.transport._daemon.open_stream(world.b.id, _CALL)  # type: ignore[attr-defined]
     return stream
 
@@ -85,7 +85,7 @@ def test_a_stream_that_breaks_ends_its_calls_and_the_next_one_opens_another(worl
         await ask(world)
         before = await line(world)
         waiting = asyncio.create_task(ask(world, "never"))
-        await ask(world)  # the one that waits has been sent
+        await ask(world)  # the waiting request has been sent
         before._stream.close()
         with pytest.raises(Unreachable, match="broke"):
             await waiting
@@ -200,7 +200,7 @@ def test_a_call_that_is_taken_back_makes_room(world: HivemindWorld) -> None:
         async with asyncio.timeout(LONG_S):
             stream = await open_stream(world)
             await stream.write(request(1, "until_cancelled"))
-            await stream.write(encode_cancel(99))  # nobody knows it
+            await stream.write(encode_cancel(99))  # an unknown number
             await ask(world)
             await stream.write(encode_cancel(1))
             while not ended:  # noqa: ASYNC110 - it tells nobody
@@ -213,7 +213,7 @@ def test_a_call_that_is_taken_back_makes_room(world: HivemindWorld) -> None:
 
 
 def test_a_stream_of_a_socket_that_is_closed_by_then_has_ended(world: HivemindWorld) -> None:
-    """And it is no bug of this process, as uvloop's own error would be."""
+    """This must not look like a bug of this process, as uvloop's own error would."""
 
     async def go() -> bool:
         stream = await open_stream(world)

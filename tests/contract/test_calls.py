@@ -25,7 +25,7 @@ from tests.contract.world import World
 SOON_S = 0.3
 """A deadline that is meant to pass."""
 EVENTUALLY_S = 20.0
-"""A deadline that is not."""
+"""A deadline that is not meant to pass."""
 
 
 async def echo(caller: PeerId, body: bytes) -> bytes:
@@ -313,7 +313,7 @@ def test_an_address_where_nobody_answers(world: World) -> None:
 
 
 def test_who_answers_at_an_address_is_found_out(world: World) -> None:
-    """Also of a peer's own address, which it cannot dial."""
+    """This includes a peer's own address, which it cannot dial."""
     for peer in (world.a, world.b):
         [address, *_] = world.run(peer.transport.addresses())
         assert world.run(world.a.transport.identify(address.rpartition("/p2p/")[0])) == peer.id

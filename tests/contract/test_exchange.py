@@ -1,4 +1,4 @@
-"""Peers that do not keep to the protocol, over wires that do: both sides of `network/rpc.py`."""
+"""Peers that violate the protocol on intact wires: both sides of `network/rpc.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loop() -> Iterator[VirtualLoop]:
 
 
 def pair() -> tuple[Channel, Channel, Feed, Feed]:
-    """Two ends of a wire, and what each reads from."""
+    """Return two ends of a wire, and the feed that each reads from."""
     readers = Feed(), Feed()
 
     def end(reader: Feed, other: Feed) -> Channel:
@@ -89,7 +89,7 @@ def test_an_answer_without_its_end_is_a_broken_connection(loop: VirtualLoop) -> 
 
 
 class Server:
-    """Serves one channel with a handler that echoes, and remembers what it was told."""
+    """Serves one channel with a handler that echoes, and records its requests."""
 
     def __init__(self, hold: Hold = hold_all) -> None:
         self.hold = hold
@@ -179,7 +179,7 @@ def test_who_announces_tensors_and_stalls_holds_its_own_share_and_not_for_ever(l
 
 
 def test_a_request_that_drips_is_given_up(loop: VirtualLoop) -> None:
-    """A byte now and then is no sign of good faith. A slow link is."""
+    """A request that arrives byte by byte is given up; a slow link is not."""
     size, rate = 1 << 20, 32 << 10
 
     async def go(num_bytes: int, pause_s: float) -> Server:

@@ -1,4 +1,4 @@
-"""What only hivemind can get wrong. Without the guard, nested records end the process that reads them."""
+"""Behaviour of hivemind itself. Without the guard, nested records end the process that reads them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def world() -> Iterator[HivemindWorld]:
 
 
 def nested_tuples(levels: int) -> bytes:
-    """As hivemind encodes them: each level is an extension that holds a list of the next."""
+    """Return hivemind's encoding, in which each level is an extension with a list of the next."""
     packed = msgpack.packb(None)
     for _ in range(levels):
         packed = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + packed))
@@ -52,7 +52,7 @@ def nested_tuples(levels: int) -> bytes:
 
 
 def signed(key: str, until: float, *, value: bytes = b"good", end_s: float = 0.0, by: Identity = STRANGER) -> bytes:
-    """A record as it is stored until `until`, whose announcement ends then or at `end_s`."""
+    """Return a record that is stored until `until`, whose announcement ends then or at `end_s`."""
     key_id = engine.DHTID.generate(source=key)
     packed = records.pack(by, key_id, value, expires_at=end_s or until, stored_until=until)
     return bytes(records.GuardedSerializer.dumps(packed))
@@ -71,7 +71,7 @@ HOSTILE = {
     "a dictionary": records.MSGPackSerializer.dumps(engine.DictionaryDHTValue()),
     "unsigned": msgpack.packb(msgspec.msgpack.encode(records.Announcement(b"", time.time() + LONG_S))),
 }
-ENDS = {"expired": 1.0, "eternal": 1e300}  # of announcements that are signed
+ENDS = {"expired": 1.0, "eternal": 1e300}  # name -> end of its signed announcement
 
 
 def hostile(name: str, key: str, until: float) -> bytes:
@@ -79,7 +79,7 @@ def hostile(name: str, key: str, until: float) -> bytes:
 
 
 async def store_at(world: HivemindWorld, key: str, tag: bytes, value: bytes, until: float) -> Any:
-    """What a stranger sends: `a` asks `b` to store this."""
+    """Send an arbitrary store request from `a` to `b`."""
     from hivemind.proto import dht_pb2
 
     node = world.a.directory._node  # type: ignore[attr-defined]
@@ -215,7 +215,7 @@ def test_a_peer_whose_daemon_is_killed_ends_at_once_and_says_why(caplog: pytest.
     threading.Timer(0.1, os.kill, (transport.daemon_pid, signal.SIGKILL)).start()
     try:
         with pytest.raises(Unreachable, match=killed):
-            peer.run(asyncio.Event().wait())  # as a server waits for the end of its run
+            peer.run(asyncio.Event().wait())  # like a server that waits for the end of its run
         with pytest.raises(Unreachable, match=killed):
             peer.run(transport.call(PeerId("somebody"), "method", b"", timeout=60.0))
         assert peer.run(asyncio.sleep(0.0, "tidied up")) == "tidied up"
@@ -230,7 +230,7 @@ NUM_MUTANTS = 10_000 * max(1, int(os.environ.get("SWARM_TIMES", "0")))
 
 
 def test_mutations_of_signed_records_are_all_refused() -> None:
-    """`SWARM_TIMES=10` tries 100,000."""
+    """`SWARM_TIMES=10` tries 100,000 mutations."""
     rng, until, now_s = random.Random(0), time.time() + LONG_S, time.time()
     validator = records.OwnRecordsOnly(is_local=False)
     key, other = (engine.DHTID.generate(source=source).to_bytes() for source in ("key", "other"))
@@ -248,7 +248,7 @@ def test_mutations_of_signed_records_are_all_refused() -> None:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """Change, insert or take out one to four bytes."""
+    """Change, insert or remove one to four bytes."""
     changed = bytearray(data)
     while bytes(changed) == data:
         for _ in range(rng.randint(1, 4)):
@@ -322,7 +322,7 @@ def test_an_rsa_key_of_before_works_among_peers_of_one_machine(world: HivemindWo
         validator = world.b.directory._node.protocol.record_validator  # type: ignore[attr-defined]
         before = validator.num_refused
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(validator, "_is_local", False)  # as if other machines reached it
+            patch.setattr(validator, "_is_local", False)  # acts like a peer that other machines reach
             await old.directory.announce("old too", b"value", ttl_s=LONG_S)
             assert dict(await world.a.directory.read("old too")) == {old.id: b"value"}
             assert dict(await world.b.directory.read("old too")) == {}
@@ -350,7 +350,7 @@ def test_a_key_that_a_running_peer_has_is_refused(
     async def start() -> None:
         initial_peers = await world.a.transport.addresses()
         transport, _ = await hivemind.start(initial_peers=initial_peers, identity_path=str(path))
-        await transport.close()  # it shall not outlive this test
+        await transport.close()  # must not outlive this test
 
     with pytest.raises(Unreachable, match=rf"`identity_path` must name a key .*\({world.b.id} answers already\)"):
         world.run(start())
@@ -380,7 +380,7 @@ def test_calls_that_were_given_up_are_forgotten(world: HivemindWorld) -> None:
         with pytest.raises(DeadlineExceeded):
             await world.a.transport.call(world.b.id, "sleepy", b"", timeout=0.2)
         await ended.wait()
-        await world.a.transport.ping(world.b.id)  # it comes after the given-up one, over the same stream
+        await world.a.transport.ping(world.b.id)  # it follows the abandoned ping on the same stream
         assert set(serving) == before
 
     world.run(go())
@@ -441,7 +441,7 @@ def test_everything_works_on_a_plain_asyncio_loop() -> None:
         assert dict(await first.directory.read("key")) == {second.id: b"value"}
         await second.close()
         await first.close()
-        # asyncio notices a child's end in a thread of its own; a loop that is closed before it leaves a warning behind.
+        # Asyncio detects a child's end in a separate thread, and warns if its loop is closed before that.
         for peer in (first, second):
             await asyncio.wait_for(peer.transport._p2p._child.wait(), LONG_S)  # type: ignore[attr-defined]
 
@@ -475,7 +475,7 @@ def test_a_peer_whose_clock_is_wrong_is_not_let_in_and_told_why(
 
 
 def test_an_answer_to_a_call_that_was_just_cancelled_ends_no_other(world: HivemindWorld) -> None:
-    """The moment is one turn of the loop long; here it is hit with certainty."""
+    """The critical moment lasts one turn of the loop; here the test causes it deterministically."""
     from google.protobuf.wrappers_pb2 import BytesValue  # type: ignore[import-untyped]  # ships no types
 
     async def answer(request: Any, context: Any) -> Any:
@@ -494,12 +494,12 @@ def test_an_answer_to_a_call_that_was_just_cancelled_ends_no_other(world: Hivemi
         call = asyncio.create_task(ask("test.silent", BytesValue(), BytesValue))
         while not (pending := set(control._pending_calls) - before):  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
-        for _ in range(10):  # until the task waits for its answer
+        for _ in range(10):  # lets the task wait for its answer
             await asyncio.sleep(0)
         call.cancel()
         (call_id,) = pending
         assert control._pending_calls[call_id].cancelled()
-        control._pending_calls[call_id].set_result(b"late")  # what the task that reads for all does
+        control._pending_calls[call_id].set_result(b"late")  # simulates the task that reads all answers
         control._pending_calls[call_id].set_exception(OSError("late"))
         await asyncio.wait({call})
         assert call.cancelled()
@@ -509,7 +509,7 @@ def test_an_answer_to_a_call_that_was_just_cancelled_ends_no_other(world: Hivemi
 
 
 def test_a_client_that_reads_no_more_closes_its_transport() -> None:
-    """Rather than wait for answers that never come."""
+    """It must not wait for answers that never come."""
     lone = HivemindWorld()
     lone.open()
     try:
@@ -528,7 +528,7 @@ def test_a_client_that_reads_no_more_closes_its_transport() -> None:
 
 
 def test_nobody_complains_of_a_way_that_nobody_waits_for_any_more() -> None:
-    """A call that was given up while its stream was opened, to a peer that turned out to be dead."""
+    """A call was abandoned while its stream to a dead peer was being opened."""
     calls = pytest.importorskip("lightning_swarm.network.hivemind.calls")
 
     async def main() -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ streams = pytest.importorskip("lightning_swarm.network.hivemind.streams")
 
 LOOPS = ["asyncio", "uvloop"]
 SMALL = inbox._STAGING_BYTES // 2
-"""Most bytes that are read without memory of their own."""
+"""Most bytes that are read without separate memory."""
 
 
 def run(kind: str, go: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -80,7 +80,7 @@ def test_bytes_come_in_order_however_they_are_read(kind: str, seed: int) -> None
             while len(got) < len(data):
                 got += await read(stream, len(data) - len(got))
                 if rng.random() < 0.1:
-                    await asyncio.sleep(0)  # the socket is read on, with nobody waiting
+                    await asyncio.sleep(0)  # the loop reads from the socket without a waiting reader
             assert got == data
             assert stream.channel.take_counts() == (0, len(data))
 
@@ -166,7 +166,7 @@ def test_a_cancelled_read_of_a_few_bytes_has_read_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_what_had_arrived_before_is_not_lost(kind: str) -> None:
-    """The daemon's answer and the first bytes of the stream may come at once."""
+    """The daemon's answer and the first bytes of the stream may arrive at once."""
 
     async def go() -> None:
         mine, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""What strangers may ask of a peer's directory, and what they may leave in it: the attacks are made on real nodes."""
+"""Limits on strangers' requests and records in a peer's directory, attacked on real nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def world() -> Iterator[HivemindWorld]:
 
 @pytest.fixture(autouse=True)
 def rested(world: HivemindWorld) -> None:
-    """No peer has asked for anything of late."""
+    """Reset the rate limits."""
     protocol(world.b)._rates._left.clear()
 
 
@@ -40,7 +40,7 @@ def protocol(peer: Peer) -> Any:
 
 
 def ask(world: HivemindWorld, method: str, request: Any) -> Any:
-    """What a stranger sends: `a` asks `b`."""
+    """Send an arbitrary request from `a` to `b`."""
     stub = protocol(world.a).get_stub(engine.PeerID.from_base58(world.b.id))
     return world.run(getattr(stub, method)(request, timeout=10.0))
 
@@ -50,7 +50,7 @@ def ids(number: int) -> list[bytes]:
 
 
 def signed(key: bytes, value: bytes, until: float, identity: Identity = STRANGER) -> bytes:
-    """A record as it is stored."""
+    """Return a record in its stored form."""
     key_id = engine.DHTID.from_bytes(key)
     record = records.pack(identity, key_id, value, expires_at=until, stored_until=until)
     return bytes(records.GuardedSerializer.dumps(record))
@@ -203,7 +203,7 @@ def test_who_waits_may_ask_again() -> None:
 def test_a_refusal_hides_nobody_who_stores(
     world: HivemindWorld, monkeypatch: pytest.MonkeyPatch, refusing: str
 ) -> None:
-    """The refusal is the last answer, which is the one that hivemind believes."""
+    """The refusal is the last answer, which is the one that hivemind uses."""
     third = world.another(world.a, world.b)
     refused = []
 
@@ -235,7 +235,7 @@ def test_a_refusal_hides_nobody_who_stores(
 
 
 def test_hivemind_itself_keeps_its_own_protocol(world: HivemindWorld) -> None:
-    """Other users of hivemind in this process store what they like."""
+    """Other users of hivemind in this process can store any record."""
     from hivemind.dht import node
 
     assert isinstance(protocol(world.b), kademlia.BoundedProtocol)
@@ -250,7 +250,7 @@ def validator(peer: Peer) -> Any:
 
 
 def forged(name: str, key: bytes, other: bytes, peer: Peer) -> tuple[bytes, float]:
-    """What somebody else makes of the records that a peer announced under two keys, as the newest under its name."""
+    """Forge a peer's records of two keys, so that the forgery is the newest under its name."""
     storage = protocol(peer).storage
     true, until = storage.data[engine.DHTID.from_bytes(key)].value.data[peer.id]
     swapped, swapped_until = storage.data[engine.DHTID.from_bytes(other)].value.data[peer.id]
@@ -274,7 +274,7 @@ def forged(name: str, key: bytes, other: bytes, peer: Peer) -> tuple[bytes, floa
             for change in changes
         },
     }
-    assert later > until  # else it would not be the newest, whoever has signed it
+    assert later > until  # otherwise it would not be the newest, for any signer
     return values[name](), later
 
 
@@ -285,7 +285,7 @@ FORGERIES = (
 
 
 def announced(world: HivemindWorld, name: str) -> tuple[bytes, bytes]:
-    """Two keys under which `a` announced something."""
+    """Return two keys under which `a` announced a value."""
     for key in (name, f"{name} too"):
         world.run(world.a.directory.announce(key, key.encode(), ttl_s=LONG_S))
     one, other = (engine.DHTID.generate(source=key).to_bytes() for key in (name, f"{name} too"))
@@ -318,7 +318,7 @@ def test_who_speaks_for_another_is_refused_where_it_would_be_stored(
 
 
 def test_who_speaks_for_another_in_an_answer_is_not_heard_and_hides_nothing(world: HivemindWorld) -> None:
-    """A liar holds forgeries, and claims that its answer lives for ever: the search would end with such a one."""
+    """A malicious peer claims that its forgeries live for ever, and hivemind's search would end with such an answer."""
     sources = {name: f"held {name}" for name in FORGERIES}
     keys = {name: announced(world, source) for name, source in sources.items()}
     liar = world.another(world.a, world.b)

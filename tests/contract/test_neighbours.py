@@ -1,4 +1,4 @@
-"""Peers of one machine talk past their daemons, and nobody can pass for another."""
+"""Peers of one machine communicate past their daemons, without impersonation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def world() -> Iterator[NeighbourWorld]:
 
 
 def serve(peer: Peer) -> None:
-    """Say whom it takes the caller for, and give tensors back."""
+    """Answer calls with the caller's id, and streams with their message."""
 
     async def who(caller: PeerId, _: bytes) -> bytes:
         return caller.encode()
@@ -60,7 +60,7 @@ def inside(peer: Peer) -> Any:
 
 @contextmanager
 def carried(peer: Peer) -> Iterator[list[PeerId]]:
-    """To whom the peer opens streams over its daemon."""
+    """Collect the peers to which the peer opens streams through its daemon."""
     daemon = peer.transport._daemon  # type: ignore[attr-defined]
     opened: list[PeerId] = []
     open_stream = daemon.open_stream
@@ -75,7 +75,7 @@ def carried(peer: Peer) -> Iterator[list[PeerId]]:
 
 
 def stand_in_for(peer: Peer) -> socket.socket:
-    """Listen in a peer's name."""
+    """Listen under a peer's name."""
     inside(peer).close()
     impostor = socket.socket(socket.AF_UNIX)
     impostor.bind(neighbours._name(peer.id))
@@ -85,7 +85,7 @@ def stand_in_for(peer: Peer) -> socket.socket:
 
 
 async def said(peer: Peer, *data: bytes) -> bytes:
-    """What a peer answers to one who connects and says this."""
+    """Connect to a peer and send data; return its answer."""
     connected = neighbours._connect(peer.id)
     reader, writer = await asyncio.open_unix_connection(sock=connected)
     for piece in data:
@@ -114,7 +114,7 @@ def test_all_but_the_introduction_goes_past_the_daemons(world: NeighbourWorld) -
         assert opened == [world.b.id]  # the introduction
         sent = world.a.transport.traffic.sent_bytes
         assert 0 < sent[world.b.id, neighbours.INTRODUCE] < 200
-        assert sent[world.b.id, WHO] > tensor.nbytes  # as over a daemon
+        assert sent[world.b.id, WHO] > tensor.nbytes  # counts as over a daemon
 
     world.run(go())
 
@@ -140,7 +140,7 @@ def test_who_is_on_no_other_machine_but_has_no_socket_is_asked_over_the_daemon(w
 def test_an_impostor_gets_no_calls(world: NeighbourWorld, answer: bytes | None) -> None:
     async def go() -> None:
         inside(world.a)._introductions[world.b.id] = await inside(world.a)._introduce(world.b.id)
-        inside(world.a)._greeting_s = 1.0  # while it says nothing
+        inside(world.a)._greeting_s = 1.0  # while it sends no greeting
         impostor = stand_in_for(world.b)
         heard = bytearray()
         loop = asyncio.get_running_loop()
@@ -170,15 +170,17 @@ def test_a_caller_without_the_secret_is_not_heard(world: NeighbourWorld) -> None
     async def go() -> None:
         of_b = await world.b.transport.call(world.a.id, neighbours.INTRODUCE, b"", timeout=20.0)
         shown, proof = of_b[:32], of_b[32:]
-        assert await said(world.a, greeting(world.b.id, shown)) == proof  # what the others lack
+        # The valid greeting; each of the following has one defect.
+        assert await said(world.a, greeting(world.b.id, shown)) == proof
         assert await said(world.a, greeting(world.b.id, proof)) == b""  # the wrong one of the two
-        assert await said(world.a, greeting(world.a.id, shown)) == b""  # another's
+        assert await said(world.a, greeting(world.a.id, shown)) == b""  # another peer's
         assert await said(world.a, greeting(PeerId("nobody"), bytes(32))) == b""
         assert await said(world.a, greeting(world.b.id, shown, magic=b"HTTP")) == b""
         assert await said(world.a, greeting(world.b.id, shown)[:-1]) == b""
         assert await said(world.a, b"") == b""
         assert await said(world.a, bytes(range(256)) * 4) == b""
-        assert await said(world.a, greeting(world.b.id, shown, protocol=b"of my own")) == proof  # and then the end
+        # The answer is the proof, and then the stream ends.
+        assert await said(world.a, greeting(world.b.id, shown, protocol=b"of my own")) == proof
         with pytest.raises(ProtocolError, match="no arguments"):
             await world.b.transport.call(world.a.id, neighbours.INTRODUCE, b"me", timeout=20.0)
         assert await whom(world.a, world.b) == world.b.id.encode()
@@ -227,7 +229,7 @@ def test_a_peer_that_began_anew_is_found_again(world: NeighbourWorld, tmp_path: 
         with carried(world.a) as opened:
             for _ in range(2):
                 await world.a.transport.stream(second.id, WHO, Message(tensors=(torch.ones(1 << 20),)), timeout=20.0)
-        assert opened == [second.id]  # the introduction: the old one is not good any more
+        assert opened == [second.id]  # the introduction, because the old one is invalid
 
     world.run(go())
 

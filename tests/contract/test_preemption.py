@@ -1,4 +1,4 @@
-"""Notices of the three clouds, by the protocols that they document, from a server of this machine."""
+"""Preemption notices of the three clouds, by their documented protocols, from a server on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def service() -> Iterator[Metadata]:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """On a virtual clock: its threads are this one, so a look takes no time."""
+    """Run on a virtual clock with inline threads, so that a look takes no time."""
     with closing(VirtualLoop()) as loop:
         return loop.run_until_complete(work)
 
@@ -117,7 +117,7 @@ def test_azure_tells_of_other_machines_and_of_pauses_too(
     ],
 )
 def test_what_is_no_notice_is_none(service: Metadata, name: str, path: str, said: str) -> None:
-    """Nobody leaves for a page that it does not understand."""
+    """A page that cannot be parsed makes no peer leave."""
     getattr(service, f"be_{name}")()
     service.pages[path] = said
     with pytest.raises(NoAnswer):
@@ -140,7 +140,7 @@ def test_a_service_that_is_gone_or_silent_is_no_notice(name: str) -> None:
 
 
 def watched(service: Metadata, name: Preemption, *, until: float, at: dict[float, Callable[[], None]]) -> Any:
-    """The reasons that were told within `until` seconds, when, and whether the watch is over then."""
+    """Return the reported reasons and their times within `until` seconds, and whether the watch has ended by then."""
     told: list[tuple[float, str]] = []
 
     async def go() -> bool:
@@ -185,7 +185,7 @@ def test_nobody_is_asked_again_where_no_cloud_answers(service: Metadata) -> None
 
 
 def test_asking_goes_on_while_there_is_no_answer(service: Metadata, caplog: pytest.LogCaptureFixture) -> None:
-    """Which is said once."""
+    """The failure is logged once."""
 
     def repair() -> None:
         service.be_gcp()

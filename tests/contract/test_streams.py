@@ -27,7 +27,7 @@ from tests.contract.world import World
 SOON_S = 0.3
 """A deadline that is meant to pass."""
 EVENTUALLY_S = 20.0
-"""A deadline that is not."""
+"""A deadline that is not meant to pass."""
 
 BIG = 30 << 20
 
@@ -170,7 +170,7 @@ def test_a_request_that_is_too_large_never_reaches_the_handler(world: World, met
     ("max_bytes", "num_bytes", "most"),
     [
         (SMALL_BYTES + 1, BIG, SMALL_BYTES + 1),
-        (1000, BIG, SMALL_BYTES),  # it would hold up others, so it is not even sent
+        (1000, BIG, SMALL_BYTES),  # it would hold up other calls, so it is not even sent
         (SMALL_BYTES, SMALL_BYTES + 1, SMALL_BYTES),
     ],
 )
@@ -189,7 +189,7 @@ def test_an_answer_that_is_too_large_is_refused_unread(
 @pytest.mark.parametrize("num_bytes", [0, 1, SMALL_BYTES])
 def test_what_is_small_goes_beside_the_calls(world: World, method: str, num_bytes: int) -> None:
     async def go() -> None:
-        for bound in (SMALL_BYTES, SMALL_BYTES + 1):  # beside calls, and over a stream
+        for bound in (SMALL_BYTES, SMALL_BYTES + 1):  # with the calls' stream, and over a separate stream
             answer = await world.a.transport.stream(world.b.id, method, sent, timeout=EVENTUALLY_S, max_bytes=bound)
             assert answer.body == world.a.id.encode() + b" says body"
             assert torch.equal(answer.tensors[0], sent.tensors[0])
@@ -218,7 +218,7 @@ def test_bounds_hold_for_what_goes_beside_calls_too(world: World, method: str, n
         with pytest.raises(ProtocolError, match="at most 1000"):
             await stream(Message())
         assert len(called) == 1
-        assert await world.a.transport.ping(world.b.id) < EVENTUALLY_S  # the others' stream goes on
+        assert await world.a.transport.ping(world.b.id) < EVENTUALLY_S  # the stream of the other calls continues
 
     world.b.transport.handle_stream(method, take, max_bytes=1000)
     world.run(go())
@@ -387,7 +387,7 @@ def test_a_peer_that_dies_in_mid_stream(world: World, method: str, size: int) ->
     victim.transport.handle_stream(method, echo)
 
     async def go() -> None:
-        # Then the large request is stuck half way, and nothing is answered, when the peer dies.
+        # The large request is stuck half-way, and no answer was sent, when the peer dies.
         world.freeze(victim)
         exchange = asyncio.create_task(
             world.a.transport.stream(
@@ -473,7 +473,7 @@ def test_nobody_there(world: World, method: str) -> None:
 
 
 def test_a_peer_that_answers_twice_is_heard_once(world: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its second answer is never taken for that of the next request, which fails or gets its own."""
+    """Its second answer must not be used for the next request, which fails or gets its own."""
     honest = rpc.answer_to
     num_doubled = 0
 

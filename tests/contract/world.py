@@ -34,11 +34,11 @@ class Peer:
 
 
 class World(ABC):
-    """Some peers on one loop, and the means to harm them. `a` and `b` live as long as the module's tests."""
+    """Some peers on one loop, and ways to harm them. `a` and `b` live as long as the module's tests."""
 
     loop: asyncio.AbstractEventLoop
     stranger: PeerId
-    """A well-formed identity that nobody has."""
+    """A well-formed identity without a peer."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
@@ -59,11 +59,11 @@ class World(ABC):
         self.loop.close()
 
     def another(self, *known: Peer) -> Peer:
-        """One more peer, for this test only: to be harmed. It knows, and shares a directory with, `known`."""
+        """Start another peer for this test only, which may be harmed. It shares a directory with `known`."""
         return self.adopt(self.run(self.start(*known)))
 
     def adopt(self, peer: Peer) -> Peer:
-        """Close a peer at the end of this test, also if that fails: uvloop waits for ever for what is left open."""
+        """Close a peer at the end of this test, even if it fails: uvloop waits for ever for open handles."""
         self.others.append(peer)
         return peer
 
@@ -112,7 +112,7 @@ class MemoryWorld(World):
 
 
 class HivemindWorld(World):
-    """Peers that talk over their daemons, as those of different machines do."""
+    """Peers that communicate over their daemons, as peers of different machines do."""
 
     stranger = PeerId("12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR")
     neighbours = False
@@ -141,7 +141,7 @@ class HivemindWorld(World):
 
     def _signal(self, peer: Peer, number: signal.Signals) -> int | None:
         daemon = peer.transport._p2p._child  # type: ignore[attr-defined]  # the harm is done to the process itself
-        # A pid that has been reaped may be someone else's by now.
+        # The pid of a reaped child may belong to another process.
         if daemon.returncode is not None:
             return None
         os.kill(daemon.pid, number)
