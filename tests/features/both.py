@@ -1,4 +1,4 @@
-"""The same training by the plain Trainer and by a swarm of two stages, with callbacks and loggers of their own."""
+"""Trains twice, with the plain Trainer and with a swarm of two stages, each with its own callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Make = Callable[[], Any]
 
 
 class Trained(DigitsMLP):
-    """Logs as people do."""
+    """Logs in the usual ways."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -52,7 +52,7 @@ class Evaluated(Trained):
 
 @dataclass(frozen=True)
 class Both:
-    """Two runs that should be one."""
+    """Two runs that must have equal results."""
 
     plain: Run
     swarm: SwarmRun
@@ -62,7 +62,7 @@ class Both:
         return self.plain.trainer, self.swarm.trainer
 
     def logged(self) -> dict[str, float]:
-        """The plain Trainer's `callback_metrics`; the swarm's are equal."""
+        """Return the plain Trainer's `callback_metrics`; check that the swarm's are equal."""
         plain, swarm = ({name: float(value) for name, value in one.callback_metrics.items()} for one in self.trainers)
         assert swarm == approx(plain)
         return plain
@@ -83,8 +83,8 @@ def fit_both(
         make_module: Builds the module.
         validation: At most one loader.
         data: Makes the training data.
-        made: Arguments of the Trainer that each run needs its own of; called with ``"plain"`` and ``"swarm"``.
-        exact: Every loss and weight must be the same but for rounding in float64.
+        made: Makes arguments of the Trainer that the runs must not share; called with ``"plain"`` and ``"swarm"``.
+        exact: Every loss and weight must be equal up to rounding in float64.
         swarm: Arguments of `run_swarm` alone.
         options: Further arguments of the Trainer.
     """
@@ -98,7 +98,7 @@ def fit_both(
 
 
 def trainers(microbatch_size: int = 3, **options: Any) -> tuple[L.Trainer, L.Trainer]:
-    """A plain Trainer and one with a swarm, for what is not `fit`."""
+    """Return a plain Trainer and one with a swarm, for methods other than `fit`."""
     swarm = InMemoryStrategy(num_stages=2, microbatch_size=microbatch_size)
     with quiet_warnings():
         return (
@@ -108,7 +108,7 @@ def trainers(microbatch_size: int = 3, **options: Any) -> tuple[L.Trainer, L.Tra
 
 
 def evaluate_both(fn: str, data: Any = None, **options: Any) -> tuple[Any, Any]:
-    """What ``Trainer.<fn>`` returns, plain and through a swarm."""
+    """Return the results of ``Trainer.<fn>``, plain and through a swarm."""
     results = []
     for trainer in trainers(**options):
         torch.manual_seed(0)
@@ -118,5 +118,5 @@ def evaluate_both(fn: str, data: Any = None, **options: Any) -> tuple[Any, Any]:
 
 
 def approx(values: Any) -> Any:
-    """Equal but for rounding in float64."""
+    """Return a value that compares equal up to rounding in float64."""
     return pytest.approx(values, rel=1e-9, nan_ok=False)

@@ -1,4 +1,4 @@
-"""How a test of this folder says which row of the table of features it is."""
+"""The mark that assigns a test of this folder to a row of the table of features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def feature(name: str, verdict: Verdict, note: str = "") -> pytest.MarkDecorator
 
     Args:
         name: The feature as users of Lightning write it, in Markdown.
-        verdict: What the test shows.
-        note: What they should know besides: a limit, or the remedy.
+        verdict: The test's result.
+        note: A limit or a remedy that users should know.
     """
     return pytest.mark.feature(name, verdict, note)

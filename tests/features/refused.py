@@ -1,4 +1,4 @@
-"""What is refused is refused before anyone is asked to serve."""
+"""Refused settings are refused before any peer is asked to serve."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.parity.models import DigitsMLP, digits, loader
 
 
 def assert_refused(message: str, make_module: Callable[[], L.LightningModule] = DigitsMLP, **options: Any) -> None:
-    """`fit` raises an error that says rule, value and remedy, and no peer was admitted to a run.
+    """Check that `fit` raises an error with rule, value and remedy, and that no peer was admitted to a run.
 
     Args:
         message: A regular expression.
         make_module: Builds the module.
-        options: Of the Trainer.
+        options: Arguments of the Trainer.
     """
     strategy = InMemoryStrategy(num_stages=2)
     trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": 1, **options}, strategy=strategy)

@@ -44,7 +44,7 @@ Row = tuple[str, Verdict, str]
 
 
 def render() -> str:
-    """The whole file."""
+    """Return the whole file."""
     parts = [_HEAD.read_text(encoding="utf-8")]
     for name in _MODULES:
         module = importlib.import_module(f"tests.features.{name}")
@@ -55,7 +55,7 @@ def render() -> str:
 
 
 def rows_of(module: ModuleType) -> list[Row]:
-    """The rows of one module's tests, in their order.
+    """Return the rows of one module's tests, in their order.
 
     Raises:
         ValueError: A test has no mark.
@@ -71,7 +71,7 @@ def rows_of(module: ModuleType) -> list[Row]:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    """Lines of a table, and a list of the notes that are too long for a cell."""
+    """Return the lines of a table, and a list of the notes that are too long for a cell."""
     lines = ["| feature | verdict | note |", "|---|---|---|"]
     below = []
     for name, verdict, note in rows:

@@ -20,7 +20,7 @@ from tests.parity.models import digits, loader
 
 
 class Watched(Evaluated):
-    """Notes what validation finds; float64 from the start, as the averages are copies of the start."""
+    """Records the validation losses; float64 from the start, because the averages are copies of the start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def swa() -> L.Callback:
 
 
 def averaged(make: Any, folder: Path, **options: Any) -> Both:
-    """Losses, validation losses, final weights and all that is in the files are equal."""
+    """Train twice; check that losses, validation losses, final weights and files are equal."""
     both = fit_both(
         Watched,
         loader(digits(), 20),
@@ -119,7 +119,7 @@ def test_averages(make: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @feature("averages in checkpoints", WORKS, "both ways between a swarm and a plain Trainer")
 def test_resuming(make: Any, first: Any, then: Any, tmp_path: Path) -> None:
-    """What the plain Trainer does with its own file is what all others do."""
+    """Any combination of Trainers equals the plain Trainer with its own file."""
 
     def parts(first: Any, then: Any, folder: Path) -> Any:
         def go(run: Any, name: str, **options: Any) -> Any:
@@ -145,7 +145,7 @@ def test_resuming(make: Any, first: Any, then: Any, tmp_path: Path) -> None:
     "their states move from a swarm to a plain Trainer and back",
 )
 def test_round_trip(tmp_path: Path) -> None:
-    """What stops the third run is what the first two have counted."""
+    """The third run stops by counts that include the first two runs."""
 
     def through(*runs: Any, folder: Path) -> list[Any]:
         made = []

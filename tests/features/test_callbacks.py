@@ -283,9 +283,7 @@ def test_lr_find(tmp_path: Path) -> None:
             assert tuned is not None
             torch.testing.assert_close(dict(module.state_dict()), start, rtol=0.0, atol=0.0)
             assert (trainer.global_step, module.learning_rate) == (0, tuned.suggestion())
-            trainer.save_checkpoint(
-                tmp_path / "after.ckpt"
-            )  # the weights are those of before the trial: nothing is stale
+            trainer.save_checkpoint(tmp_path / "after.ckpt")  # the weights are current, from before the trial
             trainer.fit(module)
         assert trainer.global_step == STEPS
         found.append((tuned.results, module.learning_rate, dict(module.state_dict())))
@@ -298,7 +296,7 @@ def test_lr_find(tmp_path: Path) -> None:
 
 
 class FindsAgain(callbacks.LearningRateFinder):
-    """As Lightning's documentation has it: at the beginning of certain epochs."""
+    """As in Lightning's documentation, it runs at the beginning of certain epochs."""
 
     def __init__(self, *epochs: int) -> None:
         super().__init__(num_training_steps=20)
@@ -306,7 +304,7 @@ class FindsAgain(callbacks.LearningRateFinder):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Not yet."""
+        """Skip the start of `fit`."""
 
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -315,7 +313,7 @@ class FindsAgain(callbacks.LearningRateFinder):
 
 
 def assert_same_rates(make: Callable[[], Any], folder: Path, *, num_restarts: int) -> Any:
-    """What the plain Trainer's finder found; the swarm's is equal, and so is the training around it."""
+    """Return the plain Trainer's learning rates and finder; check that the swarm's are equal, and its training, too."""
     finders: dict[str, Any] = {}
 
     def finding(name: str) -> list[L.Callback]:

@@ -29,7 +29,7 @@ from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, loader, sentenc
 def saved(
     folder: Path, *validation: Any, save: dict[str, Any], model: type[Trained] | None = None, **options: Any
 ) -> tuple[Both, list[str]]:
-    """The names of the files that a ModelCheckpoint left; the swarm's are equal, and so are the weights in them."""
+    """Return both runs and a ModelCheckpoint's file names; check that the swarm's files and weights are equal."""
     both = fit_both(
         model or (Evaluated if validation else Trained),
         *validation,
@@ -153,7 +153,7 @@ def test_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def saved_by_swarm(folder: Path, *, every_n_train_steps: int, callbacks: list[L.Callback], **options: Any) -> list[int]:
-    """The steps of a ModelCheckpoint's files, each of which holds what the plain Trainer has by then."""
+    """Return the steps of a ModelCheckpoint's files; check each against the plain Trainer after as many steps."""
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=every_n_train_steps, save_top_k=-1)
     run_swarm(
         Trained, loader(digits()), max_steps=STEPS, enable_checkpointing=True, callbacks=[*callbacks, save], **options
@@ -193,7 +193,7 @@ def test_writing_meanwhile(tmp_path: Path) -> None:
 
 
 class Sized(Net):
-    """A width that only the file knows."""
+    """Has a width that only the file contains."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__(nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)))
@@ -253,7 +253,7 @@ def test_saving_and_loading(cls: Any, data: Any, options: dict[str, Any], tmp_pa
 
 @feature("`Trainer.validate`, `test`, `predict` with `ckpt_path='best'`, `'last'`", WORKS)
 def test_evaluating_files(tmp_path: Path) -> None:
-    """The best is of the first of two epochs; neither is what the module holds."""
+    """The best file is of the first of two epochs; neither file equals the module's current weights."""
     both = fit_both(
         lambda: Evaluated().double(),  # before weights are restored, as the file holds float64
         loader(digits(), 20),
@@ -321,7 +321,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 
 class Renamed(Trained):
-    """Calls its tensors otherwise in checkpoints, as modules do that were renamed."""
+    """Renames its tensors in checkpoints, as modules do that were refactored."""
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class Renamed(Trained):
 
 
 class Halved(Trained):
-    """Saves tensors that it makes of its own."""
+    """Saves tensors that it computes."""
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from tests.parity.harness import WEIGHT_TOLERANCE, assert_exact, quiet_warnings,
 from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, TinyGPT, TinyGPTWithLosses, digits, loader, sentences
 from tests.parity.test_whole import WHOLE, Branches, Images
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo reads it
 
 
 class Counting:
-    """A backend that compiles to what it is given, and counts how often that runs: not what runs eagerly."""
+    """A backend that compiles a graph to itself and counts its runs; code that runs eagerly is not counted."""
 
     def __init__(self) -> None:
         self.ran: Counter[str] = Counter()
@@ -57,7 +57,7 @@ def _forgets() -> Any:
 
 
 def compiled_runs(make_module: Callable[[], Any], data: Any, **options: Any) -> tuple[Any, Any, Counting]:
-    """The plain run without a compiler, the swarm's with one whose every microbatch and stage went through it."""
+    """Train the plain run without a compiler; check that each microbatch and stage of the swarm ran compiled."""
     backend = Counting()
     plain = run_plain(make_module, data, max_steps=STEPS)
     swarm = run_swarm(
@@ -94,7 +94,7 @@ class CompiledBranches(Branches):
 
 
 class CompiledImages(Images):
-    """With a batch norm in what is compiled."""
+    """Has a compiled batch norm."""
 
     def __init__(self) -> None:
         super().__init__(Recipe(optimizer="sgd"))
@@ -151,7 +151,7 @@ def test_dropout_in_compiled_stages() -> None:
 
 
 class CompilesItsBlocks(TinyGPT):
-    """As Lightning and torch recommend: in `configure_model`."""
+    """Compiles in `configure_model`, as Lightning and torch recommend."""
 
     backend: Any
 

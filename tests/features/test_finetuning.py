@@ -21,7 +21,7 @@ EPOCH = 7
 
 
 class Backbone(L.LightningModule):
-    """A backbone and a head, as `BackboneFinetuning` wants them; their norms begin with equal values."""
+    """A backbone and a head, as `BackboneFinetuning` needs them; their norms begin with equal values."""
 
     def __init__(self, momentum: float = 0.9) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def unfreezing(_: str = "") -> list[L.Callback]:
 
 
 def reselections(run: SwarmRun) -> dict[int, int]:
-    """Steps whose record says anew what trains, and in how many groups."""
+    """Return the steps whose record changes the trained parameters, with the number of groups."""
     return {
         record.step: record.change.selection.num_groups for record in run.records if record.change.selection is not None
     }
@@ -72,7 +72,7 @@ def test_backbone_finetuning(num_stages: int) -> None:
 
 
 class Phases(BaseFinetuning):
-    """The head; then the middle, faster; then the rest, with a weight decay of its own."""
+    """Trains the head; then the middle, faster; then the rest, with its own weight decay."""
 
     @override
     def freeze_before_training(self, pl_module: L.LightningModule) -> None:
@@ -111,7 +111,7 @@ def test_phases(options: dict[str, Any]) -> None:
 
 
 class Alternating(Filtered):
-    """Freezes a block for an epoch, with all that the optimizer knows of it."""
+    """Freezes a block for an epoch, with its optimizer state."""
 
     adam = True
 

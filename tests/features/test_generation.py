@@ -45,7 +45,7 @@ def test_generate_in_a_hook() -> None:
 
 
 class Quiet(Writing):
-    """Generates nothing by itself."""
+    """Generates only when a test calls it."""
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:

@@ -24,7 +24,7 @@ Loss = Callable[["Free", Tensor, Tensor], Tensor]
 
 
 class Free(Net):
-    """A classifier whose test says what its loss is, and what it does in a hook."""
+    """A classifier whose loss and hooks the test provides."""
 
     def __init__(self, compute: Loss, **hooks: Callable[..., Any]) -> None:
         super().__init__(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10)))
@@ -86,7 +86,7 @@ def frozen_attack(self: Free, images: Tensor, labels: Tensor) -> Tensor:
     images = images.detach() + 0.1 * gradient.sign()
     regularizer = self.net(images).square().mean()
     self.requires_grad_(True)
-    return self.cost(images, labels) + regularizer  # which adds no gradient
+    return self.cost(images, labels) + regularizer  # the regularizer adds no gradient
 
 
 @pytest.mark.first_cells(1)
@@ -149,7 +149,7 @@ def test_another_loss_within_lightnings_backward(hook: str, accumulate_grad_batc
 
 
 class Forces(Free):
-    """Looks at gradients between batches."""
+    """Checks gradients between batches."""
 
     def __init__(self) -> None:
         super().__init__(usual)
@@ -258,7 +258,7 @@ def use_early_call(self: Free, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def assert_refused_at_once(message: str, make: Callable[[], L.LightningModule], **options: Any) -> None:
-    """What the plain Trainer does is refused in the first step or two."""
+    """Check that the plain Trainer runs it, and a swarm refuses it in the first step or two."""
     run_plain(make, loader(digits()), max_steps=2, **options)
     with pytest.raises(ConfigError, match=message):
         run_swarm(make, loader(digits()), max_steps=2, **options)

@@ -24,7 +24,7 @@ from tests.parity.models import DigitsMLP, digits, loader
 
 
 def table(folder: Path) -> list[dict[str, float]]:
-    """What a CSVLogger wrote."""
+    """Return the rows that a CSVLogger wrote."""
     with (folder / "metrics.csv").open(encoding="utf-8") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
@@ -56,11 +56,11 @@ def test_csv_logger(tmp_path: Path) -> None:
 
 
 def events(folder: Path) -> list[tuple[str, int, float]]:
-    """The numbers that a TensorBoardLogger wrote: name, step, value."""
+    """Return the numbers that a TensorBoardLogger wrote: name, step, value."""
     (file,) = folder.glob("events.out.tfevents.*")
     data = file.read_bytes()
     found = []
-    while data:  # records of a length in 8 bytes, its checksum in 4, that many bytes and their checksum in 4
+    while data:  # a record is its length in 8 bytes, a checksum in 4, its bytes, and a checksum
         (length,) = struct.unpack("<Q", data[:8])
         event = Event.FromString(data[12 : 12 + length])
         data = data[16 + length :]
@@ -92,7 +92,7 @@ def test_tensorboard(options: dict[str, Any], tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     both = fit_both(WithHyperparameters, loader(digits()), log_every_n_steps=3, max_epochs=2, **options)
     plain, swarm = (events(Path(trainer.log_dir)) for trainer in both.trainers)
-    swarm = [one for one in swarm if not one[0].startswith("swarm/")]  # the run's own numbers
+    swarm = [one for one in swarm if not one[0].startswith("swarm/")]  # without the run's own numbers
     assert [one[:2] for one in swarm] == [one[:2] for one in plain]
     assert [one[2] for one in swarm] == approx([one[2] for one in plain])
     assert [step for name, step, _ in plain if name == "loss"] == [2, 5, 8, 11]
@@ -200,7 +200,7 @@ def test_profilers(make: Any, tmp_path: Path) -> None:
 def test_profilers_by_name(
     kind: str, action: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # it leaves traces
+    monkeypatch.chdir(tmp_path)  # it writes trace files
     reports = []
     for run in run_plain, run_swarm:
         caplog.clear()

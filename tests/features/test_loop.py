@@ -19,7 +19,7 @@ from tests.parity.models import DigitsMLP, digits, loader
 
 
 class WhenValidated(L.Callback):
-    """After which steps it was validated, what was found, and on how many batches."""
+    """Records the steps and losses of validations, and the number of their batches."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, float]] = []
@@ -40,7 +40,7 @@ class WhenValidated(L.Callback):
 
 
 def validated(**options: Any) -> WhenValidated:
-    """The plain Trainer's validations; the swarm's are equal."""
+    """Return the plain Trainer's validations; check that the swarm's are equal."""
     seen = {"plain": WhenValidated(), "swarm": WhenValidated()}
     fit_both(Evaluated, loader(digits(), 20), made={"callbacks": lambda name: [seen[name]]}, **options)
     plain, swarm = seen.values()
@@ -72,7 +72,7 @@ def test_least_lengths(options: dict[str, Any], steps: int) -> None:
 @feature("`Trainer(max_time=...)`, `Timer`", WORKS)
 def test_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class ASecondForABatch(L.Callback):
-        """In place of a clock."""
+        """Simulates a clock by one second per batch."""
 
         now = 0.0
 
@@ -183,7 +183,7 @@ def test_barebones() -> None:
 
 
 class NotesMode(Evaluated):
-    """Whether validation ran in inference mode."""
+    """Records whether validation ran in inference mode."""
 
     seen: list[bool]
 

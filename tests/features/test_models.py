@@ -108,10 +108,11 @@ def test_parameters_outside() -> None:
 
 
 class Normalizing(DigitsMLP):
-    """Goes over a batch in microbatches of `size`, or leaves that to a swarm."""
+    """Cuts a batch into microbatches of `size` itself, or leaves that to a swarm."""
 
     def __init__(self, size: int | None = None) -> None:
-        super().__init__(Recipe(optimizer="sgd"))  # what adds before a norm has no gradient, which Adam would amplify
+        # The gradient of a bias before a norm is only rounding, which Adam would amplify.
+        super().__init__(Recipe(optimizer="sgd"))
         self.size = size
         self.net.insert(1, nn.BatchNorm1d(24))
 
@@ -167,7 +168,7 @@ def test_checkpointed_blocks() -> None:
 
 
 class OnMeta(DigitsMLP):
-    """Its layers are made late, and without memory if `meta` is set."""
+    """Creates its layers late, and without memory if `meta` is set."""
 
     meta = True
 
@@ -247,7 +248,7 @@ def test_weights_written_in_a_forward() -> None:
 
 
 class Graph(DigitsMLP):
-    """Its blocks get the edges between a batch's samples, too."""
+    """Passes the edges between a batch's samples to its blocks as well."""
 
     class Neighbours(nn.Module):
         @override
@@ -295,7 +296,7 @@ def test_graphs() -> None:
 
 
 class InPlace(DigitsMLP):
-    """Its first block works in place on the batch, which the loss reads, too."""
+    """Its first block changes the batch in place, which the loss reads, too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, make
 
 
 def scheduled(make: Callable[[torch.optim.Optimizer], Any], base: type[DigitsMLP] = Trained, **how: Any) -> Any:
-    """A module with a schedule of the learning rate."""
+    """Return a module with a schedule of the learning rate."""
 
     class Scheduled(base):  # type: ignore[valid-type, misc]  # a base that is chosen at run time
         @override
@@ -55,9 +55,9 @@ def test_optimizers(optimizer: Any) -> None:
 
 
 def eight_bits(kind: str, base: type[L.LightningModule] = Trained, *, in_32_bits: Sequence[str] = ()) -> Any:
-    """A module with an optimizer of bitsandbytes, and some weights whose state has 32 bits.
+    """Return a module with an optimizer of bitsandbytes, and some weights whose state has 32 bits.
 
-    The even ones of these are named by their modules, as bitsandbytes' own layers are, the odd ones themselves.
+    Of these, even ones are named by their modules, as bitsandbytes' own layers are, and odd ones by themselves.
     """
 
     class EightBits(base):  # type: ignore[valid-type, misc]  # a base that is chosen at run time
@@ -103,10 +103,10 @@ def test_8_bit_overrides(
     in_32_bits: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other stages of the same process must not take theirs from the same places."""
+    """Other stages of the same process must not find their overrides in the same places."""
     from bitsandbytes.optim import GlobalOptimManager
 
-    monkeypatch.setattr(GlobalOptimManager, "_instance", None)  # it has no end, and would know earlier modules
+    monkeypatch.setattr(GlobalOptimManager, "_instance", None)  # a singleton, which would still have earlier modules
     module = eight_bits("AdamW8bit", base, in_32_bits=in_32_bits)
     both = fit_both(
         module, data=lambda: loader(data()), max_steps=STEPS, swarm={"pipeline": pipeline, "num_servers": 3}
@@ -148,7 +148,7 @@ def test_own_scheduler_step() -> None:
 
 
 class Kept(Trained):
-    """Makes its optimizer once, has a schedule of its own, and warms up by hand."""
+    """Creates its optimizer once, has its own schedule, and warms up by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_kept_optimizers() -> None:
 
 
 class OldStyle(torch.optim.SGD):
-    """Needs a closure, as Lightning hands it one."""
+    """Requires a closure, which Lightning passes."""
 
     @override
     def step(self, closure: Any) -> Any:
@@ -209,7 +209,7 @@ def test_closures() -> None:
 
 
 class Sharpness(torch.optim.SGD):
-    """Steps by the gradient at weights that are changed in its direction."""
+    """Steps by the gradient at weights moved along the gradient."""
 
     @override
     def step(self, closure: Any) -> Any:
@@ -300,7 +300,7 @@ def test_clipping_by_norm() -> None:
 def test_clipping_by_value(accumulate_grad_batches: int) -> None:
     options: dict[str, Any] = {"max_steps": STEPS, "accumulate_grad_batches": accumulate_grad_batches}
     clips: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
-    # Momentum of plain gradients: AdamW would divide most of the clipping out again.
+    # Momentum of plain gradients, because AdamW would cancel most of the clipping.
     free, clipped = (fit_both(lambda: DigitsMLP(Recipe(optimizer="sgd")), **options, **clip) for clip in clips)
     assert clipped.swarm.losses[-1] != pytest.approx(free.swarm.losses[-1], rel=1e-3)
     assert clipped.swarm.num_clipped == 0, "the norm had a part in it"
@@ -381,7 +381,7 @@ def test_optimizer_state_is_read() -> None:
 
 
 class ScheduleFree(torch.optim.SGD):
-    """Trains between the weights that it averages and those that it steps, and swaps them to validate."""
+    """Trains between averaged and stepped weights, and swaps them for validation."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -441,7 +441,7 @@ def test_schedule_free_optimizers() -> None:
 
 
 class ReadsCounts(L.Callback):
-    """Reads what the optimizer counts in its parameter groups, in each way."""
+    """Reads the optimizer's count in its parameter groups in each way."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -586,7 +586,7 @@ def test_an_optimizer_is_changed_during_fit(
     do: Callable[[L.Trainer], None], message: str, num_stages: int, tmp_path: Path
 ) -> None:
     class Changes(L.Callback):
-        """Every few steps, as a warm restart does; the last time when nothing but a checkpoint is to come."""
+        """Restarts every few steps, as a warm restart does; after the last time only a checkpoint follows."""
 
         def __init__(self, at: int) -> None:
             self.at = at
@@ -706,7 +706,7 @@ def test_an_optimizer_that_looks_at_all_parameters_of_one_stage() -> None:
 
 
 class Root(nn.Module):
-    """0 of 0: the derivative of the root is infinite there, and NaN times nothing."""
+    """Has a gradient 0 / 0: the root's derivative is infinite at zero, and infinity times zero is NaN."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + (0.0 * hidden).sqrt()
@@ -724,7 +724,7 @@ class RootOfZero(DigitsMLP):
     "servers multiply with the trainer's setting, also servers that the command line started",
 )
 def test_float32_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting is the process's, and the servers are in it here: so it is reset once a call has read it."""
+    """The setting is the process's, which the servers share here, so it is reset after a call has read it."""
     seen: list[str] = []
 
     class Noting(nn.Module):
@@ -741,7 +741,7 @@ def test_float32_matmul_precision(monkeypatch: pytest.MonkeyPatch) -> None:
         @override
         def on_train_batch_start(self, *args: Any) -> None:
             torch.set_float32_matmul_precision("high")
-            seen.clear()  # what was computed before training
+            seen.clear()  # results from before training
 
     def capture(*args: Any, **options: Any) -> ComputeMode:
         mode = autocast.capture(*args, **options)

@@ -19,7 +19,7 @@ from tests.parity.models import DigitsMLP
 
 
 class LossInFloat32(DigitsMLP):
-    """A loss in bfloat16 would be known to two digits only."""
+    """Computes its loss in float32, because bfloat16 would have two digits only."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The table in the documentation is the one that the tests make."""
+"""The table in the documentation equals the one generated from the tests."""
 
 from __future__ import annotations
 

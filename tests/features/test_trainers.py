@@ -39,7 +39,7 @@ def test_both() -> None:
     "adds a trainer from the next step on; also with `role='trainer'`",
 )
 def test_one_more_while_the_run_is_under_way() -> None:
-    """What both log is put together."""
+    """The logs of both trainers are combined."""
 
     class Logs(DigitsMLP):
         @override
@@ -73,7 +73,7 @@ def test_data() -> None:
 
 
 class Broadcasts(DigitsMLP):
-    """Has the lead's values at all trainers before the first batch."""
+    """Broadcasts the lead's values to all trainers before the first batch."""
 
     def __init__(self, told: dict[int, list[Any]]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_sync_batchnorm() -> None:
 
 
 class Lines(Logger):
-    """Keeps what is logged."""
+    """Keeps the logged lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Lines(Logger):
 
 
 class Logs(DigitsMLP):
-    """Logs the loss in every way, and withdraws some batches, what they logged included."""
+    """Logs the loss in every way; withdraws some batches, with their logs."""
 
     def __init__(self, seen: Seen, *, choosy: bool = False) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def train_logged(
     swarm: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Seen, Lines]:
-    """One epoch of the lead."""
+    """Train for one epoch of the lead."""
     lines = [Lines(), Lines()]
     loggers = iter(lines)
     seen = train(
@@ -217,7 +217,7 @@ def train_logged(
 
 
 def assert_logged(seen: Seen, lines: Lines) -> None:
-    """As one machine would have logged it that trained on the batches that count, in float64."""
+    """Check for the log of one machine that trained on the counted batches, in float64."""
     steps = [
         [(seen.losses[place], len(seen.batches[place][1]), seen.batches[place][0]) for place in step]
         for step in seen.steps
@@ -257,7 +257,7 @@ def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert bool(seen.withdrawn) == choosy
 
     monkeypatch.setattr(SharedLogs, "decide", lambda self, others, metrics: None)
-    with pytest.raises(AssertionError):  # the proof can fail
+    with pytest.raises(AssertionError):  # the check can fail
         assert_logged(*train_logged())
 
 
@@ -267,7 +267,7 @@ def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     "counts the swarm's steps, with batches from any trainers; no step is left out",
 )
 def test_each_step_is_logged_once_where_the_lead_passes_several() -> None:
-    """Each batch is a step, so it passes that of the other trainer while it waits for a place."""
+    """Each batch is a step, so the lead passes the other trainer's steps while it waits for a place."""
     seen, lines = train_logged(target_batch_size=4)
     assert len(seen.steps) > seen.trainers[0].fit_loop.epoch_loop.total_batch_idx + 1
     assert_logged(seen, lines)
@@ -280,7 +280,8 @@ class Elsewhere(Logs):
 
 
 def assert_refused(make_module: Callable[[Seen], Any], words: str) -> None:
-    with pytest.raises((ConfigError, StepError), match=words):  # the lead's own, or what ended another trainer
+    # This is the lead's error, or the one that ended another trainer.
+    with pytest.raises((ConfigError, StepError), match=words):
         train(2, make_module, max_steps=-1, max_epochs=1)
 
 

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Averaged(torchmetrics.Metric):
-    """The mean over batches; updated for all that it holds at once, as metrics are whose author says nothing else."""
+    """The mean over batches, computed from all its states at once, which is torchmetrics' default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Averaged(torchmetrics.Metric):
 
 
 def of_classes(**more: torchmetrics.Metric) -> torchmetrics.MetricCollection:
-    """Sums; precision and recall share theirs. With a prefix, by which it is logged, and not found."""
+    """Return sums, which precision and recall share. A prefix makes their logged names differ from their attributes."""
     options: dict[str, Any] = {"task": "multiclass", "num_classes": 10}
     return torchmetrics.MetricCollection(
         {
@@ -58,7 +58,7 @@ def of_classes(**more: torchmetrics.Metric) -> torchmetrics.MetricCollection:
 
 
 def of_losses() -> nn.ModuleDict:
-    """Of one loss for each sample."""
+    """Return metrics of one loss per sample."""
     return nn.ModuleDict(
         {
             "mean": torchmetrics.MeanMetric(),
@@ -79,14 +79,14 @@ def spearman() -> torchmetrics.Metric:
 
 
 class OfObjects(DigitsMLP):
-    """Logs metric objects, and withdraws some batches, what they added included."""
+    """Logs metric objects; withdraws some batches, with their updates."""
 
     def __init__(self, seen: Seen, *, choosy: bool = False) -> None:
         super().__init__()
         self.seen = seen
         self.choosy = choosy
         self.outputs: dict[Place, tuple[Tensor, Tensor]] = {}
-        self.computed: list[dict[str, Tensor]] = []  # at the ends of epochs
+        self.computed: list[dict[str, Tensor]] = []  # one per epoch, at its end
         self.of_classes, self.of_losses = of_classes(), of_losses()
         self.confusion, self.spearman = confusion(), spearman()
         self.own = torchmetrics.SumMetric()
@@ -121,7 +121,7 @@ class OfObjects(DigitsMLP):
 
 
 def expected(batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """What one machine computes that has seen these."""
+    """Return the metrics that one machine computes from these batches."""
     with default_dtype(torch.float64):
         classes, losses, ranks = of_classes(), of_losses(), spearman()
         for outputs, y in batches:
@@ -152,7 +152,7 @@ def counted(seen: Seen) -> list[tuple[Tensor, Tensor]]:
 
 
 def assert_epoch(seen: Seen, lines: Lines) -> None:
-    """The lead's values are what one machine computes that has seen the batches that count, and those only."""
+    """Check the lead's values against one machine's from the counted batches only."""
     whole = expected(counted(seen))
     confused = confusion()
     for outputs, y in counted(seen):
@@ -189,7 +189,7 @@ def test_objects(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {seen.batches[place][0] for place in seen.withdrawn} == ({0, 1} if choosy else set())
 
     monkeypatch.setattr(SharedMetrics, "decide", lambda self, others: None)
-    with pytest.raises(AssertionError):  # the proof can fail
+    with pytest.raises(AssertionError):  # the check can fail
         assert_epoch(*trained())
 
 
@@ -212,7 +212,7 @@ def test_own() -> None:
 
 
 class Refused(OfObjects):
-    """Logs one more."""
+    """Logs one more metric."""
 
     def __init__(self, seen: Seen, metric: torchmetrics.Metric) -> None:
         super().__init__(seen)
@@ -225,7 +225,8 @@ class Refused(OfObjects):
 
 
 def assert_refused(make_module: Callable[[Seen], OfObjects], words: str, **swarm: Any) -> None:
-    with pytest.raises((ConfigError, StepError), match=words):  # the lead's own, or what ended another trainer
+    # This is the lead's error, or the one that ended another trainer.
+    with pytest.raises((ConfigError, StepError), match=words):
         trained(make_module, swarm={"target_batch_size": 10, **swarm})
 
 

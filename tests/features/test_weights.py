@@ -59,7 +59,7 @@ def test_momentum_targets() -> None:
 
 
 class Target(DigitsMLP):
-    """A target network that could train, is in no optimizer, and is copied in `training_step`, as of a DQN."""
+    """Has a target network, like a DQN's, that is trainable, in no optimizer, and copied in `training_step`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_target_in_no_optimizer(accumulate: int) -> None:
 
 
 class Distilled(Trained):
-    """Learns from what it was when the epoch began."""
+    """Distills from its own weights of the epoch's start."""
 
     @override
     def on_train_epoch_start(self) -> None:

@@ -28,7 +28,7 @@ from tests.parity.trainers import assert_exact, numbered, train
 
 
 class Adversaries(L.LightningModule):
-    """Two optimizers, stepped by hand."""
+    """Steps two optimizers by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_batch_norm() -> None:
 
 
 class PseudoLabels(Images):
-    """Batch norms in both modes, and in both orders, within one `training_step`."""
+    """Uses batch norms in both modes, and in both orders, within one `training_step`."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -123,7 +123,7 @@ class Counting(Branches):
 class CountingUnseen(Counting):
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.seen.data.add_(1)  # which no version counter tells
+        self.seen.data.add_(1)  # no version counter changes
         return Branches.training_step(self, batch, batch_idx)
 
 
@@ -175,7 +175,7 @@ def test_written_statistics(model: type[Images], name: str) -> None:
 
 
 class Norms(Branches):
-    """Looks at gradients in a hook."""
+    """Checks gradients in a hook."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_gradients_after_the_batch(hook: str) -> None:
 
 
 class Warming(Branches):
-    """Counts its own batches, and no other trainer's."""
+    """Counts its own batches, but no other trainer's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_16_mixed(swarm: dict[str, Any]) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """The samples in their order, again and again."""
+    """Yields the samples in order, again and again."""
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -276,7 +276,7 @@ def test_a_stream() -> None:
 
 
 class Divided(Stream):
-    """It divides itself among the processes, as `ddp` demands."""
+    """Divides itself among the processes, as `ddp` demands."""
 
     trainer: L.Trainer
 
@@ -287,7 +287,7 @@ class Divided(Stream):
 
 
 class Knows(Branches):
-    """A module that gives its stream the Trainer."""
+    """Gives its stream the Trainer."""
 
     @override
     def setup(self, stage: str) -> None:
