@@ -1,4 +1,4 @@
-"""Certificates for tests of the gate: as small as can be, and forgeable by nobody who lacks the run's secret."""
+"""Certificates for tests of the gate: as small as possible, and unforgeable without the run's secret."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def certificate_of(
     invitation: bytes = INVITATION,
     uses: int = 100,
 ) -> bytes:
-    """A certificate, which lasts for an hour from now if nothing else is said."""
+    """Return a certificate that is valid for an hour from now, unless `expires_at_s` is given."""
     expires_at_s = time.time() + HOUR_S if expires_at_s is None else expires_at_s
     text = f"{peer} {role} {expires_at_s!r} {invitation.hex()} {uses}".encode()
     return hmac.digest(run, text, "sha256") + text
 
 
 def ban_of(subject: str, run: bytes = b"run") -> bytes:
-    """The word of the run's owner against a peer, or an invitation."""
+    """Return the owner's ban of a peer or an invitation."""
     return hmac.digest(run, subject.encode(), "sha256") + subject.encode()
 
 
@@ -75,12 +75,12 @@ class FakeCredentials:
 
 
 def credentials_of(peer: PeerId, role: Role = Role.KEEPER, *, uses: int = 100, **named: bytes) -> FakeCredentials:
-    """What a peer of the run has."""
+    """Return the credentials of a peer of the run."""
     return FakeCredentials(certificate_of(peer, role, uses=uses, **named), named.get("run", b"run"))
 
 
 class Gullible(FakeCredentials):
-    """It takes any certificate for one of its run, as the peers of a forged run do."""
+    """Accepts any certificate as one of its run, like the peers of a forged run."""
 
     @override
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
@@ -95,7 +95,7 @@ class OwnedNetwork(MemoryNetwork):
 
     Args:
         role_of: The role of each peer.
-        invitation_of: A name of the invitation by which each peer comes.
+        invitation_of: Peer -> name of its invitation.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class OwnedNetwork(MemoryNetwork):
         self._role_of, self._invitation_of = role_of, invitation_of
         self.invitations: dict[str, SecretInvitation] = {}
         self.transports: dict[PeerId, MemoryTransport] = {}
-        self.members: Collection[PeerId] = ()  # whom a peer tells of a ban
+        self.members: Collection[PeerId] = ()  # peers that get each other's bans
         self._telling: list[asyncio.Task[None]] = []
 
     async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._telling.append(asyncio.create_task(work))
 
     def invitation(self, peer: PeerId) -> SecretInvitation:
-        """The one by which a peer comes."""
+        """Return a peer's invitation."""
         name = self._invitation_of(peer)
         if name not in self.invitations:
             expires_at_s = time.time() + HOUR_S
@@ -129,7 +129,7 @@ class OwnedNetwork(MemoryNetwork):
         return transport
 
     def used_by(self, members: Collection[str]) -> list[UsedInvitation]:
-        """What the manifest of a run of these members says."""
+        """Return the invitations in the manifest of a run of these members."""
         found: dict[bytes, list[PeerId]] = {}
         for name in members:
             found.setdefault(self.invitation(PeerId(name)).invitation.number, []).append(PeerId(name))
@@ -141,8 +141,8 @@ class InvitedNetwork(MemoryNetwork):
 
     Args:
         role_of: The role of each peer.
-        invitation_of: The invitation by which each peer comes.
-        uses: Of each invitation.
+        invitation_of: Peer -> its invitation.
+        uses: Uses of each invitation.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class InvitedNetwork(MemoryNetwork):
         return transport
 
     def used_by(self, members: Collection[str]) -> list[UsedInvitation]:
-        """What the manifest of a run of these members says."""
+        """Return the invitations in the manifest of a run of these members."""
         found: dict[bytes, list[PeerId]] = {}
         for name in members:
             found.setdefault(self._invitation_of(PeerId(name)), []).append(PeerId(name))

@@ -1,4 +1,4 @@
-"""Small models of the architectures with which transformers writes text; `python -m tests.architectures` tries all."""
+"""Small models of transformers' text architectures; `python -m tests.architectures` tries all."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "olmo_hybrid": {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a small config of an architecture needs besides."""
+"""Further fields that an architecture's small config needs."""
 
 _MOST_PARAMETERS: Final = 3_000_000
 PROMPTS: Final = torch.tensor([[0, 0, 5, 3, 7, 3], [4, 11, 2, 9, 2, 6]])
 
 
 def make(kind: str) -> Any:
-    """Make a small model with random weights; raises whatever transformers says where the sizes do not fit it."""
+    """Make a small model with random weights; errors of transformers about unsuitable sizes pass through."""
     config_class: Any = CONFIG_MAPPING[kind]
     accepted = {
         *vars(config_class()),
@@ -110,14 +110,14 @@ def make(kind: str) -> Any:
         raise ValueError("it stays too large")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-    with torch.no_grad():  # else most of a small model's tokens are alike
+    with torch.no_grad():  # otherwise most of a small model's tokens are equal
         for parameter in model.parameters():
             parameter.mul_(3.0)
     return model
 
 
 def _without_grouped_products(config: Any) -> None:
-    """Have experts compute one by one: Hugging Face's grouped products have no float64."""
+    """Make experts compute one by one: Hugging Face's grouped products do not support float64."""
     config._experts_implementation = config.get_text_config()._experts_implementation = "eager"
 
 
@@ -129,19 +129,19 @@ def write(model: Any) -> Tensor:
 
 
 def writes_one_token(found: Tensor) -> bool:
-    """Whether a text is one token again and again: any other model might write it, too."""
+    """Return whether a text repeats one token, which any other model might generate, too."""
     return len(found[:, PROMPTS.shape[1] :].unique()) == 1
 
 
 def plain(folder: Path) -> Tensor:
-    """Write as a model does that Hugging Face loads."""
+    """Generate with a model that Hugging Face loads."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     _without_grouped_products(model.config)
     return write(model)
 
 
 def served(folder: Path) -> Tensor:
-    """Write as a model does that is served in two stages."""
+    """Generate with a model that is served in two stages."""
     swarm = ServedSwarm(folder, num_stages=2)
     try:
         swarm.serve("a")
@@ -155,11 +155,11 @@ REASONS: Final = {
     "no list of blocks": r"has no list of",
     "changed blocks": r"cannot be served: .*must not change its blocks",
 }
-"""Why one is refused, and the words of its error."""
+"""Reason of a refusal, and a part of its error."""
 
 
 def _verdict(kind: str) -> str | None:
-    """The table's entry; None if the plain model of these sizes writes no text."""
+    """Return the table's entry; None if the plain model of these sizes generates no text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -167,7 +167,7 @@ def _verdict(kind: str) -> str | None:
             wanted = plain(folder)
         except Exception:  # noqa: BLE001 - whatever it needs
             return None
-        if writes_one_token(wanted):  # ProphetNet's masks come to no numbers in float64
+        if writes_one_token(wanted):  # ProphetNet's masks give NaN in float64
             return None
         try:
             return "exact" if torch.equal(served(folder), wanted) else "ANOTHER TEXT"

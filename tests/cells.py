@@ -1,4 +1,4 @@
-"""Which cells of a table of parameters `make test` runs, which `make check` adds, and which `make exhaustive` alone."""
+"""Choice of the cells of a parameter table for `make test`, for `make check`, and for `make exhaustive` only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Hashable, Iterator, Sequence
 import pytest
 
 _SHARE = 8
-"""Of so many cells of a test that `make test` leaves out, `make check` runs one."""
+"""`make check` runs one in so many cells that `make test` leaves out."""
 
 
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
     """Mark cells as thorough, and most of these as exhaustive.
 
-    Of a test that is marked with `each_value` cells with all values are left; with `first_cells(n)`, the first ones.
+    The mark `each_value` keeps cells that cover all values; `first_cells(n)` keeps the first n cells.
     """
     tables: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -37,7 +37,7 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
 
 
 def covering(cells: Sequence[frozenset[Hashable]]) -> set[int]:
-    """Choose cells that have all values between them, the one with the most new values first."""
+    """Choose cells that cover all values, the cell with the most new values first."""
     kept: set[int] = set()
     missing = frozenset[Hashable]().union(*cells)
     while missing:
@@ -48,7 +48,7 @@ def covering(cells: Sequence[frozenset[Hashable]]) -> set[int]:
 
 
 def _values(cell: pytest.Function) -> Iterator[Hashable]:
-    """The values of a cell by their names; those of an object that has several are its `parts`."""
+    """Yield a cell's values by their names; an object with `parts` yields each part."""
     for name, value in cell.callspec.params.items():
         for index, one in enumerate(value if isinstance(value, tuple) else (value,)):
             parts = getattr(one, "parts", {"": one})

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import pytest
 from tests import cells
 
 _FIRST = ("p2p/test_processes.py", "faults/test_matrix.py", "p2p/test_killed.py")
-"""The files that take longest. Each worker begins with one of them."""
+"""The slowest files. Each worker begins with one of them."""
 
 _OBJECTS_UNTIL_COLLECTED = 200_000
-"""Thousands of small swarms make many short-lived objects; looking for cycles takes a tenth of the time."""
+"""A higher threshold, because thousands of small swarms make many short-lived objects; it saves a tenth of the time."""
 
 
 @pytest.fixture(autouse=True)
 def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `seed_everything` leaves in the environment, samplers of later runs in this process would take."""
+    """Remove the seeds that `seed_everything` leaves in the environment, which later runs' samplers would use."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")
 
 
 @pytest.fixture
 def loggers_as_before() -> Iterator[None]:
-    """What a script sets for its own process is taken back."""
+    """Restore the log levels that a script sets for its own process."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning", "lightning_swarm")]
     before = [logger.level for logger in loggers]
     yield
@@ -38,8 +38,8 @@ def loggers_as_before() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, and so does what is installed, which each Trainer looks through."""
-    from lightning.fabric.utilities import registry  # takes seconds, which who only deals out tests can do without
+    """Exclude all imported objects from collection, and cache the installed plugins, which each Trainer searches."""
+    from lightning.fabric.utilities import registry  # takes seconds, so not in processes that only distribute tests
 
     registry.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[attr-defined, assignment]
     gc.collect()
@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose cells of large tables. Where files are dealt out, begin with the long ones."""
+    """Choose cells of large tables, and sort the slow files first, for workers that get whole files."""
     cells.mark_the_rest(items)
     folder = Path(__file__).parent
 

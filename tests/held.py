@@ -1,4 +1,4 @@
-"""Who holds which microbatches in the rounds of averaging: a record names the round, and says no more of them."""
+"""The holders of microbatches in averaging rounds, which records do not contain: a record only names the round."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lightning_swarm.protocol.messages.step import AverageReply, Closing, NamedR
 
 
 class Held:
-    """What servers were asked to average."""
+    """The receipts that servers were asked to average."""
 
     def __init__(self) -> None:
         self._rounds: defaultdict[tuple[int, int, int], dict[tuple[int, PeerId], set[Receipt]]] = defaultdict(dict)
 
     def note(self, peer: PeerId, closing: Closing, named: Sequence[NamedReceipts]) -> None:
-        """Say what a server holds."""
+        """Note the receipts that a server holds."""
         for one in named:
             self._rounds[_round(closing)][one.stage_index, peer] = unpack(one.receipts)
 
     def by_stage(self, record: Record) -> list[dict[PeerId, set[Receipt]]]:
-        """What the servers of each stage hold of a record's step."""
+        """Return the receipts that the servers of each stage hold in a record's step."""
         found: list[dict[PeerId, set[Receipt]]] = [{} for _ in record.touched]
         for (stage, peer), receipts in self._rounds[_round(record.closing)].items():
             found[stage][peer] = receipts
         return found
 
     def counted(self, record: Record, num_stages: int | None = None) -> list[Receipt]:
-        """The microbatches that count, of which each stage has one holder; with `num_stages`, in the first ones."""
+        """Return the counted microbatches, each with one holder per stage, of all stages or the first `num_stages`."""
         counted: list[Receipt] = []
         for stage in self.by_stage(record)[:num_stages]:
             held = sorted(receipt for receipts in stage.values() for receipt in receipts)
@@ -50,13 +50,13 @@ def _round(closing: Closing) -> tuple[int, int, int]:
 
 
 def batches_of(record: Record) -> list[int]:
-    """The places of the batches that a record counts."""
+    """Return the places of the batches that a record counts."""
     return [first for places in to_ranges(record.closing.batches) for first in places]
 
 
 @contextmanager
 def watched() -> Iterator[Held]:
-    """Whatever coordinates in this process meanwhile is listened to."""
+    """Note the averaging requests of any coordinator in this process."""
     held = Held()
     average = ServerCalls.average
 

@@ -1,4 +1,4 @@
-"""The state of a lead's loop, as it travels, for tests that need no loop."""
+"""The state of a lead's loop in its transferred form, for tests that need no loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_swarm.protocol.messages.batches import NEEDED, TravellingLoop
 
 
 def travelling(**changes: Any) -> dict[str, Any]:
-    """A value of `plain_values`'s, which a peer that could lead keeps."""
+    """Return a value of `plain_values`, as a standby keeps it."""
     checkpoint = {**dict.fromkeys(NEEDED), "epoch": 1, "loops": {"fit_loop": {"state_dict": {}}}}
     loop = TravellingLoop(
         checkpoint=checkpoint,

@@ -1,4 +1,4 @@
-"""Servers that hand out other weights than they have."""
+"""Servers that send false weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Poison: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def lies(server: Server, poison: Poison) -> None:
-    """Have a server send other state, and vouch for that."""
+    """Make a server send a false state, and a proof of that state."""
     transport: Any = server._transport
     handler, *bounds = transport._stream_handlers[STATE]
 
@@ -28,7 +28,7 @@ def lies(server: Server, poison: Poison) -> None:
         return Message(reply.body, tuple(poison([tensor.clone() for tensor in reply.tensors])))
 
     async def vouch(caller: PeerId, body: bytes) -> bytes:
-        """As those do that send the same."""
+        """Return the proof of a server that has this false state."""
         request = decode(body, ProofRequest)
         stage = server.steps.stage(request.stage_index)
         weights = dict(zip(stage.weights(), poison([one.clone() for one in stage.weights().values()]), strict=True))

@@ -33,7 +33,7 @@ GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 1}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-# By name: the kind of config, and its options.
+# Family -> the kind of config, and its options.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", GROUPED),
     "gpt2": ("GPT2Config", {"vocab_size": 29, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64}),
@@ -92,14 +92,14 @@ def make_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0
     config = getattr(transformers, kind)(**{**own, **ends, **options})
     config._experts_implementation = "eager"  # Hugging Face's grouped products have no float64
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with torch.no_grad():  # else most of a small model's tokens are alike
+    with torch.no_grad():  # otherwise most of a small model's tokens are equal
         for parameter in model.parameters():
             parameter.mul_(3.0)
     return model
 
 
 class ServedSwarm:
-    """Servers of a folder's model, and a client of them."""
+    """Servers of a folder's model, and their clients."""
 
     def __init__(self, folder: Path, *, num_stages: int) -> None:
         self.loop, self.network = VirtualLoop(), MemoryNetwork()
@@ -141,7 +141,7 @@ class ServedSwarm:
         return int(size * share) + 1024
 
     def connect(self, *, host: str = "a", name: str = "client", **options: Any) -> Any:
-        """Return the model at a client."""
+        """Connect a client, and return its model."""
         transport = self.network.transport(name)
         self.client = ServedModelClient(
             self.runtime,
@@ -158,7 +158,7 @@ class ServedSwarm:
         return self.client.model
 
     def leave(self, name: str) -> None:
-        """Have a server leave in order."""
+        """Let a server leave gracefully."""
         host = self.hosts.pop(name)
         host.leave()
         self.loop.run_until_complete(host.until_left(lambda _: None))
@@ -172,7 +172,7 @@ class ServedSwarm:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def close(self) -> None:
-        """End all of it."""
+        """Close servers and clients."""
         for client in self.clients:
             client.close()
         for host in self.hosts.values():
@@ -181,7 +181,7 @@ class ServedSwarm:
 
 
 def calling(do: Callable[[], None], *, at: int) -> Any:
-    """Return a stopping criterion of `generate` that does something once, when so many tokens are there."""
+    """Return a stopping criterion of `generate` that calls a function once, when a text has `at` tokens."""
 
     class Calling(transformers.StoppingCriteria):  # type: ignore[misc]  # transformers has no types here
         done = False

@@ -36,7 +36,7 @@ class SmallMemory:
         peer: The name of the peer, as in a `FaultPlan`.
         num_bytes: The bytes that all graphs of the server may take; None: as many as they need.
         stage: The only stage with little memory; None: all stages.
-        fails: The share of forwards and backwards that run out of memory half-way, whatever they need.
+        fails: The share of forwards and backwards that run out of memory half-way, independently of their size.
         seed: Seed of the choice of these computations.
     """
 

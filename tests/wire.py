@@ -1,4 +1,4 @@
-"""What becomes of tensors that travel encoded, on one machine: for the references of tests."""
+"""The effect of codecs on tensors, computed on one machine for reference runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_swarm.server.averaging.powersgd import LowRank
 
 
 def travelled(tensor: Tensor, by: Codec | None) -> Tensor:
-    """What whoever receives it has of a tensor."""
+    """Return a tensor as its receiver decodes it."""
     found: Tensor = decoded(encoded(tensor, by), by, tensor.device)
     return found
 
 
 class Wire(torch.autograd.Function):
-    """Hidden states of one microbatch on their way to the next stage, and their gradients on the way back."""
+    """Sends hidden states of one microbatch to the next stage, and their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codecs: Codecs) -> Tensor:
@@ -38,7 +38,7 @@ def sent(x: Tensor, codecs: Codecs) -> Tensor:
 
 
 def wired(net: nn.Sequential, compression: Compression, cuts: Sequence[int], microbatch_size: int) -> None:
-    """Have a chain of blocks compute what stages that begin at `cuts` do, on one machine.
+    """Make a chain of blocks on one machine compute like stages that begin at `cuts`.
 
     Each microbatch travels to the first stage, from one to the next, and back from the last one.
     """
@@ -53,14 +53,14 @@ def wired(net: nn.Sequential, compression: Compression, cuts: Sequence[int], mic
 
 
 class Averaging:
-    """What the peers of one stage make of what each of them holds, step by step, and what each carries to the next.
+    """Averages the sums of one stage's peers step by step, with each peer's carried error.
 
-    Of PowerSGD by LAPACK: every matrix is projected on the directions that its basis finds.
+    PowerSGD is computed with LAPACK: every matrix is projected on the directions that its basis finds.
 
     Args:
-        compression: How their sums travel.
-        shapes: Of the parameters.
-        like: Of the sums' dtype.
+        compression: Codecs of the sums.
+        shapes: Shapes of the parameters.
+        like: A tensor with the sums' dtype.
     """
 
     def __init__(self, compression: Compression, shapes: Sequence[torch.Size], like: Tensor) -> None:
@@ -78,7 +78,7 @@ class Averaging:
                     self._bases[-1], begin = begin[: columns * rank].view(-1, rank), begin[columns * rank :]
 
     def mean(self, sums: Mapping[Any, Tensor], total_weight: float) -> Tensor:
-        """Of the peers' sums, in the order of their roster. Who is alone sends nothing."""
+        """Return the mean of the peers' sums, in the order of their roster. A single peer sends no tensor."""
         nothing = torch.zeros_like(next(iter(sums.values())))
         before = {peer: self._lost.get(peer, nothing) for peer in sums}
         self._lost = {}
@@ -93,7 +93,7 @@ class Averaging:
     def _butterfly(
         self, sums: Mapping[Any, Tensor], total_weight: float, before: Mapping[Any, Tensor]
     ) -> tuple[Tensor, dict[object, Tensor]]:
-        """Each reduces a part."""
+        """Return the mean if each peer reduces a part, and the errors."""
         nothing = torch.zeros_like(next(iter(sums.values())))
         mean, lost, by = nothing.clone(), {peer: nothing.clone() for peer in sums}, self._codecs.averaging
         for place, reducer in enumerate(sums):

@@ -76,7 +76,7 @@ class Adversary:
         return step >= self.since and (self.until is None or step < self.until) and not (step - self.since) % self.every
 
     def tell(self, step: int, true: Sequence[Tensor], said: Sequence[Tensor]) -> bool:
-        """Count a lie if the reported tensors `said` differ from the true ones; returns whether they do."""
+        """Count a lie if the reported tensors `said` differ from the true tensors; return whether they do."""
         if all(map(_is_same, true, said)):
             return False
         self.count(step)

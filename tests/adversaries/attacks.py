@@ -444,7 +444,7 @@ class FalseAccusation(Attack):
     def finding(self, seen: SeenFinding) -> AuditFinding:
         if seen.claims is not None:
             return seen.true
-        # Digests of its inputs stay true. False ones would look as if the accused had sent it other inputs.
+        # Digests of its inputs stay true. If false, they would look as if the accused had sent it other inputs.
         results = (place // DIGEST_BYTES % 2 for place in range(len(seen.true.claims)))
         said = (255 - byte if of_result else byte for byte, of_result in zip(seen.true.claims, results, strict=True))
         return replaced(seen.true, claims=bytes(said))

@@ -1,4 +1,4 @@
-"""Every benchmark runs in a folder of its own, for its tables and pictures, and leaves this process as it was."""
+"""Every benchmark runs in a temporary folder, for its tables and pictures, and leaves this process unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path

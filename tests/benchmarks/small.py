@@ -1,4 +1,4 @@
-"""Runs benchmarks small: `main` with a command line's words, and with smaller constants of its module."""
+"""Small runs of benchmarks: `main` with command line arguments, and with smaller constants of its module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class Small(NamedTuple):
-    """A small run: the command line's words, and constants of the benchmark's module in place of its own."""
+    """A small run: the command line, and values for constants of the benchmark's module."""
 
     words: str = ""
     constants: Mapping[str, Any] = {}
 
 
 def run(name: str, small: Small, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a benchmark small, and return what it wrote; each row of its tables has numbers."""
+    """Run a benchmark small, and return its output; each row of its tables has numbers."""
     module = importlib.import_module(f"benchmarks.{name}")
     for constant, value in small.constants.items():
         assert hasattr(module, constant), f"{name} has no {constant}"

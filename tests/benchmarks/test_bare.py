@@ -1,4 +1,4 @@
-"""The steps without safeguards that `benchmarks.overhead` compares others with."""
+"""The steps without safeguards, with which `benchmarks.overhead` compares ordinary steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_MICROBATCHES = 4
 
 
 class Safeguards(L.Callback):
-    """Counts what each step does against faults."""
+    """Counts each step's voters and pings."""
 
     def __init__(self, strategy: InMemoryStrategy) -> None:
         self._strategy = strategy
@@ -39,7 +39,7 @@ class Safeguards(L.Callback):
         self.num_pings.append(self._pings() - self._before)
 
     def _pings(self) -> int:
-        """Bytes of pings so far."""
+        """Return the bytes of pings so far."""
         traffic = [peer.transport.traffic for peer in self._strategy.peers]
         return sum(number for one in traffic for (_, name), number in one.sent_bytes.items() if name == PING)
 
@@ -53,7 +53,7 @@ def test_bare_steps_do_without_safeguards_and_the_others_have_them(monkeypatch: 
         await keep(self, copy)
 
     monkeypatch.setattr(ReplayBuffer, "keep", counted)
-    # A microbatch takes longer than a peer may be silent, so that peers ping each other.
+    # A microbatch takes longer than the silence timeout, so that peers ping each other.
     options: dict[str, Any] = {"microbatch_size": 1, "microbatch_s": [4.0], "latency_s": 0.01}
     with taking_turns(), local_swarm(5, num_stages=2, role="trainer", **options) as swarm:
         trainer = swarm.trainer(max_steps=NUM_STEPS)
@@ -65,7 +65,7 @@ def test_bare_steps_do_without_safeguards_and_the_others_have_them(monkeypatch: 
     assert sum(bare) == BLOCK
     assert seen.num_voters == [1 if alone else 3 for alone in bare]
     assert kept == [0 if alone else NUM_MICROBATCHES for alone in bare]
-    # An exchange that began in the step before is still watched, so the first of a block is like neither.
+    # Peers still monitor an exchange of the previous step, so a block's first step has an untypical number of pings.
     inside = [step for step in range(1, NUM_STEPS) if bare[step] == bare[step - 1]]
     assert max(seen.num_pings[step] for step in inside if bare[step]) < min(
         seen.num_pings[step] for step in inside if not bare[step]
@@ -80,7 +80,7 @@ def test_the_package_is_as_before_afterwards() -> None:
 
 
 def test_each_bare_block_is_compared_with_its_neighbours() -> None:
-    """Safe steps take 2 s and bare ones 1; the run's first step is no part of it."""
+    """Safe steps take 2 s and bare steps 1 s; the run's first step is excluded."""
     at_s = [0.0]
     for step in range(2, 3 * BLOCK + 1):
         at_s.append(at_s[-1] + (1.0 if is_bare(step) else 2.0))

@@ -11,10 +11,10 @@ import pytest
 from benchmarks.hosts import Hosts
 from tests.benchmarks.small import Small, run
 
-# A benchmark's process ends after it, and leaves its children's pipes to that.
+# The end of a benchmark's process closes its children's pipes; here the process goes on.
 pytestmark = [
     pytest.mark.benchmark,
-    pytest.mark.timeout(580),  # processes begin slowly where others use the cores
+    pytest.mark.timeout(580),  # processes start slowly on a busy machine
     pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -36,7 +36,7 @@ LINKS = {
 
 @cache
 def why_not() -> str:
-    """Return what keeps this machine from having such hosts."""
+    """Return the reason why this machine cannot have such hosts, or an empty text."""
     if missing := Hosts.missing(delayed=True):
         return f"it needs Linux, root, iproute2 and TAP devices; not found: {missing}"
     try:

@@ -1,4 +1,4 @@
-"""Benchmarks that measure in processes of their own, each in a small run of its real code. They share the cores."""
+"""Benchmarks that start real processes on shared cores, each in a small run of its real code."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from benchmarks import overhead
 from tests.benchmarks.small import Small, run
 
-# A benchmark's process ends after it, and leaves its children's pipes to that.
+# The end of a benchmark's process closes its children's pipes; here the process goes on.
 pytestmark = [
-    pytest.mark.timeout(580),  # processes begin slowly where others use the cores
+    pytest.mark.timeout(580),  # processes start slowly on a busy machine
     pytest.mark.filterwarnings("ignore:unclosed", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 TINY = ("--width", 64, "--num-blocks", 2, "--batch-size", 4)
 LARGE = ("--devices", 2, "--num-stages", 2, "--max-steps", 2, "--d-model", 64, "--num-blocks", 2)
-SERVED = "--width 64 --num-blocks 2"  # of a model that is served
+SERVED = "--width 64 --num-blocks 2"  # the served model's size
 
 PROCESSES = {
     # The parts of `make bench`.
@@ -31,7 +31,7 @@ PROCESSES = {
     "overhead": Small(
         "--repeats 1 --seconds 15", {"SWARM": ("--role", "trainer", "--devices", 3, "--num-stages", 2, *TINY)}
     ),
-    # Others.
+    # Further benchmarks.
     "generation": Small(f"--stages 2 --repeats 1 {SERVED}"),
     "generation_large": Small(SERVED, {"NUM_PEERS": 2}),
     "generation_many": Small(f"--stages 1 --texts 2 --repeats 1 {SERVED}"),
@@ -45,7 +45,7 @@ PROCESSES = {
 """Each starts two to five processes at once, once or a few times."""
 
 CHECKED = ("streaming", "allreduce", "steps", "overhead")
-"""Those that `make check` runs, for the others take too long together."""
+"""Run by `make check`; the other benchmarks take too long together."""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_lightnings_own_tests_run_in_a_swarm(folder: Path, monkeypatch: pytest.M
     words = f"{folder / 'lightning'} --folders core --how stage"
     found = run("lightning_suite", Small(words), folder, monkeypatch)
     [row] = [line.split() for line in found.splitlines() if line.startswith("all ")]
-    # Both pass as they are and with a swarm; one of them has a Trainer.
+    # Both pass unchanged and with a swarm; one of them has a Trainer.
     assert row == ["all", "2", "2", "0", "0", "0", "1", "100.0%"]
 
 

@@ -43,7 +43,7 @@ HELPERS = {"bare", "delays", "ends", "gpipe", "joined", "together", "train", "wa
 
 @pytest.mark.filterwarnings(
     "ignore:torch.quantize_per_tensor", "ignore:Conversion of an array", "ignore:The given NumPy"
-)  # by hivemind's codecs
+)  # caused by hivemind's codecs
 @pytest.mark.parametrize("name", SMALL)
 def test_it_measures(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nan" not in run(name, SMALL[name], folder, monkeypatch)
@@ -61,7 +61,7 @@ def test_liars_measures_what_audits_cost(folder: Path, monkeypatch: pytest.Monke
     for name, value in {**sizes, "NUM_TURNS": 2}.items():
         monkeypatch.setattr(audit_costs, name, value)
     found = run("liars", Small("--overhead"), folder, monkeypatch)
-    # The first steps of a stage audit all of its work; new servers' work is audited for longer, and these count as old.
+    # A stage's first steps are audited entirely, and new servers' work for longer, so these servers count as old.
     [share] = re.findall(r"([\d.]+) of server-steps audited", found)
     assert float(share) < 0.5
 
@@ -106,7 +106,7 @@ def test_a_swarm_of_hosts_is_simulated() -> None:
         simulated.predicted(simulated.Swarm([[50.0]] * 2, 8, boundary_bytes=250_000, mbits=[[mbit]] * 2), 3.0)
         for mbit in (20.0, 40.0)
     )
-    assert fast == pytest.approx(2 * slow, rel=0.2)  # links bind
+    assert fast == pytest.approx(2 * slow, rel=0.2)  # links are the bottleneck
 
 
 def test_every_benchmark_is_tried() -> None:
@@ -122,7 +122,7 @@ def test_make_runs_benchmarks_that_are_there() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="it needs make")
 def test_make_goes_on_past_a_benchmark_that_fails() -> None:
-    """There is no program in `wan`, and no `tea`: both fail at once."""
+    """`wan` has no program, and `tea` does not exist: both fail immediately."""
     command = ["make", "-C", str(ROOT), "-o", ".venv/.installed", "bench", "BENCHMARKS=wan tea"]
     environment = {**os.environ, "BIN": str(Path(sys.executable).parent)}
     made = subprocess.run([*command, "-e"], env=environment, capture_output=True, text=True, check=False)

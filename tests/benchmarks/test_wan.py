@@ -1,4 +1,4 @@
-"""What the benchmarks over wide areas measure with: a swarm that relays, and what the paper's figures say of layers."""
+"""Parts of the wide-area benchmarks: a swarm that relays, and the layers' costs by the paper's figures."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class _Net(L.LightningModule):
 
 
 def _trained(monkeypatch: pytest.MonkeyPatch, *, relays: bool) -> tuple[list[Tensor], Counter[frozenset[PeerId]]]:
-    """The weights afterwards, and the bytes between each two peers."""
-    monkeypatch.setattr(pipeline, "MicrobatchRun", MicrobatchRun)  # put back in the end
+    """Return the final weights, and the bytes between each two peers."""
+    monkeypatch.setattr(pipeline, "MicrobatchRun", MicrobatchRun)  # restored at the end
     relay.install().on = relays
     moved: Counter[frozenset[PeerId]] = Counter()
     with local_swarm(4, num_stages=3, role="trainer", microbatch_size=16) as swarm:
@@ -58,7 +58,7 @@ def test_a_swarm_that_relays_computes_the_same_and_its_servers_send_each_other_n
 ) -> None:
     (straight, direct), (relayed, through) = (_trained(monkeypatch, relays=relays) for relays in (False, True))
     torch.testing.assert_close(relayed, straight, rtol=1e-12, atol=1e-12)
-    tensors = 256 * WIDTH * 8  # of an epoch, over one boundary and one way
+    tensors = 256 * WIDTH * 8  # bytes of an epoch, over one boundary and one way
     assert _between_servers(direct) > 4 * tensors
     assert _between_servers(through) < tensors
     assert sum(through.values()) > sum(direct.values()) + 4 * tensors - _between_servers(through)

@@ -1,4 +1,4 @@
-"""Whether a command that a page names would be understood: by the parsers that it meets, and in the files it names."""
+"""Checks commands of the documentation with their real parsers, and with the files that they name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NotUnderstood(AssertionError):
 
 
 def lines(text: str) -> Iterator[list[str]]:
-    """The commands of a block, in words. Comments are left out, continued lines are put together."""
+    """Yield the commands of a block as lists of words, without comments, with continued lines joined."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words:
@@ -48,13 +48,13 @@ def lines(text: str) -> Iterator[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """Try a command, up to where it would do something. The current folder has the files that its page shows.
+    """Try a command, up to its first action. The current folder has the files that its page shows.
 
     Raises:
         NotUnderstood: It would fail.
     """
     words = [re.sub(r"12D3\w*\.\.\.", PEER_ID, word) for word in words]
-    if ">" in words:  # a file of the repository that is written like that is compared by a test of its own
+    if ">" in words:  # a test compares the repository's files that are written like this
         words = words[: words.index(">")]
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         _check_variable(words.pop(0).partition("=")[0])
@@ -74,7 +74,7 @@ def check(words: list[str]) -> None:
 
 
 def check_span(text: str) -> None:
-    """As `check`, for what stands in a sentence: a bare `lightning-swarm join` names the command."""
+    """Check a command within a sentence, as `check` does; a bare `lightning-swarm join` names the command only."""
     words = shlex.split(text)
     names = {
         *programs.TRAINER_COMMANDS,
@@ -155,7 +155,7 @@ def _check_python(words: list[str]) -> None:
 
 
 class _ParsedError(Exception):
-    """The options of a program were read."""
+    """A program's options were read."""
 
 
 def _check_options(argv: list[str], run: Any) -> None:
@@ -172,7 +172,7 @@ def _check_options(argv: list[str], run: Any) -> None:
         mock.patch.object(sys, "path", path),
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
     ):
-        imported = sys.modules.pop(argv[0], None)  # by other tests; it runs afresh here
+        imported = sys.modules.pop(argv[0], None)  # forget an import by other tests, so that it runs afresh here
         try:
             run()
         except _ParsedError:
@@ -202,7 +202,7 @@ def _check_ours(words: list[str]) -> None:
 
 @contextmanager
 def _nothing_is_done(told: list[object]) -> Iterator[None]:
-    """The commands parse, find their files, and make all objects; then they stop, having told what they would do."""
+    """Let commands parse, find their files, and create all objects, then stop and append their action to `told`."""
 
     def run(arguments: argparse.Namespace) -> int:
         peers = arguments.peer if arguments.command == "doctor" else ()

@@ -1,4 +1,4 @@
-"""What the pages mean by `my_project`: some model and its data."""
+"""The module `my_project` of the documentation: a model and its data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class MyModel(L.LightningModule):
-    """All its layers are in one `Sequential`."""
+    """Has all its layers in one `Sequential`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class MyModel(L.LightningModule):
 
 
 class MyData(L.LightningDataModule):
-    """32 rows."""
+    """Has 32 rows."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return my_data()
 
 
 def my_data() -> DataLoader[Any]:
-    """A loader of four batches."""
+    """Return a loader of four batches."""
     return DataLoader(TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1))), batch_size=8)

@@ -1,4 +1,4 @@
-"""The pages that people read, and what is code in them."""
+"""The documentation's pages, and the code in them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Block:
 
     Args:
         page: Its file, from the repository's root.
-        line: Of the page, counted from 1.
-        kind: What stands behind its fence; "indented" for a block that has none.
-        text: What is in it.
+        line: Its line in the page, from 1.
+        kind: The word after its fence; "indented" for a block without a fence.
+        text: Its content.
     """
 
     page: str
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def shown(self) -> str | None:
-        """The name of the file that this block is, by its first line."""
+        """The name of the file that this block shows, by its first line."""
         found = _SHOWN.match(self.text)
         return found[1] if found else None
 
@@ -60,7 +60,7 @@ def _tokens(page: str) -> list[Token]:
 
 
 def blocks(page: str) -> list[Block]:
-    """A page's blocks, in order."""
+    """Return a page's blocks, in order."""
     return [
         Block(page, token.map[0] + 1, token.info.split()[0] if token.info else "", token.content)
         if token.type == "fence"
@@ -71,18 +71,18 @@ def blocks(page: str) -> list[Block]:
 
 
 def spans(page: str) -> list[str]:
-    """What stands between backticks in a page's sentences and tables."""
+    """Return the text between backticks in a page's sentences and tables."""
     return [child.content for child in _inside(page) if child.type == "code_inline"]
 
 
 def links(page: str) -> list[str]:
-    """Where a page's links and pictures lead."""
+    """Return the targets of a page's links and pictures."""
     found = [child.attrGet("href") or child.attrGet("src") for child in _inside(page)]
     return [str(target) for target in found if target]
 
 
 def headings(page: str) -> list[str]:
-    """The anchors of a page's headings, as GitHub and MyST make them."""
+    """Return the anchors of a page's headings, as GitHub and MyST form them."""
     tokens = _tokens(page)
     texts = [after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
     return [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts]
@@ -99,7 +99,7 @@ def _inside(page: str) -> list[Token]:
 
 
 def shown(page: str) -> dict[str, str]:
-    """The files that a page shows, by their names; else the quickstart's."""
+    """Return the files that a page shows, by name; if there are none, the quickstart's."""
     own = {block.shown: block.text for block in blocks(page) if block.shown is not None}
     if page == "docs/quickstart.md":
         return own

@@ -1,4 +1,4 @@
-"""Every block of code on the pages is run, and what a page says of its outcome is compared with it."""
+"""Every block of code in the documentation is run, and its stated outcome is compared with the real one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RULES = {
     "{image}": "Sphinx",
     "{literalinclude}": "Sphinx; tests/p2p/test_serving.py runs the file",
 }
-"""What becomes of each kind of block."""
+"""Treatment of each kind of block."""
 
 NUM_SWARMS = {
     "README.md": 1,
@@ -66,14 +66,14 @@ NUM_SWARMS = {
     "docs/notebooks.md": 1,
     "docs/whole.md": 1,
 }
-"""How many runs the blocks of a page make; its tests included."""
+"""Number of runs by the blocks of a page, its tests included."""
 
 COMPLETE = ("docs/quickstart.md", "docs/checkpoints.md")
-"""Their runs are as long as they say; others end after a few steps."""
+"""These pages run for as long as they say; the other pages' runs end after a few steps."""
 
 
 def quick(page: str) -> Callable[..., L.Trainer]:
-    """A Trainer of few steps, that says and writes little."""
+    """Return a Trainer of few steps with little output."""
     real = L.Trainer
 
     def make(**given: Any) -> L.Trainer:
@@ -90,7 +90,7 @@ def quick(page: str) -> Callable[..., L.Trainer]:
 
 @pytest.fixture
 def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripts run here, in a folder of their own, on swarms in memory."""
+    """Run scripts in a temporary folder, on swarms in memory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "my_project", my_project)
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
@@ -100,7 +100,7 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def preamble(page: str) -> dict[str, Any]:
-    """What the blocks of a page take for granted."""
+    """Return the names that a page's blocks assume."""
     names: dict[str, Any] = {"__name__": "__main__", "MyModel": my_project.MyModel, "my_data": my_project.my_data}
     if page == "docs/checkpoints.md":
         trainer = L.Trainer(max_epochs=1)
@@ -111,7 +111,7 @@ def preamble(page: str) -> dict[str, Any]:
 
 
 def run(page: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Run a page's blocks; then the tests that they define."""
+    """Run a page's blocks, then the tests that they define."""
     names = preamble(page)
     for block in blocks(page):
         if block.kind == "python":
@@ -124,7 +124,7 @@ def run(page: str, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 OF_ITS_OWN = ("docs/quickstart.md",)
-"""Run by a test that looks at what they end with."""
+"""Run by a test that checks the final values."""
 
 WITH_PYTHON = [
     page for page in PAGES if page not in OF_ITS_OWN and any(block.kind == "python" for block in blocks(page))
@@ -153,7 +153,7 @@ def test_python_runs(
         warnings.filterwarnings("ignore", "The number of training batches")
         run(page, request)
     assert len(launched) == NUM_SWARMS.get(page, 0)
-    # The trainer computes a model that is not cut, and the servers the stages of all others.
+    # In an uncut model the trainer computes, on the other pages the servers of the stages.
     computed = [sum(server.calls.num_forwards for server in strategy.servers) > 0 for strategy in launched]
     assert computed == [page != "docs/whole.md"] * len(launched)
 
@@ -224,7 +224,7 @@ def test_a_block_without_a_rule_is_found(tmp_path: Path) -> None:
 
 
 def peers_can_join(block: Block) -> None:
-    """The lines that a starter of the quickstart's script prints."""
+    """Compare the lines that a starter of the quickstart's script prints."""
     said = block.text.replace("12D3KooW...", PEER_ID)
     address = Address.parse(said.partition("lightning-swarm join ")[2].split()[0])
     is_invited = not address.place.is_loopback
@@ -232,20 +232,20 @@ def peers_can_join(block: Block) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(sys, "argv", ["train.py"])
         patch.setattr(sys.modules["__main__"], "__spec__", None)
-        patch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)  # a worker of the tests has none
+        patch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)  # a test worker has none
         lines = how_to_join(config, [address], entry_of(config, lambda: Path(folder), now_s=0.0), num_peers=4)
         assert said.startswith(f"{lines}\n")
         assert len(said.splitlines()) == len(lines.splitlines()) + (not is_invited), "the script's own line"
 
 
 def simulated(block: Block, name: str = "scenario") -> None:
-    """The table of the example."""
+    """Compare the table of the example."""
     runs = ScenarioRuns(ROOT / f"examples/spot/{name}.yaml")
     assert report.span_table(simulate.simulated(runs)) == block.text.rstrip("\n")
 
 
 def planned(block: Block) -> None:
-    """What `plan` says of the page's machines."""
+    """Compare the output of `plan` for the page's machines."""
     command = next(found for found in blocks(block.page) if found.kind == "sh").text.splitlines()[0]
     said = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
@@ -257,7 +257,7 @@ def planned(block: Block) -> None:
 
 
 def anyone_can_join(block: Block) -> None:
-    """The line that a notebook prints, which is no script."""
+    """Compare the line that a notebook prints, which is no script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", ModuleType("__main__"))
         config = lightning_swarm.SwarmStrategy().config
@@ -268,7 +268,7 @@ def anyone_can_join(block: Block) -> None:
 
 
 def devices_refused(block: Block) -> None:
-    """The error for several devices in a notebook."""
+    """Compare the error for several devices in a notebook."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "_IS_INTERACTIVE", True)
         with pytest.raises(ConfigError) as caught:
@@ -277,7 +277,7 @@ def devices_refused(block: Block) -> None:
 
 
 def member_changes(block: Block) -> None:
-    """The line about a peer that comes or goes, from what it says of the run afterwards."""
+    """Compare the line about a peer that joins or leaves, reconstructing the run from its numbers."""
     found = re.fullmatch(
         r"Peer (\w+) \((\S+):(\d+)\) (joined|died or was cut off): stage (\d) .*?(\d) servers?.*, (\d) peers in all\n",
         block.text,
@@ -324,7 +324,7 @@ SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches"),
     ("docs/planning.md", "1416.5M parameters"): planned,
 }
-"""For each block of text, by its page and its beginning, what compares it with the truth."""
+"""(page, beginning of the block) -> function that compares the block with the real output."""
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Every command on the pages would be understood."""
+"""Every command in the documentation would be accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, shown, spans
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repository's folders, and none of the files that commands write."""
+    """Use the repository's folders, without the files that commands write."""
     for path in ROOT.iterdir():
         if path.is_dir() and not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)

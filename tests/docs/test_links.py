@@ -1,4 +1,4 @@
-"""What the pages point at is there: links, files, arguments, limits. Sphinx checks links inside of docs/, too."""
+"""Targets in the documentation exist: links, files, arguments, limits. Sphinx also checks links inside of docs/."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.docs.pages import PAGES, ROOT, headings, links, spans
 CALLED = {
     "SwarmStrategy": lightning_swarm.SwarmStrategy,
     "Limits": Limits,
-    "FaultySwarmStrategy": lightning_swarm.SwarmStrategy,  # and two of its own
-    "local_swarm": lightning_swarm.SwarmStrategy,  # and some of its own
+    "FaultySwarmStrategy": lightning_swarm.SwarmStrategy,  # has two more arguments of its own
+    "local_swarm": lightning_swarm.SwarmStrategy,  # has further arguments of its own
 }
 OWN = {
     "FaultySwarmStrategy": {"faults", "fired", "name", "modify_peer"},
@@ -52,7 +52,7 @@ def test_named_files_and_settings_are_there(page: str) -> None:
 
 
 def unknown_arguments(text: str) -> set[str]:
-    """Of calls of this package's classes, what they do not take."""
+    """Return the arguments in calls of this package's classes that these do not take."""
     try:
         tree = ast.parse(text.replace("...", "None").replace("=None, None", "=None"), mode="eval")
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""What every example's script sets for its own process is taken back here."""
+"""Restores the process settings that the examples' scripts change."""
 
 import pytest
 

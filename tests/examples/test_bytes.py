@@ -17,7 +17,7 @@ from tests.parity.models import DigitsMLP, digits, loader
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A library of forty modules, with what must be left out beside them."""
+    """A library of forty modules, beside files that must be left out."""
     library = tmp_path / "lib"
     for i in range(40):
         folder = library / ("package" if i % 2 else "")
@@ -136,7 +136,7 @@ def test_learning_rate_warms_up_and_falls() -> None:
 def test_it_learns_and_its_checkpoint_loads(model: ByteGPT, data: PythonSource, tmp_path: Path) -> None:
     trainer = quiet_trainer(tmp_path, max_steps=30, val_check_interval=10, limit_val_batches=2)
     trainer.fit(model, data)
-    # A model that has learned nothing is at log(256) = 5.5.
+    # An untrained model's loss is log(256) = 5.5.
     assert trainer.callback_metrics["val_loss"] < 4.5
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = ByteGPT.load_from_checkpoint(tmp_path / "last.ckpt")
@@ -158,14 +158,14 @@ def test_generate_refuses_an_empty_prompt(model: ByteGPT) -> None:
 
 
 class Staged(Replacement):
-    """Where no processes are: a planned fault kills the peer, and another one joins the swarm in memory."""
+    """Runs without processes: a planned fault kills the peer, and another one joins the swarm in memory."""
 
     def __init__(self, at_step: int, out: Path, *, joins: bool = True) -> None:
         super().__init__(at_step, out, ["-m", "examples.bytes.train"])
         self.joins = joins
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
-        """A joiner that met the dead one tries again later: go on until it has been in for a few steps."""
+        """Continue until the joiner has been a member for some steps: if it met the dead peer, it tries again later."""
         super().on_train_batch_end(trainer, pl_module, *args)
         trainer.should_stop = any(event == "joined" and trainer.global_step >= step + 5 for step, _, event in self.rows)
 

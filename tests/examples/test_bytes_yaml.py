@@ -1,4 +1,4 @@
-"""The byte-level GPT from its file: the command's own way, on a swarm in this process and on none."""
+"""The byte-level GPT from its file, by the command, on a swarm in this process and without a swarm."""
 
 import csv
 import sys
@@ -28,7 +28,7 @@ SMALL = [
 
 
 class Watched(InMemoryStrategy):
-    """The last one made."""
+    """Keeps the last instance."""
 
     last: InMemoryStrategy
 
@@ -38,7 +38,7 @@ class Watched(InMemoryStrategy):
 
 
 def fit(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> list[dict[str, float]]:
-    """Run the command; the rows that its logger wrote."""
+    """Run the command; return the rows that its logger wrote."""
     arguments = ["fit", f"--config={CONFIG}", *SMALL, f"--trainer.logger.init_args.save_dir={out}", *options]
     monkeypatch.setattr(sys, "argv", ["lightning-swarm", *arguments])
     with quiet_warnings():

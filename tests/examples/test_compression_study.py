@@ -1,4 +1,4 @@
-"""The study of what compression does to the loss, in short: a small GPT on bytes learns with each kind of it."""
+"""A short run of the compression study: a small GPT on bytes learns with each kind of compression."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from lightning_swarm.testing import InMemoryStrategy
 
 
 def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> float:
-    """What the script says at its end."""
+    """Return the accuracy that the script prints at its end."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--max-epochs", "3", *arguments])
     train.main()
     said, _, number = capsys.readouterr().out.splitlines()[-1].rpartition(": ")
@@ -33,6 +33,6 @@ def test_a_swarm_learns_as_well_as_the_plain_trainer(
     assert len(used.servers) == 3
     assert all(server.calls.num_forwards > 0 for server in used.servers)
     assert swarm > 0.9
-    # One of 359 images may fall on the other side of a rounding.
+    # Rounding may change the class of one of 359 images.
     assert swarm == pytest.approx(accuracy(monkeypatch, capsys, "--plain"), abs=0.004)
     assert len(made) == 1

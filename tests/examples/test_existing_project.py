@@ -1,4 +1,4 @@
-"""A usual Lightning project, as it was and after the diff that puts it on a swarm."""
+"""An ordinary Lightning project, before and after the diff that makes it use a swarm."""
 
 import csv
 import importlib.util
@@ -29,7 +29,7 @@ SMALL = [
 
 
 class Watched(InMemoryStrategy):
-    """The last one made."""
+    """Keeps the last instance."""
 
     last: InMemoryStrategy
 
@@ -40,7 +40,7 @@ class Watched(InMemoryStrategy):
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it. What it imports stays: jsonargparse imports every LightningModule that there ever was."""
+    """A copy of the project. Its imports stay, because jsonargparse imports every LightningModule that ever existed."""
     folder = tmp_path / "project"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     monkeypatch.syspath_prepend(folder)
@@ -49,7 +49,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(project: Path, out: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, float]]:
-    """Run the project's script; the rows that its logger wrote."""
+    """Run the project's script; return the rows that its logger wrote."""
     monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, f"--out={project / out}", *arguments])
     spec = importlib.util.spec_from_file_location("script", project / "train.py")
     assert spec is not None
@@ -63,7 +63,7 @@ def train(project: Path, out: str, monkeypatch: pytest.MonkeyPatch, *arguments: 
 
 
 def apply_diff(project: Path) -> None:
-    # Outside of any repository, as `patch -p1` would.
+    # Outside of any repository, as with `patch -p1`.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(project.parent)}
     subprocess.run(["git", "apply", "swarm.diff"], cwd=project, env=environment, check=True)
 

@@ -1,4 +1,4 @@
-"""A language model of Hugging Face, on a swarm in this process and on none."""
+"""A language model of Hugging Face, on a swarm in this process and without a swarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The byte-level GPT by LAMB, on a swarm in this process and on none."""
+"""The byte-level GPT with LAMB, on a swarm in this process and without a swarm."""
 
 import sys
 from typing import Any
@@ -72,7 +72,7 @@ def test_an_update_is_as_long_as_its_parameter_and_the_rate_say() -> None:
 
 
 def configured(model: LambGPT) -> Lamb:
-    """Its optimizer, at the peak of the learning rate."""
+    """Return its optimizer, at the peak of the learning rate."""
     trainer = L.Trainer(accelerator="cpu", max_steps=10, logger=False, enable_checkpointing=False)
     model.trainer = trainer
     optimizer = model.configure_optimizers()["optimizer"]

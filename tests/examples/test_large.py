@@ -1,4 +1,4 @@
-"""The model that fits into none of its processes: here in small, and on a swarm in one of them."""
+"""The model that fits into none of its processes, here a small version on a swarm in one process."""
 
 import re
 import sys

@@ -14,7 +14,7 @@ SMALL = ["--max-steps=4", "--n-layer=3", "--n-embd=16", "--batch-size=6", "--pre
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[GPT, list[str]]:
-    """Run the script; what it trained, and what it said below the progress bar."""
+    """Run the script; return the trained model, and the output after the progress bar."""
     made: list[GPT] = []
 
     def make(**options: Any) -> GPT:
@@ -50,7 +50,7 @@ def test_a_swarm_trains_it_as_the_plain_trainer_does(
     for name, tensor in swarm.state_dict().items():
         assert tensor.dtype == torch.float64
         torch.testing.assert_close(tensor, weights[name], rtol=0.0, atol=1e-10)
-    # The tie holds, in what a checkpoint would have as well.
+    # The tie holds, also in a checkpoint.
     assert swarm.lm_head.weight is swarm.transformer.wte.weight
     assert swarm_said == plain_said
     assert swarm_said[-1].startswith("train_loss 5.")

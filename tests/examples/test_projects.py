@@ -1,4 +1,4 @@
-"""Projects that know of no swarm: the same losses, weights and metrics when only the Trainer's strategy changes."""
+"""Projects without code for a swarm have equal losses, weights and metrics if only the Trainer's strategy changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPECTED = {
 
 
 class Kept(DummyLogger):
-    """Keeps what is logged, but for the swarm's own numbers."""
+    """Keeps all logged values except the swarm's own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The model that whoever comes trains whole, begun here by one peer on a real network."""
+"""The example for volunteers, who each train the whole model, here with one peer on a real network."""
 
 import sys
 from pathlib import Path

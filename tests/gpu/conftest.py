@@ -1,4 +1,4 @@
-"""These tests need a GPU; where there is none they are skipped."""
+"""Skips these tests if there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a CPU and a GPU must compute to the same bits: draws, hashes, codecs, sums in fixed point."""
+"""Computations that must have the same bits on a CPU and a GPU: draws, hashes, codecs, fixed-point sums."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ TENSORS = {
 def test_codecs(name: str, tensor: str) -> None:
     codec, whole = CODECS[name](), TENSORS[tensor]
     here, there = codec.encode(whole), codec.encode(whole.to(GPU))
-    # The same bytes decode to the same bits, wherever they come from.
+    # The same bytes decode to the same bits, from either device.
     for parts in (here, tuple(part.cpu() for part in there)):
         one = codec.decode(parts, whole.dtype, whole.shape)
         other = codec.decode(tuple(part.to(GPU) for part in parts), whole.dtype, whole.shape)

@@ -1,4 +1,4 @@
-"""The plain Trainer's result on a GPU, by a swarm whose peers are all on it."""
+"""A swarm with all peers on a GPU has the plain Trainer's result there."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ DEVICE = "cuda"
 
 
 def on_gpu(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """`run_plain` or `run_swarm`, with all devices on one GPU."""
+    """Call `run_plain` or `run_swarm` with all devices on one GPU."""
     return run(*args, accelerator=SharedGPU(), **options)
 
 
 def both(make: Callable[[], L.LightningModule], data: Any, **options: Any) -> tuple[SwarmRun, Run]:
-    """The same training by a swarm of four servers, and by the plain Trainer."""
+    """Train with a swarm of four servers, and with the plain Trainer."""
     of_both = {name: options.pop(name) for name in ("precision", "gradient_clip_val", "deterministic") & options.keys()}
     plain = on_gpu(run_plain, make, data(), max_steps=STEPS, **of_both)
     swarm = on_gpu(run_swarm, make, data(), max_steps=STEPS, **of_both, **{"num_servers": 4, **options})
@@ -88,7 +88,7 @@ def test_batch_norms() -> None:
 
 
 class Convolutions(DigitsMLP):
-    """Convolutions in the blocks."""
+    """Has convolutions in its blocks."""
 
     def __init__(self) -> None:
         super().__init__(Recipe(optimizer="sgd", learning_rate=1e-3))
@@ -109,7 +109,7 @@ def test_convolutions() -> None:
 
 
 class Recurrent(DigitsMLP):
-    """An LSTM, which cuDNN computes."""
+    """Has an LSTM, which cuDNN computes."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Attention(nn.Module):
 
 
 class Drawing(Net):
-    """Dropout of all kinds in its blocks."""
+    """Has dropout of all kinds in its blocks."""
 
     def __init__(self) -> None:
         layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.2, batch_first=True)
@@ -233,7 +233,7 @@ def test_attention_with_dropout_in_half_precision(precision: str) -> None:
         run: SwarmRun = on_gpu(run_swarm, Drawing, data, max_steps=4, precision=precision, num_servers=3, seed=seed)
         return run
 
-    # Who computes what changes nothing, so the masks are the keyed ones.
+    # Equal curves in different arrangements show that the masks are keyed.
     assert_same_curve(train(0), train(1), loss=2e-3)
 
 

@@ -1,4 +1,4 @@
-"""Peers in processes of their own, all on one GPU; one of them dies."""
+"""Peers in real processes, all on one GPU; one of them dies."""
 
 from __future__ import annotations
 

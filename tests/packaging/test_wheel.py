@@ -59,9 +59,9 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
     run([*pip, str(only(dist, "*.whl"))], cwd=folder)
-    # This spares a download of minutes: the dependencies are those of the environment that runs the tests. A .pth file
-    # adds its folders behind the new environment's own packages. Python reads no .pth files in folders added like that,
-    # so the editable installation of the repository, which is such a file, cannot be imported in the new environment.
+    # Borrowing this environment's dependencies spares a download of minutes. A .pth file adds their folders behind the
+    # new environment's own packages. Python reads no .pth files in folders added like that, so the editable
+    # installation of the repository, which is such a file, cannot be imported in the new environment.
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in borrowed))

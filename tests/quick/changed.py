@@ -1,4 +1,4 @@
-"""Select what `make quick` checks: ``python -m tests.quick.changed {code,tests} [BASE]`` prints paths.
+"""Select the files for `make quick`: ``python -m tests.quick.changed {code,tests} [BASE]`` prints paths.
 
 A file counts as changed if it differs between `BASE` and the working tree, or if git does not track it yet. The default
 `BASE` is the commit at which the branch left main. On main itself it is the last commit's parent.
@@ -19,7 +19,7 @@ PAGES_CONFIG = "docs/conf.py"
 
 
 def changed_files(root: Path, base: str | None = None) -> list[str]:
-    """Return the paths of changed files, also of deleted ones, relative to the repository's root."""
+    """Return the paths of changed and deleted files, relative to the repository's root."""
     # A renamed file is listed under both names, because the tests of both folders may notice.
     differ = _git(root, "diff", "--name-only", "--no-renames", base or _default_base(root))
     return sorted({*differ, *_git(root, "ls-files", "--others", "--exclude-standard")})
@@ -70,7 +70,7 @@ def _is_test(path: PurePosixPath) -> bool:
 
 
 def _tests_in(folder: PurePosixPath, root: Path) -> set[str]:
-    """Return the tests directly in a folder; if it has none, those of the nearest folder above that has some."""
+    """Return the tests directly in a folder, or in the nearest folder above that has tests."""
     while True:
         found = {str(folder / path.name) for path in (root / folder).glob("test_*.py")}
         if found or folder == UNIT_TESTS:

@@ -1,4 +1,4 @@
-"""BYOL on handwritten digits: a network learns to foresee what its own momentum average makes of another view."""
+"""BYOL on handwritten digits: a network learns to predict its own momentum average's features of another view."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 
 class TwoViews(Dataset[tuple[Tensor, Tensor, int]]):
-    """Each image twice, shifted and with noise."""
+    """Returns each image twice, shifted and with noise."""
 
     def __init__(self, augment: bool) -> None:
         pixels, labels = load_digits(return_X_y=True)
@@ -105,7 +105,7 @@ class BYOL(L.LightningModule):
         predicted = [self.predictor(self.projector(one)) for one in features]
         wanted = self.targets(second), self.targets(first)
         similarity = sum(F.cosine_similarity(p, t, dim=1).mean() for p, t in zip(predicted, wanted, strict=True))
-        probed = F.cross_entropy(self.probe(features[0].detach()), labels)  # learns beside, and teaches nothing
+        probed = F.cross_entropy(self.probe(features[0].detach()), labels)  # a probe, which does not train the network
         loss = 2.0 - similarity + probed
         self.log_dict({"train/loss": loss, "train/similarity": similarity / 2, "train/probe": probed})
         self.log("train/std", F.normalize(features[0].detach(), dim=1).std(0).mean(), on_epoch=True, on_step=False)

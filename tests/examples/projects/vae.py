@@ -35,7 +35,7 @@ class DigitsDataModule(L.LightningDataModule):
 
 
 class Layer(nn.Module):
-    """Keeps how active it is, for a penalty."""
+    """Keeps its activity, for a penalty."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
