@@ -115,7 +115,7 @@ def main(*names: str) -> int:
     return failed
 
 
-DEFAULT = ("lightning_swarm", "docs")
+DEFAULT = ("lightning_swarm", "docs", "tests")
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]) > 0)
