@@ -264,16 +264,10 @@ def train(
         others: As in `Watch`.
         initial_peers: Peers to join; empty: it begins the run.
         limits: As in `Limits`.
-<<<<<<< HEAD
-        cut: False: each trainer computes the whole model itself.
-        gated: The model is `Long`, the run ends by itself, and a `Gate` holds each step.
-        listen: At an address of its host; none: peers of this machine only.
-        log: Lowest level of messages that it prints, as of `SWARM_LOG`.
-=======
         cut: False: each trainer computes the whole model.
         gated: Use the model `Long`, end the run after its epochs, and hold each step by a `Gate`.
         listen: Address on its host; empty: only peers of this machine can connect.
->>>>>>> b868e32c (tests/p2p: plain docstrings and comments)
+        log: Lowest level of messages that it prints, as in `SWARM_LOG`.
     """
     if log:
         os.environ[process.LOG] = log

@@ -33,12 +33,7 @@ def hosts() -> Iterator[Hosts]:
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_each_sample_counts_once(hosts: Hosts, tmp_path: Path) -> None:
-<<<<<<< HEAD
-    """And another trainer that comes later, and is told of an address that it cannot reach, trains beside it."""
-=======
     """Another trainer joins later, and trains beside it although it cannot reach the first one's address."""
-    (tmp_path / "logs").mkdir()
->>>>>>> b868e32c (tests/p2p: plain docstrings and comments)
     with (
         hosts.behind(3) as inner,
         shared_zygote() as zygote,

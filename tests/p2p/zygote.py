@@ -1,13 +1,8 @@
 """A process that has all imports and forks peers, which are real processes without the seconds of importing.
 
-<<<<<<< HEAD
-It reads one JSON object a line from its standard input and answers with the process id of the peer that it began, or
-with the exit status of a peer. It has no thread and no event loop of its own, so a fork of it is as clean as a new
-process. Its arguments are the names of further modules to import.
-=======
-It reads one JSON object per line from its standard input, and answers with the process id of the new peer. It has no
-thread and no event loop of its own, so its forks are as clean as new processes.
->>>>>>> b868e32c (tests/p2p: plain docstrings and comments)
+It reads one JSON object per line from its standard input, and answers with the process id of the new peer, or with the
+exit status of a peer. It has no thread and no event loop of its own, so its forks are as clean as new processes. Its
+arguments are the names of further modules to import.
 """
 
 from __future__ import annotations
@@ -68,12 +63,8 @@ def build(name: str) -> L.LightningModule:
 
 def main() -> None:
     codec("8bit")  # imports bitsandbytes, which takes seconds
-<<<<<<< HEAD
     for name in sys.argv[1:]:
         importlib.import_module(name)
-=======
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for the peers, which would become zombies
->>>>>>> b868e32c (tests/p2p: plain docstrings and comments)
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
