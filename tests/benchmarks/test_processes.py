@@ -44,7 +44,7 @@ PROCESSES = {
 }
 """Each starts two to five processes at once, once or a few times."""
 
-CHECKED = ("streaming", "allreduce", "steps", "overhead")
+CHECKED = ("allreduce", "steps", "overhead")
 """Run by `make check`; the other benchmarks take too long together."""
 
 

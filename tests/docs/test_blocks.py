@@ -238,10 +238,18 @@ def peers_can_join(block: Block) -> None:
         assert len(said.splitlines()) == len(lines.splitlines()) + (not is_invited), "the script's own line"
 
 
-def simulated(block: Block, name: str = "scenario") -> None:
-    """Compare the table of the example."""
+def simulated(block: Block, name: str = "scenario", rel: float = 0.0) -> None:
+    """Compare the table of the example; its numbers may differ by the share `rel`.
+
+    A swarm's decisions depend on the last bits that a processor computes, so a simulation of each message does, too.
+    """
     runs = ScenarioRuns(ROOT / f"examples/spot/{name}.yaml")
-    assert report.span_table(simulate.simulated(runs)) == block.text.rstrip("\n")
+    number = re.compile(r"\d+\.\d+")
+    table, expected = report.span_table(simulate.simulated(runs)), block.text.rstrip("\n")
+    assert number.sub("0", table) == number.sub("0", expected)
+    assert [*map(float, number.findall(table))] == pytest.approx(
+        [*map(float, number.findall(expected))], rel=rel, abs=0
+    )
 
 
 def planned(block: Block) -> None:
@@ -321,7 +329,7 @@ SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/join.md", "Peers can join this run"): peers_can_join,
     ("docs/two_machines.md", "Peers can join this run"): peers_can_join,
     ("docs/simulate.md", "rule   samples"): simulated,
-    ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches"),
+    ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches", rel=0.01),
     ("docs/planning.md", "1416.5M parameters"): planned,
 }
 """(page, beginning of the block) -> function that compares the block with the real output."""

@@ -74,11 +74,11 @@ def run(folder: Path, devices: int) -> tuple[dict[str, torch.Tensor], str]:
 
 
 @pytest.mark.thorough
-def test_a_script_reads_the_runs_counters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_script_reads_the_runs_counters(tmp_path: Path, devices: int) -> None:
     plain, _ = run(tmp_path, 1)
-    for devices in (2, 4):
-        found, said = run(tmp_path, devices)
-        assert found.keys() == plain.keys()
-        for name, value in plain.items():
-            torch.testing.assert_close(found[name], value, rtol=0.0, atol=1e-10, msg=f"{devices}: {name}")
-        assert "'factor'" in said, "that it changes is told, though all trainers have the same"
+    found, said = run(tmp_path, devices)
+    assert found.keys() == plain.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=0.0, atol=1e-10, msg=name)
+    assert "'factor'" in said, "that it changes is told, though all trainers have the same"

@@ -19,7 +19,8 @@ from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.network import start_network
 from lightning_swarm.protocol import queries
-from tests.p2p.processes import MODULE, Run
+from tests.p2p.processes import COMMAND
+from tests.p2p.warm import WarmRun
 
 # Cold starts of peers in this file: none. The doctor is no peer, and its targets live in this process.
 
@@ -46,7 +47,7 @@ def skewed_peer() -> Iterator[Address]:
 
 def doctor(*arguments: object) -> list[str]:
     """Return the output's lines; the command reports a problem in each of these tests."""
-    run = Run("doctor", *arguments, program=MODULE)
+    run = WarmRun("doctor", *arguments, program=COMMAND)
     try:
         assert run.wait(60.0) == 1, "".join(run.output)
         assert run.survivors() == []

@@ -162,6 +162,7 @@ def test_the_second_machine_joins_as_printed_and_comes_back_after_each_kill(mach
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_each_process_of_a_machine_comes_back_as_itself(machines: list[Machine]) -> None:
     """This also works if the run has not detected its death: its network is cut before it is killed."""
     pair = Pair(machines, devices=2)

@@ -92,6 +92,7 @@ def test_a_machine_of_another_kind_joins_and_is_killed(start: Callable[..., Run]
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_the_lead_is_of_the_other_kind(start: Callable[..., Run], tmp_path: Path) -> None:
     run = _begun(start, tmp_path, UNFUSED)
     joiner = _join(start, run, tmp_path, {})
@@ -102,6 +103,7 @@ def test_the_lead_is_of_the_other_kind(start: Callable[..., Run], tmp_path: Path
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_two_machines_of_two_kinds(start: Callable[..., Run], hosts: Hosts, tmp_path: Path) -> None:
     run = _begun(start, tmp_path, {}, *hosts.on(0), listen=hosts.address(0))
     joiner = _join(start, run, tmp_path, UNFUSED, *hosts.on(1), listen=hosts.address(1))

@@ -145,6 +145,7 @@ def test_a_second_build_gives_the_same_bytes(dist: Path, tmp_path: Path) -> None
         assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest(), first.name
 
 
+@pytest.mark.exhaustive
 def test_the_installed_wheel_runs_the_quickstart(python: Path, tmp_path: Path) -> None:
     where = "import importlib.util; print(importlib.util.find_spec('lightning_swarm').origin)"
     assert Path(run_installed([str(python), "-c", where], tmp_path).strip()).is_relative_to(python.parents[1])

@@ -578,7 +578,7 @@ def test_who_cannot_hold_the_model_or_slows_it_down_is_not_asked() -> None:
     [
         (4, 1e12, ["If no machine comes or goes, choose it"], ["hivemind.Optimizer"]),
         (4, 8e12, ["the same share of a step for each"], ["choose it", "hivemind.Optimizer"]),
-        (120, 8e12, ["made for hundreds of trainers"], []),
+        pytest.param(120, 8e12, ["made for hundreds of trainers"], [], marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_else_would_do_is_said(count: int, flop_per_s: float, words: list[str], others: list[str]) -> None:

@@ -565,6 +565,7 @@ def test_compiled_blocks_draw_the_same() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_inductor_draws_its_seeds_from_the_stream() -> None:
