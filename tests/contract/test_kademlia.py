@@ -160,7 +160,7 @@ def test_who_asks_for_one_record_again_and_again_in_one_message_is_refused(world
     large = records_of(ids(1), bytes(60_000), identity=Identity.generate())
     assert list(ask(world, "rpc_store", large).store_ok) == [True]
     assert len(ask(world, "rpc_find", engine.dht_pb2.FindRequest(keys=ids(1))).results[0].value) > 60_000
-    with pytest.raises(P2PHandlerError, match="bytes are asked for by one message"):
+    with pytest.raises(P2PHandlerError, match="bytes of records to return"):
         ask(world, "rpc_find", engine.dht_pb2.FindRequest(keys=kademlia.MAX_KEYS * ids(1)))
 
 
