@@ -58,7 +58,7 @@ class Strategy(SwarmStrategy):
         return NUM_SERVERS
 
     @property
-    def run(self) -> RunState:
+    def run_state(self) -> RunState:
         """The run's state, as the trainer knows it."""
         assert self.peer is not None
         assert self.peer.lead.run is not None
@@ -67,7 +67,7 @@ class Strategy(SwarmStrategy):
     @property
     def roster(self) -> set[str]:
         """Return the members of the run."""
-        return {member.peer_id for stage in self.run.rosters for member in stage}
+        return {member.peer_id for stage in self.run_state.rosters for member in stage}
 
 
 class FaultyStrategy(Strategy, FaultySwarmStrategy):
@@ -212,7 +212,7 @@ class Hand:
     @property
     def step(self) -> int:
         assert self.strategy is not None
-        return self.strategy.run.version
+        return self.strategy.run_state.version
 
     def work(self) -> None:
         """Remove servers, on a separate thread."""
