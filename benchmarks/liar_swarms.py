@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_swarm.coordinator.audit.policy import AuditMemory
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.transport import BaseTransport
-from lightning_swarm.protocol import methods, tickets
+from lightning_swarm.protocol import rpc
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy
 from lightning_swarm.testing.faults import DidNotHappen
@@ -235,11 +235,11 @@ def counted() -> Iterator[Traffic]:
 
 
 def _purpose(method: str, message: Message) -> str:
-    if method in (tickets.WAIT_METHOD, tickets.FETCH_METHOD):
+    if method in (rpc.WAIT.name, rpc.FETCH.name):
         return "averaging" if b"/average/" in message.body else "activations"
-    if method in (methods.AUDIT, methods.KEPT_WORK):
+    if method in (rpc.AUDIT.name, rpc.KEPT_WORK.name):
         return "audits"
-    return "activations" if method in (methods.FORWARD, methods.BACKWARD) else "other"
+    return "activations" if method in (rpc.FORWARD.name, rpc.BACKWARD.name) else "other"
 
 
 # ---------------------------------------------------------------------- swarms

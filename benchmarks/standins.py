@@ -31,7 +31,7 @@ from lightning_swarm.protocol.messages.step import (
     StageLedger,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import ADMIT, APPLY, AVERAGE, FREEZE, KEEP, LOAD
+from lightning_swarm.protocol.rpc import ADMIT, APPLY, AVERAGE, FREEZE, KEEP, LOAD
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.server import Server
 
@@ -54,12 +54,12 @@ class Standin:
         voter = Voter(member.boot_id)
         may_propose = lambda peer: peer == coordinator  # noqa: E731
         serve(voter, transport, may_propose, self._may_succeed, self._check_slot, self._check_record)
-        transport.handle_call(ADMIT, self._agree)
-        transport.handle_stream(LOAD, self._take)
-        transport.handle_stream(KEEP, self._take)
-        transport.handle_call(FREEZE, self._freeze)
-        transport.handle_call(AVERAGE, self._average)
-        transport.handle_call(APPLY, self._apply)
+        transport.handle_call(ADMIT.name, self._agree)
+        transport.handle_stream(LOAD.name, self._take)
+        transport.handle_stream(KEEP.name, self._take)
+        transport.handle_call(FREEZE.name, self._freeze)
+        transport.handle_call(AVERAGE.name, self._average)
+        transport.handle_call(APPLY.name, self._apply)
 
     def _check_slot(self, generation: int, step: int) -> None:
         """Find nothing wrong."""

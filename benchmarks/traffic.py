@@ -14,15 +14,15 @@ from typing import Final
 from benchmarks.crowd import NUM_STEPS, Swarm
 from benchmarks.report import table, write
 from benchmarks.standins import Crowd
-from lightning_swarm.network.transport import PING
+from lightning_swarm.network.access import PING
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import APPLY, AVERAGE, FREEZE, PROPOSE, RECORD
+from lightning_swarm.protocol.rpc import APPLY, AVERAGE, FREEZE, PROPOSE, RECORD
 
 BESIDE: Final = ((8, 10), (8, 30), (8, 100), (8, 300), (8, 1000), (32, 10), (128, 10), (30, 30), (100, 100))
 """Servers and trainers of swarms that take their steps."""
 ALIKE: Final = ((100, 4), (300, 4), (1000, 1), (1000, 4), (1000, 16))
 """As many servers as trainers, and microbatches of a batch; the servers are stand-ins."""
-METHODS: Final = (RECORD, APPLY, AVERAGE, FREEZE, PROPOSE, PING)
+METHODS: Final = (RECORD.name, APPLY.name, AVERAGE.name, FREEZE.name, PROPOSE.name, PING)
 """Those that most bytes are of."""
 
 

@@ -18,6 +18,7 @@ from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.protocol.bans import answer_bans
 from lightning_swarm.protocol.messages.run import UsedInvitation
+from lightning_swarm.protocol.rpc import RPCS
 from lightning_swarm.trust.certificates import SecretInvitation, encode
 from lightning_swarm.trust.credentials import RunCredentials
 from lightning_swarm.trust.owner import Owner
@@ -123,7 +124,7 @@ class OwnedNetwork(MemoryNetwork):
     def transport(self, name: str | None = None) -> MemoryTransport:
         transport = super().transport(name)
         certificate = self.invitation(transport.peer_id).certify(transport.peer_id, now_s=time.time())
-        transport.set_credentials(RunCredentials("run", OWNER.key.peer_id, encode(certificate)))
+        transport.set_credentials(RunCredentials("run", OWNER.key.peer_id, encode(certificate)), RPCS)
         answer_bans(transport, lambda: self.members, self._spawn)
         self.transports[transport.peer_id] = transport
         return transport
@@ -162,7 +163,7 @@ class InvitedNetwork(MemoryNetwork):
         role, invitation = self._role_of(peer), self._invitation_of(peer)
         own = FakeCredentials(certificate_of(peer, role, invitation=invitation, uses=self._uses))
         self.verified[peer] = own
-        transport.set_credentials(own)
+        transport.set_credentials(own, RPCS)
         return transport
 
     def used_by(self, members: Collection[str]) -> list[UsedInvitation]:

@@ -12,7 +12,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.state import ProofReply, ProofRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import PROVE, STATE
+from lightning_swarm.protocol.rpc import PROVE, STATE
 from lightning_swarm.server.server import Server
 
 Poison: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -21,7 +21,7 @@ Poison: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 def lies(server: Server, poison: Poison) -> None:
     """Make a server send a false state, and a proof of that state."""
     transport: Any = server._transport
-    handler, *bounds = transport._stream_handlers[STATE]
+    handler, *bounds = transport._stream_handlers[STATE.name]
 
     async def answer(caller: PeerId, message: Message) -> Message:
         reply = await handler(caller, message)
@@ -38,8 +38,8 @@ def lies(server: Server, poison: Poison) -> None:
         digests = StateDigests([*parts_of_weights(weights), *parts_of_optimizer(state)])
         return encode(ProofReply(proof=digests.proof(request.challenge, [request.kind])))
 
-    transport._stream_handlers[STATE] = answer, *bounds
-    transport._call_handlers[PROVE] = vouch
+    transport._stream_handlers[STATE.name] = answer, *bounds
+    transport._call_handlers[PROVE.name] = vouch
 
 
 def raised(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

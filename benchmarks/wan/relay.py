@@ -19,7 +19,7 @@ from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.core.tasks import nothing
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import BackwardRequest, ComputeMode, ForwardRequest, StageReport
-from lightning_swarm.protocol.methods import BACKWARD, FORWARD
+from lightning_swarm.protocol.rpc import BACKWARD, FORWARD
 
 
 @dataclass

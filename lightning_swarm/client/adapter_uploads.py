@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_swarm.client.adapters import PackedAdapter
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.methods import TUNE_ADAPTER
+from lightning_swarm.protocol.rpc import TUNE_ADAPTER
 
 _MAX_UPLOADS: Final = 256  # uploads that are remembered; a forgotten one may be sent again needlessly
 
@@ -40,7 +40,7 @@ class AdapterUploads:
             del self._uploads[oldest]
 
     async def _send(self, peer: PeerId, adapter: PackedAdapter, timeout: float) -> None:
-        await self._transport.stream(peer, TUNE_ADAPTER, adapter.upload, timeout=timeout, max_bytes=0)
+        await TUNE_ADAPTER.ask(self._transport, peer, adapter.upload, adapter.tensors, timeout=timeout, max_bytes=0)
 
     def cancel(self) -> None:
         """Cancel the uploads under way."""

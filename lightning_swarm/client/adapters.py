@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.adapter_digest import adapter_digest
 from lightning_swarm.model.partition.hooks import user_hooks
-from lightning_swarm.network import Message
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
-from lightning_swarm.protocol.messages.wire import encode
 
 _WRAPPED: Final = "base_layer"  # peft's name of the layer that it puts an adapter around
 _PEFT_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
@@ -146,7 +144,8 @@ class PackedAdapter:
     """A stage's part of an adapter, in wire form."""
 
     name: bytes  # its digest
-    upload: Message
+    upload: AdapterUpload
+    tensors: Sequence[Tensor]  # on the CPU
 
 
 def names_of(adapters: Sequence[PackedAdapter | None]) -> list[bytes | None]:
@@ -176,7 +175,7 @@ class AdapterPacker:
         sent = tuple(copy.cpu() for copy in copies)
         name = adapter_digest(stage, adapter.loras, sent)
         upload = AdapterUpload(model=self._model, stage=stage, digest=name, loras=adapter.loras)
-        packed = PackedAdapter(name, Message(encode(upload), sent))
+        packed = PackedAdapter(name, upload, sent)
         self._known[stage] = adapter.loras, copies, packed
         return packed
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
+
+from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
@@ -23,13 +25,13 @@ from lightning_swarm.core.errors import (
     WentBack,
 )
 from lightning_swarm.core.tasks import ended
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.messages.batches import RegisterRequest, ReportReply
-from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest
+from lightning_swarm.protocol.messages.membership import EnlistRequest
 from lightning_swarm.protocol.messages.run import RunView, Term
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import ENLIST, REGISTER, VIEW
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.queries import ask_servers, find_promised
+from lightning_swarm.protocol.rpc import ENLIST, REGISTER, VIEW, A, Call, Q, Stream
 from lightning_swarm.protocol.run_state import RunState, replaced_by
 
 _log = logging.getLogger(__name__)
@@ -61,18 +63,19 @@ class CoordinatorCalls:
         self._registered_term = run.term  # newest term whose coordinator has this trainer's report
         self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
 
-    async def call(self, method: str, body: bytes) -> bytes:
+    async def call(self, method: Call[Q, A], request: Q) -> A:
         """Call the coordinator and return its answer; raise its error, or a `SwarmError` if no answer can come."""
         timeout = self._patience.answer_s
-        return await self._repeat(method, partial(self._transport.call, method=method, body=body, timeout=timeout))
+        return await self._repeat(method.name, lambda peer: method.ask(self._transport, peer, request, timeout=timeout))
 
-    async def stream(self, method: str, message: Message, *, max_bytes: int) -> Message:
+    async def stream(
+        self, method: Stream[Q, A], request: Q, tensors: Sequence[Tensor] = (), *, max_bytes: int
+    ) -> tuple[A, tuple[Tensor, ...]]:
         """Send tensors to the coordinator; raise the same errors as `call`."""
-        timeout = self._patience.answer_s
-        return await self._repeat(
-            method,
-            partial(self._transport.stream, method=method, message=message, timeout=timeout, max_bytes=max_bytes),
+        ask = partial(
+            method.ask, request=request, tensors=tensors, timeout=self._patience.answer_s, max_bytes=max_bytes
         )
+        return await self._repeat(method.name, lambda peer: ask(self._transport, peer))
 
     async def find_coordinator(self) -> Collection[PeerId]:
         """Follow the highest term that servers know and voters promised; return the servers that answered."""
@@ -130,7 +133,7 @@ class CoordinatorCalls:
             generation, step = self._run.manifest.generation, self._run.version
             request = RegisterRequest(generation=generation, step=step, report=self._report())
             with contextlib.suppress(NotEnlisted):  # the batches count nowhere, or the trainer is about to enlist
-                await self._transport.call(coordinator, REGISTER, encode(request), timeout=self._patience.answer_s)
+                await REGISTER.ask(self._transport, coordinator, request, timeout=self._patience.answer_s)
             self._registered_term = term
         return await exchange(coordinator)
 
@@ -164,7 +167,7 @@ class CoordinatorCalls:
         if not own.open_to_trainers:
             return
         try:
-            view = decode(await self._transport.call(peer, VIEW, b"", timeout=self._patience.answer_s), RunView)
+            view = await VIEW.ask(self._transport, peer, None, timeout=self._patience.answer_s)
         except SwarmError as error:
             _log.info("%s shows no run: %s", peer, error)
             return
@@ -190,9 +193,9 @@ async def enter(transport: Transport, seen: RunState, patience: CoordinatorTimeo
 
 async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None) -> tuple[RunView, int]:
     """Ask until a record names this trainer; return the run from that record on, and the lead's epoch."""
-    request = encode(EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation))
+    request = EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation)
     while True:
-        reply = decode(await calls.call(ENLIST, request), EnlistReply)
+        reply = await calls.call(ENLIST, request)
         if reply.view is None:
             continue
         if me not in reply.view.seats.trainers:
@@ -209,13 +212,13 @@ class EnlistedCalls:
     run: RunState
     me: PeerId
 
-    async def call(self, method: str, body: bytes) -> bytes:
+    async def call(self, method: Call[Q, A], request: Q) -> A:
         """Call the coordinator, as in `CoordinatorCalls.call`."""
-        return await self._repeat(partial(self.calls.call, method, body))
+        return await self._repeat(lambda: self.calls.call(method, request))
 
-    async def stream(self, method: str, message: Message, *, max_bytes: int) -> Message:
-        """Send tensors to the coordinator, as in `CoordinatorCalls.stream`."""
-        return await self._repeat(partial(self.calls.stream, method, message, max_bytes=max_bytes))
+    async def stream(self, method: Stream[Q, None], request: Q, tensors: Sequence[Tensor]) -> None:
+        """Send tensors to the coordinator, as in `CoordinatorCalls.stream`; the answer is empty."""
+        await self._repeat(lambda: self.calls.stream(method, request, tensors, max_bytes=0))
 
     async def enlist(self) -> int:
         """Ensure that this trainer is in the run; return the epoch of the lead's loop, once it is in one."""

@@ -36,7 +36,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol import rpc, serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.inference import (
     WINDOW,
@@ -47,14 +47,6 @@ from lightning_swarm.protocol.messages.inference import (
     SessionOutput,
     SessionReplay,
     SessionStep,
-)
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import (
-    SESSION_CLOSE,
-    SESSION_FAILED,
-    SESSION_OUTPUT,
-    SESSION_REPLAY,
-    SESSION_STEP,
 )
 
 _LOOK_S: Final = 0.5  # seconds without output before a liveness check of the route's servers
@@ -173,17 +165,17 @@ class InferenceSession:
         """Close the session and notify its servers. Call it at most once."""
         if self._route:
             self._routes.end(self._route)
-        body = encode(SessionClose(session=self.id))
-        await gather(self._tell(peer, body) for peer in dict.fromkeys(self._route))
+        await gather(map(self._end_at, dict.fromkeys(self._route)))
 
     def _tell_soon(self, peer: PeerId) -> None:
-        task = asyncio.ensure_future(self._tell(peer, encode(SessionClose(session=self.id))))
+        task = asyncio.ensure_future(self._end_at(peer))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    async def _tell(self, peer: PeerId, body: bytes) -> None:
+    async def _end_at(self, peer: PeerId) -> None:
+        request = SessionClose(session=self.id)
         with contextlib.suppress(SwarmError):  # best effort: servers also drop sessions by themselves
-            await self._routes.transport.call(peer, SESSION_CLOSE, body, timeout=_MAX_CLOSING_S)
+            await rpc.SESSION_CLOSE.ask(self._routes.transport, peer, request, timeout=_MAX_CLOSING_S)
 
     # ------------------------------------------------------------------ incoming messages
 
@@ -323,9 +315,9 @@ class InferenceSession:
             before = self._route[first - 1]
             try:
                 timeout = self._routes.timeout
-                await self._routes.transport.call(before, SESSION_REPLAY, encode(request), timeout=timeout)
+                await rpc.SESSION_REPLAY.ask(self._routes.transport, before, request, timeout=timeout)
             except SessionLost:
-                await self._tell(before, encode(SessionClose(session=self.id)))
+                await self._end_at(before)
                 first, resume = first - 1, 1  # its outputs are gone, so it must compute them again
             except AdapterMissing:  # raised by the server behind it, which is new to the session
                 self._note_lacking(first)
@@ -387,7 +379,7 @@ class InferenceSession:
             structure=structure,
         )
         try:
-            await self._routes.send(self._route[0], SESSION_STEP, step, tensors)
+            await self._routes.send(self._route[0], step, tensors)
         except SessionLost:
             return {0}
         except AdapterMissing:
@@ -416,8 +408,8 @@ class InferenceSessions:
 
     def __post_init__(self) -> None:
         transport = self.routes.transport
-        transport.handle_stream(SESSION_OUTPUT, self._handle_output, admit=self._check_server)
-        transport.handle_call(SESSION_FAILED, self._handle_failed)
+        rpc.SESSION_OUTPUT.serve(transport, self._handle_output, admit=self._check_server)
+        rpc.SESSION_FAILED.serve(transport, self._handle_failed)
 
     def open(
         self, recipe: CacheRecipe | None, weights: SessionWeights, adapters: Sequence[PackedAdapter | None] = ()
@@ -451,12 +443,8 @@ class InferenceSessions:
         if not any(session.is_served_by(caller) for session in self._open.values()):
             raise ProtocolError(f"{caller} is no server of a session of this client")
 
-    async def _handle_output(self, caller: PeerId, message: Message) -> Message:
-        said = decode(message.body, SessionOutput)
+    async def _handle_output(self, caller: PeerId, said: SessionOutput, message: Message) -> None:
         self._find(said.session).take_output(caller, message, said)
-        return Message()
 
-    async def _handle_failed(self, caller: PeerId, body: bytes) -> bytes:
-        failed = decode(body, SessionFailed)
+    async def _handle_failed(self, caller: PeerId, failed: SessionFailed) -> None:
         self._find(failed.session).take_failure(caller, failed)
-        return b""

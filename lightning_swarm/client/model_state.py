@@ -33,17 +33,15 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import (
     EvaluationWeights,
-    Snapshot,
     SnapshotRequest,
     StageState,
     StateRequest,
-    WriteReply,
     WriteRequest,
     WrittenValue,
 )
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE
+from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete, only_versions, taken_alike
+from lightning_swarm.protocol.rpc import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE, Q, Stream
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.serialization import named
 
@@ -152,7 +150,9 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
     # This peer's own snapshot costs nothing. Without a recorded digest, begin with the one of most holders.
     for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -number[claimed[peer]])):
         try:
-            message = await transport.stream(peer, SNAPSHOT, request, timeout=confirmation.timeout, max_bytes=max_bytes)
+            message = await transport.stream(
+                peer, SNAPSHOT.name, request, timeout=confirmation.timeout, max_bytes=max_bytes
+            )
             found = await asyncio.to_thread(digest, message.tensors, message.body)
             if told is not None and found != told and confirmation.is_needed:
                 confirmation.note(peer, stage_index, version, "its snapshot is not what the stage's servers took")
@@ -163,7 +163,7 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
 
 
 def _read(message: Message, asked: tuple[int, int, int], found: bytes, expected: bytes) -> _Tensors:
-    head = decode(message.body, Snapshot)
+    head = SNAPSHOT.read_reply(message.body)
     if (head.generation, head.stage_index, head.version) != asked or found != expected:
         raise ProtocolError(
             f"it is not what the stage's servers took at generation, stage and version {asked}: the digest must be "
@@ -255,7 +255,7 @@ async def scatter_optimizer(
 ) -> None:
     """Send optimizer state, by parameter name, to the servers of stages (None: all), before their first step."""
     manifest = run.manifest
-    messages = {}
+    states = {}
     for index in range(len(manifest.stages)) if stages is None else stages:
         names = [name for name, _, _ in manifest.stages[index].parameters if name in state]
         structure, tensors = serialization.flatten([dict(state[name]) for name in names])
@@ -267,32 +267,31 @@ async def scatter_optimizer(
             names=names,
             structure=structure,
         )
-        messages[index] = Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
-    await _to_rosters(transport, run.rosters, LOAD, messages, timeout=timeout)
+        states[index] = head, [tensor.detach().cpu() for tensor in tensors]
+    await _to_rosters(transport, run.rosters, LOAD, states, timeout=timeout)
 
 
 async def set_evaluation_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
     """Send the servers the weights of the lead's `stages`, for calls and steps that name `number`."""
-    messages = {}
+    weights = {}
     for stage in stages:
         tensors = stage.named_stage_tensors()
         head = EvaluationWeights(
             stage_index=stage.spec.index, generation=run.manifest.generation, number=number, names=list(tensors)
         )
-        values = tuple(tensor.detach().cpu() for tensor in tensors.values())
-        messages[stage.spec.index] = Message(encode(head), values)
+        weights[stage.spec.index] = head, [tensor.detach().cpu() for tensor in tensors.values()]
 
     async def send(stage_index: int, peer: PeerId) -> PeerError | None:
         try:
-            await transport.stream(peer, SET_EVALUATION_WEIGHTS, messages[stage_index], timeout=timeout)
+            await SET_EVALUATION_WEIGHTS.ask(transport, peer, *weights[stage_index], timeout=timeout)
         # The step itself finds a dead server. A living server without these weights refuses calls that name them.
         except PeerError as error:
             return error
         return None
 
-    for index in messages:
+    for index in weights:
         failed = await gather(send(index, member.peer_id) for member in run.rosters[index])
         if all(failed):
             raise next(error for error in failed if error is not None)
@@ -303,21 +302,21 @@ async def drop_evaluation_weights(transport: Transport, run: RunState, number: i
     served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
     generation = run.manifest.generation
     heads = (EvaluationWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
-    messages = {head.stage_index: Message(encode(head)) for head in heads}
-    await _to_rosters(transport, run.rosters, SET_EVALUATION_WEIGHTS, messages, timeout=timeout)
+    nothing = {head.stage_index: (head, ()) for head in heads}
+    await _to_rosters(transport, run.rosters, SET_EVALUATION_WEIGHTS, nothing, timeout=timeout)
 
 
 async def _to_rosters(
     transport: Transport,
     rosters: Sequence[Sequence[Member]],
-    method: str,
-    messages: Mapping[int, Message],
+    method: Stream[Q, None],
+    requests: Mapping[int, tuple[Q, Sequence[Tensor]]],  # stage -> request and tensors
     *,
     timeout: float,
 ) -> None:
     await gather(
-        transport.stream(member.peer_id, method, message, timeout=timeout)
-        for index, message in messages.items()
+        method.ask(transport, member.peer_id, *request, timeout=timeout)
+        for index, request in requests.items()
         for member in rosters[index]
     )
 
@@ -338,12 +337,11 @@ async def _states(
         members = sorted(run.rosters[request.stage_index], key=lambda member: member.peer_id != transport.peer_id)
         for member in members:
             try:
-                message = await transport.stream(
-                    member.peer_id, STATE, Message(encode(request)), timeout=confirmation.timeout, max_bytes=max_bytes
+                state, tensors = await STATE.ask(
+                    transport, member.peer_id, request, timeout=confirmation.timeout, max_bytes=max_bytes
                 )
-                state = decode(message.body, StageState)
-                await confirmation.check(member.peer_id, request, partial(_parts, state, message.tensors))
-                return state, message.tensors
+                await confirmation.check(member.peer_id, request, partial(_parts, state, tensors))
+                return state, tensors
             except passing as error:  # it may have died since the record
                 if member is members[-1]:
                     raise
@@ -467,13 +465,10 @@ async def _by_server(
     """Let a member write its stage; None if no member that answers sees the folder."""
     for member in sorted(roster, key=lambda member: member.peer_id != transport.peer_id):
         try:
-            message = await transport.stream(
-                member.peer_id, WRITE, Message(encode(request)), timeout=timeout, max_bytes=0
-            )
+            reply, _ = await WRITE.ask(transport, member.peer_id, request, timeout=timeout, max_bytes=0)
         except PeerError as error:  # it may have died since the record
             _log.info("Stage %d is written by another of its peers, or by this one: %s", request.stage_index, error)
             continue
-        reply = decode(message.body, WriteReply)
         if reply.here:
             return reply.written
     return None

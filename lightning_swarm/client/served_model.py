@@ -37,9 +37,10 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.attention_cache import CacheHandle, is_in_session
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.pretrained import FILES, weights_digest
-from lightning_swarm.network import Directory, Message, PeerId, Transport
+from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.inference import SessionStep
 from lightning_swarm.protocol.messages.serving import (
     CardRequest,
     ModelCard,
@@ -47,8 +48,8 @@ from lightning_swarm.protocol.messages.serving import (
     ServerOffer,
     WeightsDigest,
 )
-from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART
+from lightning_swarm.protocol.messages.wire import decode
+from lightning_swarm.protocol.rpc import MODEL_CARD, MODEL_PART, SESSION_STEP
 
 if TYPE_CHECKING:
     from lightning_swarm.client.adapters import FoundAdapters
@@ -91,7 +92,7 @@ def offers_key(model: str) -> str:
 
 async def read_card(transport: Transport, peer: PeerId) -> ModelCard:
     """Ask a server which model it serves."""
-    return decode(await transport.call(peer, MODEL_CARD, encode(CardRequest()), timeout=_CARD_TIMEOUT_S), ModelCard)
+    return await MODEL_CARD.ask(transport, peer, CardRequest(), timeout=_CARD_TIMEOUT_S)
 
 
 @dataclass(eq=False)
@@ -187,11 +188,11 @@ class ModelDirectory:
         return tensor
 
     async def _part(self, peer: PeerId, request: PartRequest, max_bytes: int) -> tuple[Tensor]:
-        message = Message(encode(request))
-        answer = await self.transport.stream(peer, MODEL_PART, message, timeout=3600.0, max_bytes=max(max_bytes, 1))
-        if len(answer.tensors) != 1:
-            raise Damaged(f"{peer} sent {len(answer.tensors)} tensors for {request.name!r}")
-        return (answer.tensors[0],)
+        max_bytes = max(max_bytes, 1)
+        _, tensors = await MODEL_PART.ask(self.transport, peer, request, timeout=3600.0, max_bytes=max_bytes)
+        if len(tensors) != 1:
+            raise Damaged(f"{peer} sent {len(tensors)} tensors for {request.name!r}")
+        return (tensors[0],)
 
     async def download_files(self) -> dict[str, bytes]:
         """Download the model's small files and check each against the card. Tokens depend on all of them."""
@@ -334,9 +335,9 @@ class ServedRoutes:
         """See `SessionRoutes`."""
         await self._model.uploads.send(peer, adapter, timeout=self.timeout, again=again)
 
-    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
+    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
         """See `SessionRoutes`."""
-        return await send(self.transport, peer, method, request, tensors, timeout=self.timeout)
+        await send(self.transport, peer, SESSION_STEP, step, tensors, timeout=self.timeout)
 
 
 def _wants_gradient(tree: Any) -> bool:

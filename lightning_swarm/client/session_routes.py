@@ -13,7 +13,8 @@ from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import PeerError
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.messages.wire import WireMessage
+from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.protocol.rpc import SESSION_STEP
 
 
 class SessionRoutes(Protocol):
@@ -57,7 +58,7 @@ class SessionRoutes(Protocol):
         """Send a server an adapter unless it was sent before; with `again`, in any case."""
         ...
 
-    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
+    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
         """Send a step; raise `Refusal` if the server answers with an error that no server should answer with."""
         ...
 
@@ -111,6 +112,6 @@ class RunRoutes:
         """Not supported: sessions of a run have no adapters."""
         raise NotImplementedError
 
-    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
+    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
         """See `SessionRoutes`."""
-        return await self.context.send(peer, method, request, tensors)
+        await self.context.send(peer, SESSION_STEP, step, tensors)

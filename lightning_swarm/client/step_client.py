@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace as replaced
 
@@ -14,28 +14,26 @@ from lightning_swarm.client.coordinator_client import CoordinatorCalls, Coordina
 from lightning_swarm.client.generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
 from lightning_swarm.core.errors import FalseWorkCounted, LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
-from lightning_swarm.protocol import methods
+from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import (
     BatchArmed,
     BatchBegins,
     BatchDone,
-    BatchDoneReply,
     BatchMetrics,
     ChangeRequest,
     Grant,
-    GrantReply,
     Lease,
     LeaseMetricsRequest,
     LoggedValue,
     MetricsRequest,
     RecordReply,
     RecordRequest,
+    ReportReply,
     ReportRequest,
     RetireRequest,
 )
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.membership import RetireReply
 from lightning_swarm.protocol.messages.run import (
     BatchNumber,
     EpochPlan,
@@ -44,15 +42,14 @@ from lightning_swarm.protocol.messages.run import (
     PlanRequest,
     RestartRequest,
     StepChange,
-    TakePlanReply,
     TakePlanRequest,
 )
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.rpc import A, Call, Q
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _MAX_REASON: Final = 2000  # characters
 
 # Handles a record, and the rosters after it, before anything is sent for the next step.
@@ -89,9 +86,9 @@ class StepClient:
         self.can_go_back: Callable[[], Awaitable[bool]] | None = None
         # At the lead: return the versions of snapshots from which its loop could go on.
         self.resumable: Callable[[], Collection[int]] | None = None
-        transport.handle_call(methods.LEADS, self._handle_leads)
-        transport.handle_call(methods.REPORT, self._handle_report)
-        transport.handle_stream(methods.REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
+        rpc.LEADS.serve(transport, self._handle_leads)
+        rpc.REPORT.serve(transport, self._handle_report)
+        rpc.REPORT_METRICS.serve(transport, self._handle_report_metrics)
 
     @property
     def version(self) -> int:
@@ -117,10 +114,10 @@ class StepClient:
         self.run.enter_generation(request)
         self.generation = TrainerGeneration(self.run)
 
-    async def _ask(self, method: str, request: WireMessage, kind: type[_T]) -> _T:
+    async def _ask(self, method: Call[Q, A], request: Q) -> A:
         """Call the coordinator; refuse an answer that comes after a rollback, because its step does not count."""
         generation = self.generation
-        reply = decode(await self._enlisted.call(method, encode(request)), kind)
+        reply = await self._enlisted.call(method, request)
         self._check_current(generation)
         return reply
 
@@ -132,19 +129,19 @@ class StepClient:
         """Send the change with which the open step begins. No place may be granted in it yet."""
         await self.give_back()
         request = ChangeRequest(generation=self.generation.number, step=self.open_step, change=change)
-        await self._coordinator.call(methods.CHANGE, encode(request))
+        await self._coordinator.call(rpc.CHANGE, request)
 
     async def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
         """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
         self._journal.planned(plan, position, self.run.position)
         request = PlanRequest(generation=self.generation.number, plan=plan, position=position)
-        await self._coordinator.call(methods.PLAN, encode(request))
+        await self._coordinator.call(rpc.PLAN, request)
 
     async def take_plan(self, epoch: int) -> EpochPlan | None:
         """Wait for the lead's plan of an epoch; None if the whole epoch is complete by then."""
         while True:
             request = TakePlanRequest(generation=self.generation.number, epoch=epoch)
-            reply = await self._ask(methods.TAKE_PLAN, request, TakePlanReply)
+            reply = await self._ask(rpc.TAKE_PLAN, request)
             if reply.plan is not None or reply.passed:
                 return reply.plan
 
@@ -183,7 +180,7 @@ class StepClient:
     async def begin_batch(self, grant: Grant) -> None:
         """At the lead: report that a batch begins, so that the record of a late step may come during the batch."""
         request = BatchBegins(generation=grant.generation, step=grant.step, first=grant.first)
-        await self._coordinator.call(methods.BEGIN, encode(request))
+        await self._coordinator.call(rpc.BEGIN, request)
 
     async def request_grant(
         self, serial: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
@@ -195,7 +192,7 @@ class StepClient:
             return reserved
         while True:
             request = self.generation.grant_request(serial, num_samples, gradient_scale, batch)
-            reply = await self._ask(methods.GRANT, request, GrantReply)
+            reply = await self._ask(rpc.GRANT, request)
             if reply.grant is not None:
                 request = replaced(request, num_samples=reply.grant.samples or num_samples)
                 self._journal.granted(reply.grant, request)
@@ -213,9 +210,8 @@ class StepClient:
         """Send a batch's metric updates to the coordinator, for the lead if the batch counts. Call it before `done`."""
         states, tensors = metrics
         head = BatchMetrics(generation=self.generation.number, step=self.open_step, lease=lease, metrics=list(states))
-        message = Message(encode(head), tuple(tensors))
-        self._journal.measured(self.open_step, lease, message)
-        await self._enlisted.stream(methods.METRICS, message, max_bytes=0)
+        self._journal.measured(self.open_step, lease, Message(encode(head), tuple(tensors)))
+        await self._enlisted.stream(rpc.METRICS, head, tensors)
 
     async def report_armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
         """Let the batch count from now on, even without this trainer. `BatchArmed` explains the arguments."""
@@ -227,7 +223,7 @@ class StepClient:
             logs=list(logs),
         )
         self._journal.note_armed(self.open_step, lease, receipts, logs)
-        await self._enlisted.call(methods.ARMED, encode(request))
+        await self._enlisted.call(rpc.ARMED, request)
 
     async def done(
         self,
@@ -301,7 +297,7 @@ class StepClient:
         """Send a report, and apply what comes with the answer; return whether its step closes now."""
         generation = self.generation
         try:
-            reply = await self._ask(methods.DONE, report, BatchDoneReply)
+            reply = await self._ask(rpc.DONE, report)
         except LeaseRevoked:
             if report.lease is not None:
                 generation.journal.withdrawn(report.step, report.lease)
@@ -338,7 +334,7 @@ class StepClient:
         """Poll until the step is over; False if it takes batches again. If `decided`, its record must be here, too."""
         while True:
             # Each poll is answered in time; the coordinator bounds the time of all polls.
-            reply = await self._ask(methods.RECORD, self._record_request(step, decided=decided), RecordReply)
+            reply = await self._ask(rpc.RECORD, self._record_request(step, decided=decided))
             over = await self._learn_reply(step, reply, decided=decided)
             if over is not None:
                 return over
@@ -423,42 +419,39 @@ class StepClient:
 
     async def _fetch_metrics(self, step: int, first: int) -> list[Metrics]:
         """Fetch a batch's metric updates. The coordinator may have lost them since it announced them."""
-        request = Message(encode(MetricsRequest(generation=self.generation.number, step=step, first=first)))
-        message = await self._coordinator.stream(methods.TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
-        if not message.body:
+        request = MetricsRequest(generation=self.generation.number, step=step, first=first)
+        head, tensors = await self._coordinator.stream(rpc.TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
+        if not head:
             _log.warning("What the batch at position %d of step %d added to metrics is lost.", first, step)
             return []
-        return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
+        return [(decode(head, BatchMetrics).metrics, tensors)]
 
     async def renew(self) -> None:
         """Report that this trainer lives, as while it validates and a record waits; raise the open step's error."""
-        await self._enlisted.call(methods.RENEW, b"")
+        await self._enlisted.call(rpc.RENEW, None)
 
     async def retire(self, reason: str) -> None:
         """Not at the lead: bring no more batches, and return when a record has removed this trainer, if one can."""
-        request = encode(RetireRequest(reason=reason[:_MAX_REASON]))
+        request = RetireRequest(reason=reason[:_MAX_REASON])
         with contextlib.suppress(NotEnlisted):
-            while not decode(await self._coordinator.call(methods.RETIRE, request), RetireReply).retired:
+            while not (await self._coordinator.call(rpc.RETIRE, request)).retired:
                 pass
 
     async def lead_epoch(self) -> int:
         """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
         return await self._enlisted.enlist()
 
-    async def _handle_leads(self, caller: PeerId, body: bytes) -> bytes:
-        self.run.check_generation(decode(body, LeadsRequest).generation)
+    async def _handle_leads(self, caller: PeerId, request: LeadsRequest) -> None:
+        self.run.check_generation(request.generation)
         if self.hyperparameters is None:
             raise ProtocolError(f"{self.peer_id} trains beside the lead {self.run.manifest.lead}")
-        return b""
 
-    async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, ReportRequest)
+    async def _handle_report(self, caller: PeerId, request: ReportRequest) -> ReportReply:
         self.run.check_generation(request.generation)
         # From now on refuse answers of an older coordinator, because the new one may grant the same place again.
         await self._coordinator.accept(caller, request.term)
-        return encode(self._journal.report())
+        return self._journal.report()
 
-    async def _handle_report_metrics(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, LeaseMetricsRequest)
+    async def _handle_report_metrics(self, caller: PeerId, request: LeaseMetricsRequest) -> Message:
         self.run.check_coordinator(caller)
         return self._journal.metrics(request.step, request.lease)

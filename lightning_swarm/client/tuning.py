@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -47,18 +48,16 @@ from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import CALLS, argument_of, extras_for
 from lightning_swarm.model.partition.leftovers import part as split_left
 from lightning_swarm.model.random.philox import key_seed
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.tuning import (
     SEED_BITS,
     TuneBackward,
     TuneForward,
-    TuneGradients,
     TuneOutput,
 )
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import TUNE_BACKWARD, TUNE_FORWARD
+from lightning_swarm.protocol.rpc import TUNE_BACKWARD, TUNE_FORWARD
 
 _T = TypeVar("_T")
 _AGAIN_S: Final = 0.5  # pause before the next attempt, if no server is free
@@ -243,21 +242,26 @@ class StageServers:
         free = [peer for peer in here if self._avoided_until_s.get(peer, 0.0) <= now_s()] or here
         return min(free, key=lambda peer: (self._under_way[peer], self._rng.random()), default=None)
 
-    async def stream(self, peer: PeerId, method: str, message: Message) -> Message:
-        """Send a call's tensors to a server."""
-        return await self._models.transport.stream(peer, method, message, timeout=self._timeout)
-
-    async def send_with(self, peer: PeerId, method: str, message: Message, adapter: PackedAdapter | None) -> Message:
-        """Send a call to a server, and before it the adapter if the server lacks it."""
+    async def forward(
+        self, peer: PeerId, request: TuneForward, tensors: Sequence[Tensor], adapter: PackedAdapter | None
+    ) -> tuple[TuneOutput, tuple[Tensor, ...]]:
+        """Send a forward to a server, and before it the adapter if the server lacks it."""
+        ask = partial(TUNE_FORWARD.ask, self._models.transport, peer, request, tensors, timeout=self._timeout)
         if adapter is None:
-            return await self.stream(peer, method, message)
+            return await ask()
         uploads = self._models.uploads
         await uploads.send(peer, adapter, timeout=self._timeout)
         try:
-            return await self.stream(peer, method, message)
+            return await ask()
         except AdapterMissing:
             await uploads.send(peer, adapter, timeout=self._timeout, again=True)
-            return await self.stream(peer, method, message)
+            return await ask()
+
+    async def backward(self, peer: PeerId, request: TuneBackward, tensors: Sequence[Tensor]) -> serialization.Tree:
+        """Send a backward to a server; return its gradients."""
+        transport, timeout = self._models.transport, self._timeout
+        said, found = await TUNE_BACKWARD.ask(transport, peer, request, tensors, timeout=timeout)
+        return serialization.unflatten(said.structure, list(found))
 
 
 @dataclass(eq=False)
@@ -265,7 +269,8 @@ class _StageCall:
     """One stage's call for a microbatch."""
 
     peer: PeerId
-    forward: Message
+    forward: TuneForward
+    tensors: Sequence[Tensor]  # of the forward; empty if no backward comes
     num_inputs: int
     requires_grad: Sequence[bool]  # one for each output tensor
 
@@ -301,19 +306,16 @@ class Chain:
                 drops=plan.drops,
                 structure=structure,
             )
-            message = Message(encode(request), tuple(tensor.detach().cpu().contiguous() for tensor in tensors))
-            peer, answer = await self.servers.ask(plan.index, self._sending(plan, message))
-            said = decode(answer.body, TuneOutput)
-            hidden = serialization.unflatten(said.structure, list(answer.tensors))
-            if len(said.requires_grad) != len(answer.tensors):
+            sent = [tensor.detach().cpu().contiguous() for tensor in tensors]
+            forward = partial(self.servers.forward, request=request, tensors=sent, adapter=plan.adapter)
+            peer, (said, found) = await self.servers.ask(plan.index, forward)
+            hidden = serialization.unflatten(said.structure, list(found))
+            if len(said.requires_grad) != len(found):
                 raise ProtocolError("an output has a flag for each of its tensors, got others")
-            kept = message if plan.mode.grad else Message()
-            self.calls.append(_StageCall(peer, kept, len(wants), said.requires_grad))
+            kept = sent if plan.mode.grad else []
+            self.calls.append(_StageCall(peer, request, kept, len(wants), said.requires_grad))
             wants = said.requires_grad
         return hidden
-
-    def _sending(self, plan: StagePlan, message: Message) -> Callable[[PeerId], Coroutine[Any, Any, Message]]:
-        return lambda peer: self.servers.send_with(peer, TUNE_FORWARD, message, plan.adapter)
 
     async def backward(
         self, gradients: Sequence[Tensor | None], own_counts: Sequence[int]
@@ -330,23 +332,27 @@ class Chain:
                 ]
             )
             request = TuneBackward(model=plan.model, stage=plan.index, call=self.id, structure=structure)
-            message = Message(encode(request), tuple(tensor.detach().cpu().contiguous() for tensor in tensors))
-            answer = await self._backward(plan, call, message)
-            gradients, own[plan.index] = _gradients_of(answer, call.num_inputs, count)
+            sent = [tensor.detach().cpu().contiguous() for tensor in tensors]
+            backward = partial(self.servers.backward, request=request, tensors=sent)
+            gradients, own[plan.index] = _gradients_of(
+                await self._backward(plan, call, backward), call.num_inputs, count
+            )
         return list(gradients), own
 
-    async def _backward(self, plan: StagePlan, call: _StageCall, message: Message) -> Message:
+    async def _backward(
+        self, plan: StagePlan, call: _StageCall, backward: Callable[[PeerId], Coroutine[Any, Any, serialization.Tree]]
+    ) -> serialization.Tree:
         """Request the backward from the forward's server; if that fails, have another server compute both."""
         try:
-            return await self.servers.stream(call.peer, TUNE_BACKWARD, message)
+            return await backward(call.peer)
         except SwarmError:
             pass
 
-        async def both(peer: PeerId) -> Message:
+        async def both(peer: PeerId) -> serialization.Tree:
             for _ in range(3):  # other clients' graphs may displace this one in between
-                await self._sending(plan, call.forward)(peer)
+                await self.servers.forward(peer, call.forward, call.tensors, plan.adapter)
                 try:
-                    return await self.servers.stream(peer, TUNE_BACKWARD, message)
+                    return await backward(peer)
                 except GraphGone:
                     continue
             raise Busy(f"{peer} keeps no graph until its backward comes")
@@ -354,8 +360,7 @@ class Chain:
         return (await self.servers.ask(plan.index, both))[1]
 
 
-def _gradients_of(answer: Message, num_inputs: int, num_own: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    tree = serialization.unflatten(decode(answer.body, TuneGradients).structure, list(answer.tensors))
+def _gradients_of(tree: Any, num_inputs: int, num_own: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
     lengths = [len(one) if type(one) is list else -1 for one in tree] if type(tree) is list else []
     if lengths != [num_inputs, num_own] or not all(
         one is None or isinstance(one, Tensor) for one in itertools.chain(*tree)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from msgspec.structs import replace as replaced
 
@@ -23,8 +23,8 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import NO_TERM, Member, Term
 from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vote
-from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.methods import PREPARE, PROPOSE
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.rpc import PREPARE, PROPOSE, A, Call, Q
 from lightning_swarm.protocol.run_state import RunState
 
 MAX_STEP: Final = 64
@@ -271,7 +271,6 @@ def slot_of(record: Record) -> Slot:
 
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T", bound=WireMessage)
 
 _RETRY_S: Final = 1.0
 _GRACE_S: Final = 2.0  # seconds for slow voters, once a majority has answered
@@ -299,20 +298,18 @@ def serve(
         if term > voter.term and not await may_succeed(caller):
             raise Busy(f"the coordinator answers this voter, which promises nothing to {caller} meanwhile")
 
-    async def handle_prepare(caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, Prepare)
+    async def handle_prepare(caller: PeerId, request: Prepare) -> Promise:
         await check(caller, request.term)
         check_slot(request.generation, request.step)
-        return encode(voter.promise(request))
+        return voter.promise(request)
 
-    async def handle_propose(caller: PeerId, body: bytes) -> bytes:
-        proposal = decode(body, Proposal)
+    async def handle_propose(caller: PeerId, proposal: Proposal) -> Vote:
         await check(caller, proposal.term)
         await check_record(proposal.record)
-        return encode(voter.consider(proposal))
+        return voter.consider(proposal)
 
-    transport.handle_call(PREPARE, handle_prepare)
-    transport.handle_call(PROPOSE, handle_propose)
+    PREPARE.serve(transport, handle_prepare)
+    PROPOSE.serve(transport, handle_propose)
 
 
 class Proposer:
@@ -371,7 +368,7 @@ class Proposer:
         await self._until(ballot, "accepted", lambda: ballot.decided, lambda one: self._propose(ballot, one, proposals))
 
     async def _prepare(self, ballot: Ballot, voter: Member, *, fence: bool = False) -> None:
-        promise = await self._ask(voter, PREPARE, ballot.prepare(voter, fence=fence), Promise)
+        promise = await self._ask(voter, PREPARE, ballot.prepare(voter, fence=fence))
         if promise is not None:
             ballot.hear_promise(voter, self._checked(ballot, voter, promise), fence=fence)
 
@@ -395,16 +392,15 @@ class Proposer:
         return promise
 
     async def _propose(self, ballot: Ballot, voter: Member, proposals: Mapping[Member, Proposal]) -> None:
-        vote = await self._ask(voter, PROPOSE, proposals[voter], Vote)
+        vote = await self._ask(voter, PROPOSE, proposals[voter])
         if vote is not None:
             ballot.hear_vote(voter, vote)
 
-    async def _ask(self, voter: Member, method: str, request: WireMessage, kind: type[_T]) -> _T | None:
+    async def _ask(self, voter: Member, method: Call[Q, A], request: Q) -> A | None:
         try:
-            body = await self._transport.call(voter.peer_id, method, encode(request), timeout=self._timeout)
-            return decode(body, kind)
+            return await method.ask(self._transport, voter.peer_id, request, timeout=self._timeout)
         except SwarmError as error:  # a majority of the other voters can still decide
-            _log.info("Voter %s did not answer %s: %s", voter.peer_id, method, error)
+            _log.info("Voter %s did not answer %s: %s", voter.peer_id, method.name, error)
             return None
 
     async def _until(

@@ -21,19 +21,14 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.access import Rpc
+from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.bans import heed
 from lightning_swarm.protocol.messages.audits import (
     AuditOrder,
     AuditOrderReply,
-    AvoidRequest,
-    FindingsReply,
-    FindingsRequest,
-    ResultsReply,
-    ResultsRequest,
-    SketchReply,
-    SketchRequest,
 )
-from lightning_swarm.protocol.messages.parts import ExamineReply, ExamineRequest, ProjectReply, ProjectRequest
+from lightning_swarm.protocol.messages.parts import ExamineReply, ExamineRequest
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
@@ -47,26 +42,9 @@ from lightning_swarm.protocol.messages.step import (
     ReplayRequest,
     SettleRequest,
 )
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import (
-    APPLY,
-    AVERAGE,
-    AVOID,
-    BREAK_OFF,
-    EXAMINE,
-    FINDINGS,
-    FREEZE,
-    LEAD,
-    LEAVE,
-    ORDER_AUDITS,
-    PROJECT,
-    REPLAY,
-    RESULTS,
-    SETTLE,
-    SKETCH,
-)
 from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations
-from lightning_swarm.protocol.queries import MAX_TRIES, call_each, is_superseded
+from lightning_swarm.protocol.queries import MAX_TRIES, ask_each, is_superseded
+from lightning_swarm.protocol.rpc import A, Call, Q
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
@@ -74,9 +52,12 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
 
     `broken_off` is the reason if the run was aborted, otherwise empty. `timeout` is in seconds for each peer.
     """
-    method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
+    told = sorted(set(peers))
     # A peer that was never admitted refuses, and goes on waiting for a run.
-    await call_each(transport, sorted(set(peers)), method, body, bytes, timeout=timeout, tries=MAX_TRIES)
+    if broken_off:
+        await ask_each(transport, told, rpc.BREAK_OFF, RunAborted(reason=broken_off), timeout=timeout, tries=MAX_TRIES)
+    else:
+        await ask_each(transport, told, rpc.LEAVE, None, timeout=timeout, tries=MAX_TRIES)
 
 
 _T = TypeVar("_T")
@@ -106,9 +87,9 @@ class ServerCalls:
         self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
         self._behind: dict[PeerId, Record] = {}  # server -> newest record, which it may not have applied
         self.unsettled: dict[PeerId, SwarmError] = {}  # servers without the change with which the open step began
-        # method -> durations; None unless servers may be strangers. Without it, calls have their full timeout.
-        self._durations: defaultdict[str, Durations] | None = None
-        self._durations_of = defaultdict[tuple[str, PeerId], Durations](Durations)  # (method, server) -> durations
+        # None unless servers may be strangers. Without it, calls have their full timeout.
+        self._durations: defaultdict[Rpc, Durations] | None = None
+        self._durations_of = defaultdict[tuple[Rpc, PeerId], Durations](Durations)  # (method, server) -> durations
         if context.run.manifest.settings.is_audited:
             self._durations = defaultdict(Durations)
 
@@ -126,8 +107,7 @@ class ServerCalls:
 
         Raises SwarmError if the coordinator's own server refuses, or all of a stage.
         """
-        body = encode(request)
-        replies = await self._ask_all(SETTLE, dict.fromkeys(self._run.servers, body), lambda _: None)
+        replies = await self.ask_all(rpc.SETTLE, self._run.servers, request)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         for roster in self._run.rosters:
             if all(member.peer_id in failed for member in roster):
@@ -142,13 +122,15 @@ class ServerCalls:
             if record is not None:
                 await self._apply(peer, record)
             # A late microbatch, which another server has taken over, may still hold the compute thread.
-            timeout = min(max(self._deadline_s(FREEZE, self._timeout, peer), UNFAMILIAR_S), self._timeout)
-            answer = decode(await self._call(peer, FREEZE, encode(request), timeout=timeout), FreezeReply)
+            timeout = min(max(self._deadline_s(rpc.FREEZE, self._timeout, peer), UNFAMILIAR_S), self._timeout)
+            answer = await self._call(peer, rpc.FREEZE, request, timeout=timeout)
             for signed in answer.bans or ():
                 heed(self._transport, signed)  # the step's record then includes it
             return answer
 
-        return await self._each(FREEZE, {peer: partial(freeze, peer, request) for peer, request in requests.items()})
+        return await self._each(
+            rpc.FREEZE, {peer: partial(freeze, peer, request) for peer, request in requests.items()}
+        )
 
     async def average(
         self,
@@ -162,14 +144,17 @@ class ServerCalls:
 
         `choose_blamed` names the servers to blame for a failed round, from the peers that each server did not reach.
         """
-        patience_s = self._deadline_s(AVERAGE, self._timeout)
+        patience_s = self._deadline_s(rpc.AVERAGE, self._timeout)
         waits = _AverageWaits(patience_s, choose_blamed)
 
-        async def ask(peer: PeerId, body: bytes) -> AverageReply:
+        async def ask(peer: PeerId, request: AverageRequest) -> AverageReply:
             # With this much time, servers that wait for a silent one report it before they are late themselves.
             timeout = patience_s if waits.has_failed else _ROUND_TIMEOUTS * patience_s
             async with waits.until_blamed(peer):
-                reply = _average_reply(await self._call(peer, AVERAGE, body, timeout=timeout))
+                reply = await self._call(peer, rpc.AVERAGE, request, timeout=timeout)
+            if any(part.squared_norm < 0.0 for part in reply.parts):
+                norms = [part.squared_norm for part in reply.parts]
+                raise ProtocolError(f"squared norms are not negative, got {norms}")
             if self._durations is not None:
                 waits.note(peer, reply.unreached)
             return reply
@@ -178,55 +163,23 @@ class ServerCalls:
             peer: AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s)
             for peer, held in sorted(named.items())
         }
-        return await self._each(AVERAGE, {peer: partial(ask, peer, encode(one)) for peer, one in requests.items()})
-
-    async def project(
-        self, peers: Iterable[PeerId], request: ProjectRequest
-    ) -> dict[PeerId, ProjectReply | SwarmError]:
-        """Have servers project the sums and means of a round."""
-        return await self._ask_all(
-            PROJECT, dict.fromkeys(peers, encode(request)), lambda body: decode(body, ProjectReply)
-        )
+        return await self._each(rpc.AVERAGE, {peer: partial(ask, peer, one) for peer, one in requests.items()})
 
     async def examine(self, request: ExamineRequest) -> ExamineReply:
         """Have the coordinator's own server compare the members' sums and means with their answers."""
         # It asks each of them for a sum, then for a mean, one after the other.
         timeout = self._timeout * 2 * (len(request.answers) + 1)
-        return decode(await self._call(self.own, EXAMINE, encode(request), timeout=timeout), ExamineReply)
+        return await self._call(self.own, rpc.EXAMINE, request, timeout=timeout)
 
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
         """Have a trainer send microbatches again; raise SwarmError if it did not."""
         # More microbatches get no more time: finished replays stay, and the rest is requested again.
         timeout = self._timeout * min(1 + len(request.work), _REPLAY_TIMEOUTS)
-        return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
-
-    async def sketch(self, peers: Iterable[PeerId], request: SketchRequest) -> dict[PeerId, SketchReply | SwarmError]:
-        """Have servers sketch their frozen sums."""
-        bodies = dict.fromkeys(peers, encode(request))
-        return await self._ask_all(SKETCH, bodies, lambda body: decode(body, SketchReply))
+        return await self._call(trainer, rpc.REPLAY, request, timeout=timeout)
 
     async def order_audits(self, trainer: PeerId, order: AuditOrder) -> AuditOrderReply:
         """Have a trainer send microbatches to auditors; raise SwarmError if it did not."""
-        reply = await self._call(trainer, ORDER_AUDITS, encode(order), timeout=_ROUND_TIMEOUTS * self._timeout)
-        return decode(reply, AuditOrderReply)
-
-    async def results(
-        self, trainers: Iterable[PeerId], request: ResultsRequest
-    ) -> dict[PeerId, ResultsReply | SwarmError]:
-        """Ask trainers for digests of the results that servers sent them."""
-        bodies = dict.fromkeys(trainers, encode(request))
-        return await self._ask_all(RESULTS, bodies, lambda body: decode(body, ResultsReply))
-
-    async def findings(
-        self, auditors: Iterable[PeerId], request: FindingsRequest
-    ) -> dict[PeerId, FindingsReply | SwarmError]:
-        """Ask auditors for their findings."""
-        bodies = dict.fromkeys(auditors, encode(request))
-        return await self._ask_all(FINDINGS, bodies, lambda body: decode(body, FindingsReply))
-
-    async def avoid(self, trainers: Iterable[PeerId], request: AvoidRequest) -> None:
-        """Notify trainers of the servers that are excluded from a step; a trainer that is gone is no error."""
-        await self._ask_all(AVOID, dict.fromkeys(trainers, encode(request)), lambda _: None)
+        return await self._call(trainer, rpc.ORDER_AUDITS, order, timeout=_ROUND_TIMEOUTS * self._timeout)
 
     async def apply(self, record: Record) -> None:
         """Have all servers that averaged, and newcomers, apply a decided record; retry servers that do not answer.
@@ -238,7 +191,7 @@ class ServerCalls:
         # Also the servers that it releases, because they stay until they have applied it.
         rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
-        replies = await self._ask_all(APPLY, dict.fromkeys(peers, encode(record)), lambda _: None)
+        replies = await self.ask_all(rpc.APPLY, peers, record)
         late = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         self._behind = dict.fromkeys(late, record)
         for peer in late:
@@ -256,20 +209,16 @@ class ServerCalls:
                 continue
 
     async def _apply(self, peer: PeerId, record: Record) -> None:
-        await self._call(peer, APPLY, encode(record))
+        await self._call(peer, rpc.APPLY, record)
         if self._behind.get(peer) is record:
             del self._behind[peer]
 
-    async def _ask_all(
-        self, method: str, bodies: Mapping[PeerId, bytes], read: Callable[[bytes], _T]
-    ) -> dict[PeerId, _T | SwarmError]:
-        async def ask(peer: PeerId, body: bytes) -> _T:
-            return read(await self._call(peer, method, body))
-
-        return await self._each(method, {peer: partial(ask, peer, body) for peer, body in bodies.items()})
+    async def ask_all(self, method: Call[Q, A], peers: Iterable[PeerId], request: Q) -> dict[PeerId, A | SwarmError]:
+        """Call peers in parallel, and return an answer or an error for each."""
+        return await self._each(method, {peer: partial(self._call, peer, method, request) for peer in peers})
 
     async def _each(
-        self, method: str, works: Mapping[PeerId, Callable[[], Awaitable[_T]]]
+        self, method: Rpc, works: Mapping[PeerId, Callable[[], Awaitable[_T]]]
     ) -> dict[PeerId, _T | SwarmError]:
         """Run all calls at once. Errors are returned as answers; an error of the coordinator's own server is raised.
 
@@ -300,7 +249,7 @@ class ServerCalls:
         num_late = sum(isinstance(reply, ServerSilent) for reply in found.values())
         return 2 * num_late > len(found) - (self.own in found)
 
-    async def _answer_of(self, method: str, peer: PeerId, work: Callable[[], Awaitable[_T]]) -> _T | SwarmError:
+    async def _answer_of(self, method: Rpc, peer: PeerId, work: Callable[[], Awaitable[_T]]) -> _T | SwarmError:
         began_s = now_s()
         try:
             answer = await work()
@@ -314,7 +263,7 @@ class ServerCalls:
             self._durations_of[method, peer].note(now_s() - began_s)
         return answer
 
-    def _deadline_s(self, method: str, longest_s: float, peer: PeerId | None = None) -> float:
+    def _deadline_s(self, method: Rpc, longest_s: float, peer: PeerId | None = None) -> float:
         """Return the seconds that a server may take; if servers are untrusted, a multiple of its usual time.
 
         Without a `peer`, the work is done by all servers together.
@@ -325,37 +274,37 @@ class ServerCalls:
         slower = 1.0 if peer is None else usual.times_slower(self._durations_of[method, peer])
         return usual.deadline_s(longest_s=longest_s, times_slower=slower)
 
-    async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:
+    async def _call(self, peer: PeerId, method: Call[Q, A], request: Q, *, timeout: float | None = None) -> A:
         try:
             if timeout is None:
                 timeout = self._deadline_s(method, self._timeout, peer)
             if peer == self.own:  # it is no stranger, and the step fails with it
                 timeout = max(timeout, self._timeout)
-            return await self._call_undamaged(peer, method, body, timeout=timeout)
+            return await self._call_undamaged(peer, method, request, timeout=timeout)
         except Unreachable as error:
             held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
             stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
-    async def _call_undamaged(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+    async def _call_undamaged(self, peer: PeerId, method: Call[Q, A], request: Q, *, timeout: float) -> A:
         """Call again if a message was damaged on its way; a repeated call takes effect only once."""
         for _ in range(_MAX_DAMAGED):
             with contextlib.suppress(Damaged):
-                return await self._call_as_coordinator(peer, method, body, timeout=timeout)
-        return await self._call_as_coordinator(peer, method, body, timeout=timeout)
+                return await self._call_as_coordinator(peer, method, request, timeout=timeout)
+        return await self._call_as_coordinator(peer, method, request, timeout=timeout)
 
-    async def _call_as_coordinator(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+    async def _call_as_coordinator(self, peer: PeerId, method: Call[Q, A], request: Q, *, timeout: float) -> A:
         """Call a peer; if it does not know this coordinator yet, announce the term and call again.
 
         Raises NotCoordinator if the peer knows a coordinator under a higher term.
         """
         try:
-            return await self._transport.call(peer, method, body, timeout=timeout)
+            return await method.ask(self._transport, peer, request, timeout=timeout)
         except NotCoordinator:
             run = self._run
             leading = CoordinatorTerm(term=self._term, generation=run.manifest.generation, version=run.version)
-            await self._transport.call(peer, LEAD, encode(leading), timeout=self._timeout)
-            return await self._transport.call(peer, method, body, timeout=timeout)
+            await rpc.LEAD.ask(self._transport, peer, leading, timeout=self._timeout)
+            return await method.ask(self._transport, peer, request, timeout=timeout)
 
 
 class _AverageWaits:
@@ -396,10 +345,3 @@ class _AverageWaits:
             if len(blamed) != 1 or blamed[0] not in self._limits:
                 return
             self._limits.pop(blamed[0]).reschedule(self._earliest_s)
-
-
-def _average_reply(body: bytes) -> AverageReply:
-    reply = decode(body, AverageReply)
-    if any(part.squared_norm < 0.0 for part in reply.parts):
-        raise ProtocolError(f"squared norms are not negative, got {[part.squared_norm for part in reply.parts]}")
-    return reply

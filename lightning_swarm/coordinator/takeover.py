@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from lightning_swarm.coordinator.context import StepOutcome, StepState
 from lightning_swarm.coordinator.step.data_order import DataOrder
@@ -16,16 +15,15 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import (
-    BatchMetrics,
     Lease,
     LeaseMetricsRequest,
     ReportReply,
     ReportRequest,
 )
 from lightning_swarm.protocol.messages.run import InheritRequest, StepChange
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import INHERIT, REPORT, REPORT_METRICS
-from lightning_swarm.protocol.queries import Held, ask_held, call_each, holders_of, in_turn
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.queries import Held, ask_each, ask_held, holders_of, in_turn
+from lightning_swarm.protocol.rpc import INHERIT, REPORT, REPORT_METRICS
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -37,10 +35,9 @@ async def gather_step_state(
     """Rebuild the step state from the trainers' reports. A silent trainer's batches are missing in it."""
     # `run` is the state of the new coordinator's server, with no accepted record left to finish. `change` is the
     # change with which the open step began there.
-    request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
+    request = ReportRequest(term=run.term, generation=run.manifest.generation)
     trainers = list(run.trainers)  # a silent trainer may register its batches later, until the step is frozen
-    read = partial(decode, kind=ReportReply)
-    reports = await call_each(transport, trainers, REPORT, request, read, timeout=timeout)
+    reports = await ask_each(transport, trainers, REPORT, request, timeout=timeout)
     if silent := [trainer for trainer in trainers if trainer not in reports]:
         _log.warning("These trainers do not say what they have under way: %s", ", ".join(silent))
     metrics = await fetch_metrics(transport, reports, timeout=timeout, max_bytes=max_metric_bytes)
@@ -59,17 +56,17 @@ async def fetch_metrics(
         until_s, left = now_s() + timeout, max_bytes
         for lease in leases:
             step, number = lease.grant.step, lease.grant.lease
-            request = Message(encode(LeaseMetricsRequest(step=step, lease=number)))
+            request = LeaseMetricsRequest(step=step, lease=number)
             try:
-                message = await transport.stream(
-                    trainer, REPORT_METRICS, request, timeout=max(0.0, until_s - now_s()), max_bytes=left
+                head, tensors = await REPORT_METRICS.ask(
+                    transport, trainer, request, timeout=max(0.0, until_s - now_s()), max_bytes=left
                 )
-                decode(message.body, BatchMetrics).check_tensors(len(message.tensors))
+                head.check_tensors(len(tensors))
             except SwarmError as error:
                 _log.warning("What lease %d of %s added to metrics is lost: %s", number, trainer, error)
                 continue
-            left -= sum(tensor.nbytes for tensor in message.tensors)
-            found[step, number] = message
+            left -= sum(tensor.nbytes for tensor in tensors)
+            found[step, number] = Message(encode(head), tensors)
 
     await gather(fetch(peer, [one for one in report.leases if one.has_metrics]) for peer, report in reports.items())
     return found
@@ -195,12 +192,12 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
     standby, version = chosen
     if not has_majority(run, list(held)):  # before any server gets its name
         return _no_majority(run, standby)
-    body = encode(InheritRequest(generation=generation, new_lead=standby, first_step=version))
+    request = InheritRequest(generation=generation, new_lead=standby, first_step=version)
     others = [peer for peer in held if peer != standby]
-    informed = await call_each(transport, others, INHERIT, body, bytes, timeout=timeout)
+    informed = await ask_each(transport, others, INHERIT, request, timeout=timeout)
     if not has_majority(run, [*informed, standby]):
         return _no_majority(run, standby)
-    if await call_each(transport, [standby], INHERIT, body, bytes, timeout=timeout):
+    if await ask_each(transport, [standby], INHERIT, request, timeout=timeout):
         return ""
     return f"{standby}, which was to take it over, does not answer"
 

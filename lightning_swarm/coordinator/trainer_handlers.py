@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
 
 from msgspec.structs import replace as replaced
 
@@ -19,6 +18,7 @@ from lightning_swarm.coordinator.takeover import fetch_metrics
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.messages.batches import (
     BatchArmed,
     BatchBegins,
@@ -37,29 +37,6 @@ from lightning_swarm.protocol.messages.batches import (
 )
 from lightning_swarm.protocol.messages.run import PlanRequest, TakePlanReply, TakePlanRequest, check_change
 from lightning_swarm.protocol.messages.step import SettleRequest
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import (
-    ARMED,
-    BEGIN,
-    CHANGE,
-    DONE,
-    GRANT,
-    METRICS,
-    PLAN,
-    RECORD,
-    REGISTER,
-    RENEW,
-    TAKE_METRICS,
-    TAKE_PLAN,
-)
-
-
-class _OfGeneration(Protocol):
-    @property
-    def generation(self) -> int: ...
-
-
-_Request = TypeVar("_Request", bound=_OfGeneration)
 
 
 class TrainerHandlers:
@@ -88,27 +65,26 @@ class TrainerHandlers:
         """Begin to answer. The context's task owner must run already, because trainers' calls start tasks at once."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
         self.lead.heard()
-        transport.handle_call(CHANGE, self._handle_change)
-        transport.handle_call(PLAN, self._handle_plan)
-        transport.handle_call(TAKE_PLAN, self._handle_take_plan)
-        transport.handle_call(GRANT, self._handle_grant)
-        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=max_bytes, admit=self._run.check_trainer)
-        transport.handle_call(ARMED, self._handle_armed)
-        transport.handle_call(BEGIN, self._handle_begin)
-        transport.handle_call(REGISTER, self._handle_register)
-        transport.handle_call(DONE, self._handle_done)
-        transport.handle_call(RECORD, self._handle_record)
-        transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
-        transport.handle_call(RENEW, self._handle_renew)
+        rpc.CHANGE.serve(transport, self._handle_change)
+        rpc.PLAN.serve(transport, self._handle_plan)
+        rpc.TAKE_PLAN.serve(transport, self._handle_take_plan, admit=self._hear)
+        rpc.GRANT.serve(transport, self._handle_grant, admit=self._hear)
+        rpc.METRICS.serve(transport, self._handle_metrics, max_bytes=max_bytes, admit=self._run.check_trainer)
+        rpc.ARMED.serve(transport, self._handle_armed, admit=self._hear)
+        rpc.BEGIN.serve(transport, self._handle_begin, admit=self._hear)
+        rpc.REGISTER.serve(transport, self._handle_register, admit=self._hear)
+        rpc.DONE.serve(transport, self._handle_done, admit=self._hear)
+        rpc.RECORD.serve(transport, self._handle_record, admit=self._hear)
+        rpc.TAKE_METRICS.serve(transport, self._handle_take_metrics)
+        rpc.RENEW.serve(transport, self._handle_renew)
         self.membership.answer()
 
     # ------------------------------------------------------------------ changes, order and places of the open step
 
-    async def _handle_change(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_change(self, caller: PeerId, request: ChangeRequest) -> None:
         manifest = self._run.manifest
         if caller != manifest.lead:
             raise ProtocolError(f"the lead {manifest.lead} says what a step begins with, not {caller}")
-        request = decode(body, ChangeRequest)
         self._run.check_generation(request.generation)
         check_change(request.change, manifest.stages)
         if manifest.settings.is_audited and request.change.selection is not None:
@@ -126,18 +102,17 @@ class TrainerHandlers:
             await self._servers.settle(SettleRequest(own, step.step, change=change))
             self._run.check_generation(own)
             self._step_state.change = change
-        return b""
 
-    async def _handle_plan(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_plan(self, caller: PeerId, request: PlanRequest) -> None:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"the lead {self._run.manifest.lead} says in which order batches come, not {caller}")
-        request = self._read(caller, body, PlanRequest)
+        self._hear(caller)
+        self._run.check_generation(request.generation)
         self._step_state.plan(request.plan, request.position)
         await self._changes.notify()
-        return b""
 
-    async def _handle_take_plan(self, caller: PeerId, body: bytes) -> bytes:
-        request = self._read(caller, body, TakePlanRequest)
+    async def _handle_take_plan(self, caller: PeerId, request: TakePlanRequest) -> TakePlanReply:
+        self._run.check_generation(request.generation)
         state = self._step_state
 
         def passed() -> bool:
@@ -148,28 +123,28 @@ class TrainerHandlers:
         if not state.begun:
             self.lead.check()
         plan = state.order.plan(request.epoch)
-        return encode(TakePlanReply(plan=plan, passed=plan is None and passed()))
+        return TakePlanReply(plan=plan, passed=plan is None and passed())
 
-    async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
-        request = self._read(caller, body, GrantRequest)
+    async def _handle_grant(self, caller: PeerId, request: GrantRequest) -> GrantReply:
+        self._run.check_generation(request.generation)
         self._check_honest(caller)
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
-            return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
+            return GrantReply(wait=WaitForRecord(step=state.open.step))
         if caller in state.open.without:
             # Its own server is excluded. If it is the lead, its request for the record brings the hyperparameters.
-            return encode(GrantReply(wait=WaitForRecord(step=state.open.step)))
+            return GrantReply(wait=WaitForRecord(step=state.open.step))
         if not await self._changes.until(lambda: not self._run.lacks_model(caller)):
-            return encode(GrantReply(wait=WaitForRecord(step=None)))
+            return GrantReply(wait=WaitForRecord(step=None))
         if is_lead and not state.begun:
             state.begun = True
             await self._changes.notify()
         elif not state.begun and not await self._changes.until(lambda: state.begun):
             self.lead.check()
-            return encode(GrantReply(wait=WaitForRecord(step=None)))
+            return GrantReply(wait=WaitForRecord(step=None))
         if request.batch is not None and not await self._changes.until(lambda: state.open.window is not None):
-            return encode(GrantReply(wait=WaitForRecord(step=None)))  # the coordinator does not have the order yet
+            return GrantReply(wait=WaitForRecord(step=None))  # the coordinator does not have the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.leases.grant(state.open, caller, request)
@@ -180,7 +155,7 @@ class TrainerHandlers:
             await self._changes.notify()  # a waiting trainer may bring it
         if is_lead and reply.grant is not None and state.due is not None:
             await self.lead.permit(state.due.step, version=state.due.step)  # it trains, so it does not validate
-        return encode(reply)
+        return reply
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
@@ -200,34 +175,32 @@ class TrainerHandlers:
                 return None  # an old request, or the end of its step is still to come
             return self.leases.ahead(step, caller, replaced(request.following, step=known))
 
-    async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
-        request = self._read(caller, body, BatchBegins)
+    async def _handle_begin(self, caller: PeerId, request: BatchBegins) -> None:
+        self._run.check_generation(request.generation)
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
         step, due = self._step_state.open, self._step_state.due
         if due is not None and request.step == step.step and request.first in step.under_way(caller):
             await self.lead.permit(due.step, version=due.step)
-        return b""
 
     # ------------------------------------------------------------------ granted batches
 
-    async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
-        request = self._read(caller, message.body, BatchMetrics)
+    async def _handle_metrics(self, caller: PeerId, request: BatchMetrics, message: Message) -> None:
+        self._hear(caller)
+        self._run.check_generation(request.generation)
         step = self._undecided(request.step, "metrics of a batch")
         request.check_tensors(len(message.tensors))
         num_senders = len(self._run.trainers) - 1  # all but the lead, which keeps its own
         max_bytes = self._limits.max_metric_bytes
         step.keep_metrics(request.lease, caller, message, max_bytes=max_bytes, num_senders=num_senders)
-        return Message()
 
-    async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
-        request = self._read(caller, body, BatchArmed)
+    async def _handle_armed(self, caller: PeerId, request: BatchArmed) -> None:
+        self._run.check_generation(request.generation)
         self._undecided(request.step, "an armed batch").arm(request.lease, caller, request.receipts, request.logs)
-        return b""
 
-    async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_register(self, caller: PeerId, request: RegisterRequest) -> None:
         """Register a trainer that missed the takeover. Its batches still count if their step is open."""
-        request = self._read(caller, body, RegisterRequest)
+        self._run.check_generation(request.generation)
         for lease in request.report.leases:
             if not 1 <= lease.grant.lease < self._first_lease:
                 raise ProtocolError(
@@ -239,7 +212,7 @@ class TrainerHandlers:
                 self._step_state.plan(plan, self._run.position or request.report.position)
             await self._changes.notify()
         if request.step != step.step or self._step_state.finishing:
-            return b""  # a step that is being decided does not include it
+            return  # a step that is being decided does not include it
         metrics = await fetch_metrics(
             self._transport,
             {caller: request.report},
@@ -248,7 +221,7 @@ class TrainerHandlers:
         )
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if step is not self._step_state.open or self._step_state.finishing:
-            return b""
+            return
         for lease in request.report.leases:
             if lease.grant.step == step.step:
                 step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
@@ -260,18 +233,17 @@ class TrainerHandlers:
         if step.step in closed and caller == self._run.manifest.lead and not lost:
             self._close(step, closed[step.step])
         await self._on_change(step)
-        return b""
 
-    async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
-        request = self._read(caller, body, BatchDone)
+    async def _handle_done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
+        self._run.check_generation(request.generation)
         self._check_ahead(caller, request)
         reply = await self._done(caller, request)
         if request.ends is not None and reply.closing:
-            reply = replaced(reply, ended=await self._record(caller, request.ends))
+            reply = replaced(reply, ended=await self._handle_record(caller, request.ends))
         elif request.following is not None and reply.imminent is not None:
             news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
             reply = replaced(reply, ended=await self._ends.hold(caller, news))
-        return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
+        return replaced(reply, grant=await self._ahead(caller, request, reply))
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
         """Refuse a batch's end that comes with requests about another step, before it is recorded."""
@@ -338,39 +310,26 @@ class TrainerHandlers:
 
     # ------------------------------------------------------------------ the record
 
-    async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
-        self._hear(caller)
-        return encode(await self._record(caller, decode(body, RecordRequest)))
-
-    async def _record(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+    async def _handle_record(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         self._run.check_generation(request.generation)
         self._is_beyond(request.step, "a request for the record")
         return await self._ends.answer(caller, request)
 
-    async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_take_metrics(self, caller: PeerId, request: MetricsRequest) -> Message:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"metrics are for the lead {self._run.manifest.lead}, not for {caller}")
-        request = self._read(caller, message.body, MetricsRequest)
+        self._hear(caller)
+        self._run.check_generation(request.generation)
         return self._ends.metrics(request)
 
     # ------------------------------------------------------------------ signs of life, and the end
 
-    async def _handle_renew(self, caller: PeerId, body: bytes) -> bytes:
-        if body:
-            raise ProtocolError(f"{RENEW} takes no arguments, got {len(body)} bytes")
+    async def _handle_renew(self, caller: PeerId, _: None) -> None:
         self._hear(caller)
-        return b""
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
         """Fail all calls because the open step cannot be decided; the first reason stays."""
         await self._changes.fail(kind(f"step {self._step_state.open.step} could not be decided: {reason}"))
-
-    def _read(self, caller: PeerId, body: bytes, kind: type[_Request]) -> _Request:
-        """Decode a trainer's request, which must be of this run generation, and record it as a sign of life."""
-        self._hear(caller)
-        request = decode(body, kind)
-        self._run.check_generation(request.generation)
-        return request
 
     def _hear(self, caller: PeerId) -> None:
         """Record a trainer's call as a sign of life; raise the coordinator's failure, if there is one."""

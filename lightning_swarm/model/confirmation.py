@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from lightning_swarm.core.errors import Unconfirmed
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.model.state_proof import StateDigests, StatePart
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.state import ProofReply, ProofRequest, StateRequest
-from lightning_swarm.protocol.messages.wire import decode, draw_challenge, encode
-from lightning_swarm.protocol.methods import PROVE
-from lightning_swarm.protocol.queries import call_each
+from lightning_swarm.protocol.messages.state import ProofRequest, StateRequest
+from lightning_swarm.protocol.messages.wire import draw_challenge
+from lightning_swarm.protocol.queries import ask_each
+from lightning_swarm.protocol.rpc import PROVE
 from lightning_swarm.protocol.run_state import RunState
 
 
@@ -81,10 +80,10 @@ class Confirmation:
         self, peers: Collection[PeerId], request: ProofRequest, came: bytes | None = None
     ) -> dict[PeerId, bytes]:
         """Request proofs until all servers have answered, or a majority of the stage has proved `came`."""
-        proofs, read = dict[PeerId, bytes](), partial(decode, kind=ProofReply)
+        proofs = dict[PeerId, bytes]()
 
         async def ask(peer: PeerId) -> None:
-            found = await call_each(self.transport, [peer], PROVE, encode(request), read, timeout=self.timeout, tries=2)
+            found = await ask_each(self.transport, [peer], PROVE, request, timeout=self.timeout, tries=2)
             proofs.update({peer: answer.proof for peer, answer in found.items()})
 
         running = tasks = {asyncio.ensure_future(ask(peer)) for peer in peers}

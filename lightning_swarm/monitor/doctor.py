@@ -33,6 +33,7 @@ from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.queries import GreetingResult, installed_version
+from lightning_swarm.protocol.rpc import RPCS
 from lightning_swarm.trust.credentials import is_untimely
 
 _TIMEOUT_S: Final = 10.0
@@ -144,7 +145,7 @@ def visit(name: str, visitor: Visitor = ANYONE, **options: Any) -> Iterator[tupl
     from lightning_swarm.network import hivemind  # takes a second, and is only needed here
 
     with contextlib.closing(ThreadRuntime(name)) as runtime:
-        transport, directory = runtime.run(hivemind.start(certify=visitor.certify, **options))
+        transport, directory = runtime.run(hivemind.start(certify=visitor.certify, rpcs=RPCS, **options))
         try:
             yield runtime, transport
         finally:

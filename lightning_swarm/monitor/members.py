@@ -19,10 +19,11 @@ from lightning_swarm.monitor.swarm_report import Sighting
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.transport import BaseTransport
-from lightning_swarm.protocol.bans import BAN, bans_in
+from lightning_swarm.protocol.bans import bans_in
 from lightning_swarm.protocol.keepers import is_certified_keeper
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.protocol.queries import ask_view
+from lightning_swarm.protocol.rpc import BAN
 
 _START_TIMEOUT_S: Final = 30.0
 _HEADS: Final = ("peer", "role", "invitation", "uses", "in the run")
@@ -107,7 +108,7 @@ class Members:
     async def _tell(self, signed: bytes) -> dict[PeerId, str | None]:
         async def tell(peer: PeerId) -> str | None:
             try:
-                await self._transport.call(peer, BAN, signed, timeout=self._timeout)
+                await BAN.ask(self._transport, peer, signed, timeout=self._timeout)
             except SwarmError as error:
                 return shorten(str(error))
             return None

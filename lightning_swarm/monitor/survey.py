@@ -14,7 +14,6 @@ from lightning_swarm.core.errors import (
     Damaged,
     DeadlineExceeded,
     PeerError,
-    ProtocolError,
     SwarmError,
     Unreachable,
 )
@@ -26,10 +25,7 @@ from lightning_swarm.monitor.swarm_report import Sighting, SwarmReport, summariz
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport
-from lightning_swarm.protocol.messages.wire import decode, encode
-
-REPORT: Final = "peer.report"
-OTHERS: Final = "peer.others"
+from lightning_swarm.protocol.rpc import OTHERS, PEER_REPORT
 
 _START_TIMEOUT_S: Final = 30.0
 _MAX_OTHERS: Final = 1024
@@ -41,20 +37,18 @@ KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]  # known 
 def answer(transport: Transport, report: Callable[[], PeerReport], others: KnownServers) -> None:
     """Register the answers to any peer that asks for this peer's report, or for the servers that it knows."""
 
-    async def handle_report(caller: PeerId, body: bytes) -> bytes:
-        _check_empty(REPORT, body)
-        return encode(report())
+    async def handle_report(caller: PeerId, _: None) -> PeerReport:
+        return report()
 
-    async def handle_others(caller: PeerId, body: bytes) -> bytes:
-        _check_empty(OTHERS, body)
+    async def handle_others(caller: PeerId, _: None) -> OtherPeers:
         found = [
             OtherPeer(peer_id=peer, addresses=list(addresses)[:_MAX_ADDRESSES])
             for peer, addresses in (await others()).items()
         ]
-        return encode(OtherPeers(peers=found[:_MAX_OTHERS]))
+        return OtherPeers(peers=found[:_MAX_OTHERS])
 
-    transport.handle_call(REPORT, handle_report)
-    transport.handle_call(OTHERS, handle_others)
+    PEER_REPORT.serve(transport, handle_report)
+    OTHERS.serve(transport, handle_others)
 
 
 async def ask_all(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
@@ -67,14 +61,14 @@ async def ask_all(transport: Transport, first: PeerId, address: str, *, timeout:
 
 async def others_of(transport: Transport, peer: PeerId, *, timeout: float) -> dict[PeerId, list[str]]:
     """Return the servers that a peer knows, with their addresses."""
-    body = await transport.call(peer, OTHERS, b"", timeout=timeout)
-    return {PeerId(other.peer_id): other.addresses for other in decode(body, OtherPeers).peers}
+    known = await OTHERS.ask(transport, peer, None, timeout=timeout)
+    return {PeerId(other.peer_id): other.addresses for other in known.peers}
 
 
 async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
     """Return the id of a peer's run; None if the peer does not answer. If it refuses, raise its reason."""
     try:
-        return decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport).run_id
+        return (await PEER_REPORT.ask(transport, peer, None, timeout=timeout)).run_id
     except SwarmError as error:
         if isinstance(error, PeerError) and not isinstance(error, Unreachable | DeadlineExceeded | Busy | Damaged):
             raise
@@ -90,7 +84,7 @@ async def _ask(
         if not connected:
             async with asyncio.timeout(timeout):
                 await transport.connect([address for address in addresses if address.endswith(peer)])
-        report = decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport)
+        report = await PEER_REPORT.ask(transport, peer, None, timeout=timeout)
     except SwarmError as error:
         problem = shorten(str(error))
     except TimeoutError:
@@ -102,11 +96,6 @@ def place_of(addresses: Sequence[str]) -> str | None:
     """Return the host and port of a peer as printable text, if possible of an address that other machines can use."""
     parsed = Address.parse_all(addresses)
     return printable(str(widest(parsed).place)) if parsed else None
-
-
-def _check_empty(method: str, body: bytes) -> None:
-    if body:
-        raise ProtocolError(f"{method} takes no arguments, got {len(body)} bytes")
 
 
 def watch_reports(

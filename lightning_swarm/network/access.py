@@ -1,11 +1,11 @@
-"""Access to a run: the roles of its peers, the permits of certificates, and the role that each method requires."""
+"""Access to a run: the roles of its peers, the permits of certificates, and the roles that methods require."""
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Protocol, TypeAlias
 
 from lightning_swarm.network import PeerId
@@ -80,55 +80,20 @@ Certify: TypeAlias = Callable[[PeerId], Credentials]
 
 # ------------------------------------------------------------------ the rules
 
-MAY: Final[Mapping[str, Role | None]] = {
-    # Any peer may call these methods, by which two peers identify each other.
-    "transport.ping": None,
-    "transport.certify": None,
-    "transport.introduce": None,  # returns the secrets that identify peers of one machine without their daemons
-    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "run.view"), Role.OBSERVER),
-    "peer.ban": Role.OBSERVER,  # the owner's signature counts, not the peer that passes it on
-    # Every server may become the coordinator, so servers may call all methods that coordinators call.
-    **dict.fromkeys(
-        (
-            *("run.join", "run.meet", "run.ready", "run.listen", "run.drain", "run.leave", "run.break_off"),
-            *("run.lead", "run.watch", "run.pull", "run.take_over", "run.inherit", "step.prepare", "step.propose"),
-            *("step.settle", "step.freeze", "step.fence", "step.receipts", "step.average", "step.apply"),
-            *("step.project", "step.vector", "step.examine", "step.replace_mean"),
-            *("stage.follow", "stage.piece", "stage.next", "ticket.wait", "ticket.fetch"),
-            *("stage.prove", "run.record_digest"),
-            *("snapshot.held", "snapshot.keep", "snapshot.read"),
-            *("session.step", "session.output", "session.failed", "model.card", "model.part", "model.stay"),
-            *("trainer.leads", "trainer.report", "trainer.report_metrics", "trainer.replay"),
-            *("step.sketch", "trainer.audit", "trainer.results", "trainer.avoid", "audit.kept", "audit.findings"),
-        ),
-        Role.SERVER,
-    ),
-    # Trainers call these methods; one of them is the lead.
-    **dict.fromkeys(
-        (
-            *("run.claim", "run.enlist", "run.retire", "step.register", "step.renew", "step.change"),
-            *("step.plan", "step.take_plan", "step.grant", "step.begin", "step.armed", "step.done", "step.record"),
-            *("step.metrics", "step.take_metrics", "stage.forward", "stage.backward", "stage.cancel"),
-            *("audit.compute", "session.replay", "session.close", "tune.adapter", "tune.forward", "tune.backward"),
-            *("stage.state", "stage.write", "stage.set_evaluation_weights", "snapshot.keep_loop", "trainer.loop"),
-            *("server.admit", "server.load", "server.restart", "server.release"),
-        ),
-        Role.TRAINER,
-    ),
-}
-"""Method -> the least role that may call it; None: any peer. Methods that are not listed are refused."""
 
-ANSWERS: Final[Mapping[str, Role]] = {
-    # All peers answer these methods. Observers' answers are for human readers only; servers answer `run.view`.
-    **dict.fromkeys(("peer.hello", "peer.report", "peer.others", "peer.ban"), Role.OBSERVER),
-    # A peer that keeps the state of the lead's loop may have to take over as the lead.
-    **dict.fromkeys(
-        (
-            *("run.claim", "snapshot.keep_loop", "trainer.leads", "trainer.report", "trainer.report_metrics"),
-            *("trainer.replay", "trainer.loop", "trainer.audit", "trainer.results", "trainer.avoid"),
-            *("session.output", "session.failed"),
-        ),
-        Role.TRAINER,
-    ),
-}
-"""Method -> the least role of a peer that answers it, if this is not `Role.SERVER`."""
+@dataclass(frozen=True, eq=False)
+class Rpc:
+    """A method that peers call on each other, and the roles of both sides."""
+
+    name: str
+    _: KW_ONLY
+    by: Role  # least role that may call it
+    of: Role = Role.SERVER  # least role of a peer that answers it
+    only_coordinator: bool = False  # of all servers, only the coordinator answers it
+
+
+# Methods of the transport itself, by which two peers identify each other. Any peer may call them.
+PING: Final = "transport.ping"
+CERTIFY: Final = "transport.certify"  # exchanges certificates
+INTRODUCE: Final = "transport.introduce"  # returns the secrets that identify peers of one machine without their daemons
+OPEN_METHODS: Final = frozenset((PING, CERTIFY, INTRODUCE))

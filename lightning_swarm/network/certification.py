@@ -18,13 +18,10 @@ from lightning_swarm.core.errors import (
     Untrusted,
 )
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import MAY, Permit
+from lightning_swarm.network.access import CERTIFY, OPEN_METHODS, Permit
 from lightning_swarm.network.gatekeeper import Gatekeeper
 
 _T = TypeVar("_T")
-
-CERTIFY: Final = "transport.certify"
-"""The method by which two peers exchange their certificates."""
 
 _TIMEOUT_S: Final = 30.0
 
@@ -46,7 +43,7 @@ class Certification:
 
     async def ask(self, peer: PeerId, method: str, ask: Callable[[], Awaitable[_T]]) -> _T:
         """Send a request to a certified peer. If it has forgotten this peer's certificate, show it and send again."""
-        if method in MAY and MAY[method] is None:
+        if method in OPEN_METHODS:
             return await ask()
         if not self._gate.may_be_asked(peer, method):
             if not self._gate.knows(peer):

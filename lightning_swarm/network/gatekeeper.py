@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, NoReturn
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified, Unreachable, Untrusted
 from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import ANSWERS, MAY, Ban, Credentials, Permit, Role
+from lightning_swarm.network.access import OPEN_METHODS, Ban, Credentials, Permit, Role, Rpc
 
 _log = logging.getLogger(__name__)
 
@@ -23,12 +23,6 @@ MAX_CERTIFICATE_BYTES: Final = 1 << 10
 STRANGER_BYTES: Final = 4 << 10
 """Longest message of a peer that has shown no certificate yet; a longer one is refused unread."""
 
-_MAY: Final = {
-    role: frozenset(method for method, least in MAY.items() if least is None or role.includes(least)) for role in Role
-}
-_ANSWERS: Final = {
-    role: frozenset(method for method in MAY if role.includes(ANSWERS.get(method, Role.SERVER))) for role in Role
-}
 _MAX_PERMITS: Final = 4096
 _MAX_FAILING: Final = 1024
 _FIRST_PAUSE_S: Final = 1.0
@@ -60,6 +54,7 @@ class Gatekeeper:
         self,
         own: PeerId,
         credentials: Credentials,
+        rpcs: Iterable[Rpc],
         *,
         on_certified: Callable[[PeerId], None] = lambda _: None,
         on_cut_off: Callable[[PeerId], None] = lambda _: None,
@@ -69,6 +64,12 @@ class Gatekeeper:
     ) -> None:
         self.own = own
         self.credentials = credentials
+        self._rpcs = {rpc.name: rpc for rpc in rpcs}
+        listed = self._rpcs.values()
+        self._may_call = {
+            role: OPEN_METHODS.union(rpc.name for rpc in listed if role.includes(rpc.by)) for role in Role
+        }
+        self._answers = {role: frozenset(rpc.name for rpc in listed if role.includes(rpc.of)) for role in Role}
         self._on_certified = on_certified
         self._on_cut_off = on_cut_off  # called when the certificate of a known peer permits nothing any more
         self._on_banned = on_banned  # called when this peer itself is banned
@@ -173,7 +174,7 @@ class Gatekeeper:
             raise
         self._cut_off.pop(peer, None)
         del self._failing[peer]
-        may_call, answers = _MAY[permit.role], _ANSWERS[permit.role]
+        may_call, answers = self._may_call[permit.role], self._answers[permit.role]
         self._permits[peer] = _Known(certificate, permit, permit.expires_at_s, may_call, answers)
         _keep_newest(self._permits, peer, _MAX_PERMITS)
         self.refusals.forget(peer)
@@ -239,15 +240,15 @@ class Gatekeeper:
         if self.lets_call(caller, method):
             return
         known = self._find(caller)
-        least = MAY.get(method)
-        if least is None and method in MAY:
+        if method in OPEN_METHODS:
             return
+        rpc = self._rpcs.get(method)
         if known is None:
             self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
-        elif least is None:
+        elif rpc is None:
             self.refuse(caller, AccessDenied(f"no role may call `{printable(method)}` at {self.own}"))
         else:
-            self.refuse(caller, AccessDenied(_beyond(caller, known.permit.role, f"call `{method}`", least)))
+            self.refuse(caller, AccessDenied(_beyond(caller, known.permit.role, f"call `{method}`", rpc.by)))
 
     def check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a long message of a peer that has shown no certificate, before it is read."""
@@ -262,12 +263,11 @@ class Gatekeeper:
     def check_answers(self, peer: PeerId, method: str) -> None:
         """Refuse to send a request that the peer's certificate does not permit it to answer."""
         known = self._find(peer)
-        if known is not None and (method in known.answers or method not in MAY):  # the peer refuses unknown methods
-            return
         if known is None:
             raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
-        least = ANSWERS.get(method, Role.SERVER)
-        raise Untrusted(_beyond(peer, known.permit.role, f"be asked for `{method}`", least))
+        rpc = self._rpcs.get(method)
+        if rpc is not None and method not in known.answers:  # the peer itself refuses a method that is not listed
+            raise Untrusted(_beyond(peer, known.permit.role, f"be asked for `{method}`", rpc.of))
 
     def refuse(self, caller: PeerId, error: AccessDenied) -> NoReturn:
         """Count a refusal, and raise its error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -36,9 +36,9 @@ from lightning_swarm.network import (
     Transport,
     framing,
 )
-from lightning_swarm.network.access import MAY, Ban, Credentials, Permit
+from lightning_swarm.network.access import CERTIFY, OPEN_METHODS, PING, Ban, Credentials, Permit, Rpc
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
-from lightning_swarm.network.certification import CERTIFY, Certification
+from lightning_swarm.network.certification import Certification
 from lightning_swarm.network.exchanges import OpenAnswers, OpenExchanges, end_now
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
@@ -56,9 +56,6 @@ from lightning_swarm.network.rpc import (
 )
 
 _T = TypeVar("_T")
-
-PING: Final = "transport.ping"
-"""The method that every transport answers by itself."""
 
 SILENCE_S: Final = 10.0
 """Seconds without a sign of life after which the exchanges with a peer are ended."""
@@ -197,13 +194,14 @@ class BaseTransport(Transport):
             await self.tap.arrived(self._peer_id, peer, method, message.body, head.body)
         return head, data
 
-    def set_credentials(self, credentials: Credentials | None) -> None:
-        """Answer and ask only peers whose certificates permit it, from now on; None: all peers."""
+    def set_credentials(self, credentials: Credentials | None, rpcs: Iterable[Rpc] = ()) -> None:
+        """Answer and ask only peers whose certificates permit it, from now on, and only `rpcs`; None: all peers."""
         self._gate = self._certification = self._answering.gate = None
         if credentials is not None:
             self._gate = Gatekeeper(
                 self._peer_id,
                 credentials,
+                rpcs,
                 on_certified=self._on_certified,
                 on_cut_off=self._on_cut_off,
                 on_banned=self._on_banned,
@@ -312,7 +310,7 @@ class BaseTransport(Transport):
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
         # A caller that passed the check of a members' method is known.
-        account = caller if method and MAY.get(method) is not None else self._account_of(caller)
+        account = caller if method and method not in OPEN_METHODS else self._account_of(caller)
         self.traffic.received_bytes[account, method] += len(request)
         self.traffic.sent_bytes[account, method] += len(answer)
         return answer
@@ -349,7 +347,7 @@ class BaseTransport(Transport):
         guard = None
         if self._gate is not None and caller != self._peer_id:
             self._gate.check_caller(caller, head.method)
-            guard = None if MAY[head.method] is None else self._answering
+            guard = None if head.method in OPEN_METHODS else self._answering
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
 
             async def respond(message: Message) -> Message:

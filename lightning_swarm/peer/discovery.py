@@ -18,12 +18,12 @@ from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.monitor import survey
-from lightning_swarm.network import Directory, Message, PeerId, Transport
+from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.access import Role
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest
 from lightning_swarm.protocol.messages.state import StageState
 from lightning_swarm.protocol.messages.wire import ShortText, WireMessage, decode, encode
-from lightning_swarm.protocol.methods import ADMIT, LOAD, RESTART
+from lightning_swarm.protocol.rpc import ADMIT, LOAD, RESTART, WithTensors
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -335,16 +335,15 @@ class RunDirectory:
 
 async def admit(transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float) -> None:
     """Send record 0 to all servers, which check it against their models, then the weights of `stages`."""
-    body, run = encode(manifest), RunState(manifest)
-    await gather(transport.call(peer, ADMIT, body, timeout=timeout) for peer in run.servers)
+    run = RunState(manifest)
+    await gather(ADMIT.ask(transport, peer, manifest, timeout=timeout) for peer in run.servers)
     await hand_out(transport, run, stages, timeout=timeout)
 
 
 async def restart(transport: Transport, run: RunState, request: RestartRequest, *, timeout: float) -> None:
     """Order all servers to roll back to the step of `request`, whose weights `hand_out` sends next."""
-    body = encode(request)
     # Afterwards no server holds anything of an older generation, and all refuse its calls.
-    await gather(transport.call(peer, RESTART, body, timeout=timeout) for peer in run.servers)
+    await gather(RESTART.ask(transport, peer, request, timeout=timeout) for peer in run.servers)
 
 
 async def hand_out(
@@ -357,13 +356,13 @@ async def hand_out(
 ) -> None:
     """Send the `weights` and buffers of some stages to their rosters, before the first step of a generation."""
     await gather(
-        transport.stream(member.peer_id, LOAD, message, timeout=timeout)
-        for stage, message in [(stage, _weights(stage, weights(stage), run.manifest)) for stage in stages]
+        LOAD.ask(transport, member.peer_id, *state, timeout=timeout)
+        for stage, state in [(stage, _weights(stage, weights(stage), run.manifest)) for stage in stages]
         for member in run.rosters[stage.spec.index]
     )
 
 
-def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manifest) -> Message:
+def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manifest) -> WithTensors[StageState]:
     state = StageState(
         stage_index=stage.spec.index,
         step=manifest.first_step,
@@ -372,7 +371,7 @@ def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manife
         names=list(tensors),
         structure=None,
     )
-    return Message(encode(state), tuple(tensor.detach().cpu() for tensor in tensors.values()))
+    return state, [tensor.detach().cpu() for tensor in tensors.values()]
 
 
 async def dismiss(transport: Transport, peers: Collection[PeerId], *, timeout: float) -> None:

@@ -15,13 +15,12 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import first_of, gather
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.run import LoopReply, LoopRequest, Manifest, ReleaseRequest
 from lightning_swarm.protocol.messages.state import KeptLoop
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import KEEP_LOOP, RELEASE
-from lightning_swarm.protocol.queries import MAX_TRIES, ask_held, ask_view, call_each
+from lightning_swarm.protocol.queries import MAX_TRIES, ask_each, ask_held, ask_view
+from lightning_swarm.protocol.rpc import KEEP_LOOP, LOOP, RELEASE
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.admission import Admission
 
@@ -29,7 +28,6 @@ _log = logging.getLogger(__name__)
 
 # The lead decides the version to which a run rolls back. By this method it asks the other trainers at which versions
 # their loops could continue. Servers learn its choice when it releases them, and trainers learn it from their servers.
-LOOP: Final = "trainer.loop"
 
 _NUM_STANDBYS: Final = 3  # peers that keep the loop's state; several, because a copy is lost with its peer
 _MAX_TRIED: Final = 4 * _NUM_STANDBYS  # most peers tried for one snapshot; peers that failed come last for the next
@@ -69,23 +67,24 @@ class StandbyLeads:
         if size > self._limits.loop_bytes:
             self._warn(f"it has {size} bytes, and `Limits.loop_bytes` are {self._limits.loop_bytes}: raise that")
             return
-        message = Message(encode(KeptLoop(generation=generation, version=version)), tuple(tensors))
-        self.holding = await self._keep_at_some(chosen[:_MAX_TRIED], message) or self.holding
+        head = KeptLoop(generation=generation, version=version)
+        self.holding = await self._keep_at_some(chosen[:_MAX_TRIED], head, tensors) or self.holding
 
-    async def _keep_at_some(self, peers: Sequence[PeerId], message: Message) -> list[PeerId]:
+    async def _keep_at_some(self, peers: Sequence[PeerId], head: KeptLoop, tensors: Sequence[Tensor]) -> list[PeerId]:
         """Try peers in order until enough of them keep the state; return the peers that do."""
         holding: list[PeerId] = []
         while peers and len(holding) < _NUM_STANDBYS:
             missing = _NUM_STANDBYS - len(holding)
             tried, peers = peers[:missing], peers[missing:]
-            answers = await gather(self._keeps(peer, message) for peer in tried)
+            answers = await gather(self._keeps(peer, head, tensors) for peer in tried)
             holding += [peer for peer, keeps in zip(tried, answers, strict=True) if keeps]
         return holding
 
-    async def _keeps(self, peer: PeerId, message: Message) -> bool:
+    async def _keeps(self, peer: PeerId, head: KeptLoop, tensors: Sequence[Tensor]) -> bool:
         self._unresponsive.add(peer)  # removed by its answer; sending the next snapshot's state cancels this call
         try:
-            await self._transport.stream(peer, KEEP_LOOP, message, timeout=self._limits.call_timeout, max_bytes=0)
+            timeout = self._limits.call_timeout
+            await KEEP_LOOP.ask(self._transport, peer, head, tensors, timeout=timeout, max_bytes=0)
         except SwarmError as error:
             _log.info("%s does not keep the state of this trainer's loop: %s", peer, error)
             return False
@@ -102,9 +101,9 @@ class StandbyLeads:
 
 async def release(transport: Transport, run: RunState, first_step: int, *, timeout: float) -> list[PeerId]:
     """Release all servers from a void run, to wait for the next run at `first_step`; return the servers that answer."""
-    body = encode(ReleaseRequest(generation=run.manifest.generation, first_step=first_step))
+    request = ReleaseRequest(generation=run.manifest.generation, first_step=first_step)
     # The call is repeated, because a server whose answer is lost would wait for the next run, which begins without it.
-    return list(await call_each(transport, run.servers, RELEASE, body, bytes, timeout=timeout, tries=MAX_TRIES))
+    return list(await ask_each(transport, run.servers, RELEASE, request, timeout=timeout, tries=MAX_TRIES))
 
 
 async def what_is_lost(
@@ -149,11 +148,11 @@ async def loops_at(
     transport: Transport, trainers: Iterable[PeerId], versions: Collection[int], *, timeout: float
 ) -> set[int]:
     """Return the versions at which the loops of all these trainers could continue; ignore trainers without answer."""
-    request = encode(LoopRequest(versions=sorted(versions)))
+    request = LoopRequest(versions=sorted(versions))
 
     async def ask(trainer: PeerId) -> set[int] | None:
         try:
-            return set(decode(await transport.call(trainer, LOOP, request, timeout=timeout), LoopReply).versions)
+            return set((await LOOP.ask(transport, trainer, request, timeout=timeout)).versions)
         except PeerError as error:
             _log.info("Trainer %s does not say where it could go on: %s", trainer, error)
             return None
@@ -170,8 +169,8 @@ async def await_loops(
     late = list(trainers)
     while late:
         check()  # raises when waiting has become pointless
-        trainer, request = late[-1], encode(LoopRequest(versions=[]))
-        if decode(await transport.call(trainer, LOOP, request, timeout=timeout), LoopReply).waits:
+        trainer, request = late[-1], LoopRequest(versions=[])
+        if (await LOOP.ask(transport, trainer, request, timeout=timeout)).waits:
             late.pop()
         elif now_s() >= deadline_s:
             raise DeadlineExceeded(
@@ -192,7 +191,7 @@ class StandbyLead:
         self.could_go_on: CouldGoOn = lambda *_: False  # called on the swarm's loop
         self.waits = False  # waits for a run to begin
         self.run: RunState | None = None  # None: it has been in no run yet
-        transport.handle_call(LOOP, self._handle_loop)
+        LOOP.serve(transport, self._handle_loop)
 
     def enter_run(self, run: RunState) -> None:
         """Set the run that this trainer is in."""
@@ -207,13 +206,12 @@ class StandbyLead:
     def _lead(self) -> PeerId | None:
         return self.run.manifest.lead if self.run is not None else None
 
-    async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, LoopRequest)
+    async def _handle_loop(self, caller: PeerId, request: LoopRequest) -> LoopReply:
         lead = self._admission.membership.lead or self._lead  # a standby, if it took the run over
         if caller != lead:
             raise ProtocolError(f"the lead {lead} sends a run back, not {caller}")
         versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
-        return encode(LoopReply(versions=versions, waits=self.waits))
+        return LoopReply(versions=versions, waits=self.waits)
 
     def _counts(self, step: int, firsts: Collection[int]) -> bool:
         """Return whether a record known to the server counts these batches; the loop may not know the record yet."""

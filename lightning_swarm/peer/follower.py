@@ -13,7 +13,7 @@ import torch
 from lightning_swarm.client import coordinator_client
 from lightning_swarm.client.session import Session
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, ProtocolError, RunOver, SwarmError, Unreachable
+from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, RunOver, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import first_of, gather
 from lightning_swarm.network import PeerId
@@ -26,13 +26,13 @@ from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol.bans import heed
 from lightning_swarm.protocol.messages.membership import ClaimReply
 from lightning_swarm.protocol.messages.run import RunView, ranges_of
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.queries import ask_view
+from lightning_swarm.protocol.rpc import CLAIM
 from lightning_swarm.protocol.run_state import RunState, check_open
 from lightning_swarm.protocol.settings import SET_BY_EACH_TRAINER
 from lightning_swarm.server.stage_builder import PeerModel
 
-CLAIM: Final = "run.claim"
 _POLL_S: Final = 0.2
 _LOOK_S: Final = 1.0
 
@@ -76,7 +76,7 @@ class Claim:
         self._config = config
         self._rivals: set[PeerId] = set()
         self._begins = self._gave_way = False
-        self._transport.handle_call(CLAIM, self._handle_claim)
+        CLAIM.serve(self._transport, self._handle_claim)
 
     async def settle(self) -> RunView | None:
         """Wait for the run of another program; None: this program begins it. Raises `DeadlineExceeded` if none does."""
@@ -114,16 +114,14 @@ class Claim:
     async def _gives_way(self, rival: PeerId) -> bool:
         try:
             timeout = self._config.limits.leave_timeout
-            return decode(await self._transport.call(rival, CLAIM, b"", timeout=timeout), ClaimReply).gives_way
+            return (await CLAIM.ask(self._transport, rival, None, timeout=timeout)).gives_way
         except SwarmError:  # the rival is gone
             return True
 
-    async def _handle_claim(self, caller: PeerId, body: bytes) -> bytes:
-        if body:
-            raise ProtocolError(f"{CLAIM} takes no arguments, got {len(body)} bytes")
+    async def _handle_claim(self, caller: PeerId, _: None) -> ClaimReply:
         gives_way = not self._begins and caller < self._transport.peer_id  # the lower id wins
         self._gave_way |= gives_way
-        return encode(ClaimReply(gives_way=gives_way))
+        return ClaimReply(gives_way=gives_way)
 
 
 @dataclass(eq=False)

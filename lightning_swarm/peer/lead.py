@@ -38,8 +38,8 @@ from lightning_swarm.protocol.keepers import convictions, may_decide
 from lightning_swarm.protocol.messages.run import Keepers, Manifest, Member, RestartRequest, Selection
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
-from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.protocol.queries import ask_held, newest_complete, only_told, only_versions
+from lightning_swarm.protocol.rpc import VIEW
 from lightning_swarm.protocol.run_state import RunState, replaced_by
 from lightning_swarm.server.stage_builder import PeerModel
 
@@ -222,7 +222,8 @@ class Lead:
 
         async def ask(coordinator: PeerId) -> PeerId | None:
             try:
-                await self._transport.call(coordinator, VIEW, b"", timeout=timeout)
+                # The answer is not read, because another version's run is under way, too.
+                await self._transport.call(coordinator, VIEW.name, b"", timeout=timeout)
             except SwarmError:
                 return None  # an announcement that an earlier run left behind
             return coordinator

@@ -25,10 +25,9 @@ from lightning_swarm.core.tasks import ended, first_of, gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.membership import DrainReply, DrainRequest
+from lightning_swarm.protocol.messages.membership import DrainRequest
 from lightning_swarm.protocol.messages.run import RunView
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import DRAIN, VIEW
+from lightning_swarm.protocol.rpc import DRAIN, VIEW
 from lightning_swarm.server.server import Server, describe_peak
 
 _log = logging.getLogger(__name__)
@@ -313,7 +312,7 @@ class MembershipLifecycle:
         """Ask some peers for their views of the run, and return those that came. Keepers are asked first."""
 
         async def ask(peer: PeerId) -> RunView:
-            return decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
+            return await VIEW.ask(self._transport, peer, None, timeout=_LOOK_S)
 
         asked = sorted(peers, key=self._server.membership.run.decides, reverse=True)[:_MAX_ASKED]
         found = await gather(self._heard(peer, ask(peer)) for peer in asked)
@@ -376,8 +375,8 @@ class MembershipLifecycle:
         """Ask to leave the run; return the stages that need another holder first."""
         membership = self._server.membership
         generation = membership.run.manifest.generation if membership.has_run else 0
-        request = encode(DrainRequest(generation=generation, boot_id=membership.me.boot_id))
-        return decode(await self._transport.call(coordinator, DRAIN, request, timeout=_LOOK_S), DrainReply).alone
+        request = DrainRequest(generation=generation, boot_id=membership.me.boot_id)
+        return (await DRAIN.ask(self._transport, coordinator, request, timeout=_LOOK_S)).alone
 
 
 def _stages(held: Sequence[int]) -> str:

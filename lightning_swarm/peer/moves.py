@@ -13,9 +13,8 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.messages.serving import StayReply, StayRequest
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import MODEL_STAY
+from lightning_swarm.protocol.messages.serving import StayRequest
+from lightning_swarm.protocol.rpc import MODEL_STAY
 from lightning_swarm.server.placement import MovePolicy
 
 if TYPE_CHECKING:
@@ -106,8 +105,7 @@ class Moves:
         if stages:
             self._promised.add(peer)  # before the call, whose answer may be lost
         try:
-            answer = await self._transport.call(peer, MODEL_STAY, encode(request), timeout=_ASK_TIMEOUT_S)
-            return decode(answer, StayReply).stays
+            return (await MODEL_STAY.ask(self._transport, peer, request, timeout=_ASK_TIMEOUT_S)).stays
         except SwarmError as error:
             _log.info("%s does not say whether it stays: %s", peer, shorten(str(error)))
             return False

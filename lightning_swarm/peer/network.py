@@ -17,6 +17,7 @@ from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.entry import Entry
 from lightning_swarm.peer.process import environment_tunes_malloc, talks_to_neighbours
+from lightning_swarm.protocol.rpc import RPCS
 
 
 def start_network(
@@ -54,7 +55,9 @@ def _start(
     try:
         doctor.check_answering(initial_peers)
         transport, directory = runtime.run(
-            hivemind.start(initial_peers=maddrs, certify=certify, neighbours=talks_to_neighbours(), **options)
+            hivemind.start(
+                initial_peers=maddrs, certify=certify, rpcs=RPCS, neighbours=talks_to_neighbours(), **options
+            )
         )
     except BaseException as error:
         runtime.close()

@@ -14,6 +14,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.invitations import Used
 from lightning_swarm.protocol.messages.run import Bans
+from lightning_swarm.protocol.rpc import BAN
 from lightning_swarm.trust.certificates import SignedBan, decode
 
 MAX_BANS: Final = 128
@@ -23,9 +24,6 @@ _TELL_TIMEOUT_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
-BAN: Final = "peer.ban"
-"""Method that delivers a ban, or its lifting, signed by the run's owner."""
-
 
 def answer_bans(
     transport: Transport,
@@ -34,30 +32,29 @@ def answer_bans(
 ) -> None:
     """Apply bans signed by the owner, from any sender, and forward them, because a banned coordinator would not."""
 
-    async def handle(caller: PeerId, body: bytes) -> bytes:
-        is_new = body not in transport.bans
+    async def handle(caller: PeerId, signed: bytes) -> None:
+        is_new = signed not in transport.bans
         known = bans_after(UNSET, transport.bans)
-        if len(bans_after(known, [body]) or ()) > MAX_BANS:
+        if len(bans_after(known, [signed]) or ()) > MAX_BANS:
             raise AccessDenied(
                 f"a run keeps at most {MAX_BANS} bans, and has as many. Lifting one does not free its place."
             )
-        transport.ban(body)
-        if body not in transport.bans:
+        transport.ban(signed)
+        if signed not in transport.bans:
             raise AccessDenied(
                 "only the owner's newest ban of a peer or invitation counts, and a newer one is known here. Set the "
                 "clock of the machine that has the owner's key, and call again."
             )
         if is_new and spawn is not None:
-            await spawn(_pass_on(transport, {*members()} - {transport.peer_id, caller}, body))
-        return b""
+            await spawn(_pass_on(transport, {*members()} - {transport.peer_id, caller}, signed))
 
-    transport.handle_call(BAN, handle)
+    BAN.serve(transport, handle)
 
 
 async def _pass_on(transport: Transport, peers: Iterable[PeerId], signed: bytes) -> None:
     async def tell(peer: PeerId) -> None:
         try:
-            await transport.call(peer, BAN, signed, timeout=_TELL_TIMEOUT_S)
+            await BAN.ask(transport, peer, signed, timeout=_TELL_TIMEOUT_S)
         except SwarmError as error:  # the next record carries the ban
             _log.info("%s did not receive a ban: %s", peer, error)
 

@@ -10,25 +10,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Final, TypeVar
+from functools import cache
+from typing import Final
 
 from msgspec import structs
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Damaged, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.errors import Damaged, DeadlineExceeded, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.reports import Greeting
 from lightning_swarm.protocol.messages.run import HeldSnapshot, Member, RunView, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import HELD, VIEW, WATCH
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
+from lightning_swarm.protocol.rpc import HELD, HELLO, VIEW, WATCH, A, Call, Q
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 ASK_TIMEOUT_S: Final = 10.0
 MAX_TRIES: Final = 3
@@ -38,24 +37,26 @@ GRACE_S: Final = 2.0  # longest wait for peers that may be gone and are not need
 Held = Mapping[PeerId, HeldSnapshots]  # the snapshots that each server reports to hold
 
 
-async def call_each(
+async def ask_each(
     transport: Transport,
     peers: Iterable[PeerId],
-    method: str,
-    body: bytes,
-    read: Callable[[bytes], _T],
+    method: Call[Q, A],
+    request: Q,
     *,
     timeout: float,
     tries: int = 1,  # attempts per peer, while it answers pings: a call or its answer may be lost
-) -> dict[PeerId, _T]:
+    check: Callable[[A], object] = lambda _: None,  # raises if an answer is malformed; then it is left out
+) -> dict[PeerId, A]:
     """Call peers in parallel, `timeout` seconds each; return the answers in the peers' order, and log failures."""
-    answers: dict[PeerId, _T] = {}
+    answers: dict[PeerId, A] = {}
 
     async def ask(peer: PeerId, tries: int) -> None:
         try:
-            answers[peer] = read(await transport.call(peer, method, body, timeout=timeout))
+            answer = await method.ask(transport, peer, request, timeout=timeout)
+            check(answer)
+            answers[peer] = answer
         except SwarmError as error:
-            _log.info("%s did not answer %s: %s", peer, method, error)
+            _log.info("%s did not answer %s: %s", peer, method.name, error)
             is_lost = isinstance(error, (Unreachable, DeadlineExceeded, Damaged))
             if is_lost and tries > 1 and await alive_among(transport, [peer], timeout=timeout):
                 await ask(peer, tries - 1)
@@ -154,7 +155,7 @@ def _held_versions(held: Held) -> set[int]:
 async def ask_view(transport: Transport, peer: PeerId, *, timeout: float) -> RunView | None:
     """Ask a peer for a view of its run; None if it is in no run, or does not answer."""
     try:
-        return decode(await transport.call(peer, VIEW, b"", timeout=timeout), RunView)
+        return await VIEW.ask(transport, peer, None, timeout=timeout)
     except SwarmError as error:
         _log.debug("%s shows no run: %s", peer, error)
         return None
@@ -162,22 +163,17 @@ async def ask_view(transport: Transport, peer: PeerId, *, timeout: float) -> Run
 
 async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: float) -> dict[PeerId, HeldSnapshots]:
     """Ask servers for the list of their snapshots, and return the answers that come in time."""
-    return await call_each(transport, servers, HELD, b"", partial(decode, kind=HeldSnapshots), timeout=timeout)
-
-
-async def watch(transport: Transport, peer: PeerId, request: WatchRequest, *, timeout: float) -> WatchReply:
-    """Ask a server for its version and its coordinator's term; the answer may wait as `WatchRequest` says."""
-    return decode(await transport.call(peer, WATCH, encode(request), timeout=timeout), WatchReply)
+    return await ask_each(transport, servers, HELD, None, timeout=timeout)
 
 
 async def ask_servers(transport: Transport, run: RunState, *, timeout: float) -> dict[PeerId, WatchReply]:
-    """Call `watch` on all other servers, and return the answers that come within `GRACE_S`."""
+    """Send `WATCH` to all other servers, and return the answers that come within `GRACE_S`."""
     replies: dict[PeerId, WatchReply] = {}
     request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
 
     async def ask(peer: PeerId) -> None:
         try:
-            replies[peer] = await watch(transport, peer, request, timeout=timeout)
+            replies[peer] = await WATCH.ask(transport, peer, request, timeout=timeout)
         except SwarmError as error:
             _log.debug("%s does not report its coordinator: %s", peer, error)
 
@@ -252,7 +248,7 @@ async def _ask_promised(
 
     async def ask(peer: PeerId) -> None:
         try:
-            found[peer] = (await watch(transport, peer, request, timeout=timeout + GRACE_S)).promised
+            found[peer] = (await WATCH.ask(transport, peer, request, timeout=timeout + GRACE_S)).promised
         except SwarmError as error:
             _log.debug("%s does not report its promised term: %s", peer, error)
 
@@ -268,8 +264,6 @@ async def _ask_promised(
             task.cancel()
     return found
 
-
-HANDSHAKE: Final = "peer.hello"  # equal in every version, so that peers of different versions can report the mismatch
 
 _PACKAGES: Final = ("torch", "lightning", "hivemind")
 _NUM_TRIES: Final = 5
@@ -292,12 +286,10 @@ def own_greeting(now_s: float) -> Greeting:
 def answer_greetings(transport: Transport, *, now: Callable[[], float] = time.time) -> None:
     """Answer greetings of other peers."""
 
-    async def handle(caller: PeerId, body: bytes) -> bytes:
-        if body:
-            raise ProtocolError(f"{HANDSHAKE} takes no arguments, got {len(body)} bytes")
-        return encode(own_greeting(now()))
+    async def handle(caller: PeerId, _: None) -> Greeting:
+        return own_greeting(now())
 
-    transport.handle_call(HANDSHAKE, handle)
+    HELLO.serve(transport, handle)
 
 
 async def greet(
@@ -308,7 +300,7 @@ async def greet(
     meetings = []
     for _ in range(_NUM_TRIES):
         sent_s, begin_s = now(), loop.time()
-        greeting = decode(await transport.call(peer, HANDSHAKE, b"", timeout=timeout), Greeting)
+        greeting = await HELLO.ask(transport, peer, None, timeout=timeout)
         round_trip_s = loop.time() - begin_s
         ahead_s = greeting.unix_time_s - (sent_s + round_trip_s / 2)
         meetings.append(GreetingResult(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))

@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, SwarmError, TicketGone
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
-from lightning_swarm.protocol.messages.calls import Ticket, TicketKey, TicketName
-from lightning_swarm.protocol.messages.wire import Count, Seconds, WireMessage, decode, encode
-
-WAIT_METHOD = "ticket.wait"
-FETCH_METHOD = "ticket.fetch"
+from lightning_swarm.protocol.messages.calls import FetchRequest, Ticket, TicketKey, WaitReply, WaitRequest
+from lightning_swarm.protocol.rpc import FETCH, WAIT, WithTensors
 
 _HOLD_S = 10.0  # seconds after which a long poll is answered "pending", so that polls of dead consumers end
 _MAX_EARLY = 4096  # most unpromised names that one peer may wait for; no peer has more open calls
@@ -30,30 +27,6 @@ Readers = Callable[[PeerId, bytes | None], bool]
 def with_key(key: TicketKey) -> Readers:
     """Return `Readers` that admit all peers that present `key`."""
     return lambda _, shown: shown is not None and hmac.compare_digest(shown, key)
-
-
-class WaitRequest(WireMessage, frozen=True):
-    """A consumer asks a producer to answer when the named tensors exist, or after `hold_s` seconds."""
-
-    name: TicketName
-    hold_s: Seconds
-    take_bytes: Count | None = None  # include tensors of at most this size in the answer; None: include none
-    ticket_key: TicketKey | None = None
-
-
-class WaitReply(WireMessage, frozen=True):
-    """A producer's answer to a consumer: whether the tensors exist."""
-
-    ready: bool
-    report: bytes = b""  # the producer's message about the tensors
-    taken: bytes | None = None  # the body that belongs to the tensors in this reply; None: the reply has no tensors
-
-
-class FetchRequest(WireMessage, frozen=True):
-    """A consumer asks a producer for the named tensors, which exist."""
-
-    name: TicketName
-    ticket_key: TicketKey | None = None
 
 
 @dataclass
@@ -86,8 +59,8 @@ class TicketStore:
         self._entries: dict[str, _Entry] = {}
         self._early = Counter[PeerId]()  # peer -> unpromised names that it asked for first
         self._num_early = 0  # unpromised names, over all peers
-        transport.handle_stream(WAIT_METHOD, self._handle_wait, max_bytes=0)
-        transport.handle_stream(FETCH_METHOD, self._handle_fetch, max_bytes=0)
+        WAIT.serve(transport, self._handle_wait)
+        FETCH.serve(transport, self._handle_fetch)
 
     # ------------------------------------------------------------------ the producer's side
 
@@ -162,10 +135,10 @@ class TicketStore:
             asked = WaitRequest(name=ticket.name, ticket_key=ticket.key, hold_s=hold_s, take_bytes=take_bytes)
             held_s = now_s() + hold_s
             try:
-                answer = await self._transport.stream(
+                reply, tensors = await WAIT.ask(
+                    self._transport,
                     ticket.peer_id,
-                    WAIT_METHOD,
-                    Message(encode(asked)),
+                    asked,
                     timeout=hold_s + _REPLY_MARGIN_S,
                     max_bytes=take_bytes or 0,
                 )
@@ -174,9 +147,8 @@ class TicketStore:
                     raise  # the tensors failed with this error
                 # A dead peer would have ended the call with another error, so a message was lost.
                 continue
-            reply = decode(answer.body, WaitReply)
             if reply.ready:
-                return reply, Message(reply.taken or b"", answer.tensors)
+                return reply, Message(reply.taken or b"", tensors)
             await asyncio.sleep(held_s - now_s())  # no polling without pause, even if the producer answers too early
         raise DeadlineExceeded(f"{ticket.name} did not appear at {ticket.peer_id} within {timeout:g} s")
 
@@ -191,30 +163,29 @@ class TicketStore:
             return self._take(ticket.name, entry), entry.report
         reply, message = await self._wait(ticket, min(SMALL_BYTES, self._max_bytes), timeout)
         if reply.taken is None:
-            request = Message(encode(FetchRequest(name=ticket.name, ticket_key=ticket.key)))
-            message = await self._transport.stream(
-                ticket.peer_id, FETCH_METHOD, request, timeout=timeout, max_bytes=self._max_bytes
+            request = FetchRequest(name=ticket.name, ticket_key=ticket.key)
+            body, tensors = await FETCH.ask(
+                self._transport, ticket.peer_id, request, timeout=timeout, max_bytes=self._max_bytes
             )
+            message = Message(body, tensors)
         return message, reply.report
 
     # ------------------------------------------------------------------ answering
 
-    async def _handle_wait(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, WaitRequest)
+    async def _handle_wait(self, caller: PeerId, request: WaitRequest) -> WithTensors[WaitReply]:
         try:
             entry = await self._done(request.name, min(request.hold_s, _HOLD_S), caller, request.ticket_key)
         except DeadlineExceeded:
-            return Message(encode(WaitReply(ready=False)))
+            return WaitReply(ready=False), ()
         if entry.error is not None:  # raised outside the `try`, because it may also be a `DeadlineExceeded`
             raise entry.error
         is_made = entry.message is None or isinstance(entry.message, Message)
         if request.take_bytes is None or not is_made or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
-            return Message(encode(WaitReply(ready=True, report=entry.report)))
+            return WaitReply(ready=True, report=entry.report), ()
         taken = self._take(request.name, entry)
-        return Message(encode(WaitReply(ready=True, report=entry.report, taken=taken.body)), taken.tensors)
+        return WaitReply(ready=True, report=entry.report, taken=taken.body), taken.tensors
 
-    async def _handle_fetch(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, FetchRequest)
+    async def _handle_fetch(self, caller: PeerId, request: FetchRequest) -> Message:
         entry = self._entries.get(request.name)
         if entry is None or not entry.done.is_set():
             raise TicketGone(f"{request.name} is not there (wait for it first)")

@@ -21,10 +21,9 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.core.readable import printable_lines
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.messages.run import InheritRequest, LeadsRequest, Manifest, RunAborted
+from lightning_swarm.protocol.messages.run import InheritRequest, LeadsRequest, Manifest, RunAborted, RunView
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEADS, LEAVE, VIEW
+from lightning_swarm.protocol.rpc import ADMIT, BREAK_OFF, INHERIT, LEADS, LEAVE, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.election import Leadership
@@ -58,11 +57,11 @@ class Admission:
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
         self.leadership = Leadership(context, steps, self.left)
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
-        context.transport.handle_call(ADMIT, self._handle_admit)
-        context.transport.handle_call(LEAVE, self._handle_leave)
-        context.transport.handle_call(BREAK_OFF, self._handle_break_off)
-        context.transport.handle_call(VIEW, self._handle_view)
-        context.transport.handle_call(INHERIT, self._handle_inherit)
+        ADMIT.serve(context.transport, self._handle_admit)
+        LEAVE.serve(context.transport, self._handle_leave, admit=self.membership.check_ended_by)
+        BREAK_OFF.serve(context.transport, self._handle_break_off)
+        VIEW.serve(context.transport, self._handle_view)
+        INHERIT.serve(context.transport, self._handle_inherit)
 
     @property
     def ending_error(self) -> RunOver | StepError:
@@ -111,8 +110,7 @@ class Admission:
         self.ready.clear()
         await self.leadership.step_out()
 
-    async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
-        manifest = decode(body, Manifest)
+    async def _handle_admit(self, caller: PeerId, manifest: Manifest) -> None:
         async with self.transition:  # one at a time: a second call finds this peer in the run
             self.membership.check_admits(caller, manifest)
             served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
@@ -121,7 +119,6 @@ class Admission:
             self.membership.enter_run(RunState(manifest))
             self._steps.enter_run(stages)
             await self.leadership.enter_run(self.membership.run)
-        return b""
 
     def on_record(self, record: Record) -> None:
         """Check whether an applied record moves this server. A joiner also receives records from before its release."""
@@ -139,16 +136,15 @@ class Admission:
         if self.membership.loaded.issuperset(self._steps.stages):
             self.ready.set()
 
-    async def _handle_inherit(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_inherit(self, caller: PeerId, request: InheritRequest) -> None:
         """Accept the new lead that the coordinator names because the former lead is gone."""
-        request = decode(body, InheritRequest)
         self.membership.check_inherits(caller, request)
         if request.new_lead == self.membership.run.manifest.lead:
-            return b""  # a repeated call
+            return  # a repeated call
         await self._check_lead_missed(self.membership.run)
         self.membership.check_inherits(caller, request)  # it may have changed meanwhile
         if request.new_lead == self.membership.run.manifest.lead:
-            return b""
+            return
         is_me = request.new_lead == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
@@ -157,7 +153,6 @@ class Admission:
             self.inherits_at = self.goes_on_at = request.first_step
             self.inherits.set()
             self.released.set()
-        return b""
 
     async def _check_lead_missed(self, run: RunState) -> None:
         """Raise `Busy` while the lead answers here, so that the coordinator alone cannot replace it or end the run."""
@@ -165,22 +160,17 @@ class Admission:
         if not await alive_among(self._transport, [lead], timeout=timeout):
             return
         try:
-            body = encode(LeadsRequest(generation=run.manifest.generation))
-            await self._transport.call(lead, LEADS, body, timeout=timeout)
+            await LEADS.ask(self._transport, lead, LeadsRequest(generation=run.manifest.generation), timeout=timeout)
         except SwarmError as error:
             if isinstance(error, ProtocolError) and not isinstance(error, AccessDenied):
                 return  # it was restarted, and is in no run or in another run
             _log.info("The lead answers pings, and not this server: %s", error)
         raise Busy(f"the lead {lead} answers this server, so no peer takes the run over from it, or ends it")
 
-    async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
-        self.membership.check_ended_by(caller)
-        if body:
-            raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
+    async def _handle_leave(self, caller: PeerId, _: None) -> None:
         if (run := self.membership.kept_for_lead(caller)) is not None:
             await self._await_lead_missed(run)
         self.left.set()
-        return b""
 
     async def _await_lead_missed(self, run: RunState) -> None:
         """Check like `_check_lead_missed`, but wait a while for a lead that is ending: its own call may be lost."""
@@ -195,9 +185,8 @@ class Admission:
             else:
                 return
 
-    async def _handle_break_off(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_break_off(self, caller: PeerId, broken_off: RunAborted) -> None:
         """Break off the run, because the coordinator reports that the lead is gone."""
-        broken_off = decode(body, RunAborted)
         if not self.membership.led_by(caller):
             raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
         if not self.left.is_set() and (run := self.membership.kept_for_lead(caller)) is not None:
@@ -205,12 +194,9 @@ class Admission:
         if not self.left.is_set():  # the first ending counts
             self._broken_off = printable_lines(broken_off.reason)
             self.left.set()
-        return b""
 
-    async def _handle_view(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_view(self, caller: PeerId, _: None) -> RunView:
         """Return the run and its members to any peer that asks, to join the run or to show it."""
-        if body:
-            raise ProtocolError(f"{VIEW} takes no arguments, got {len(body)} bytes")
         if not (self.membership.has_run and self.ready.is_set()):  # the caller may be in the same admission itself
             raise Busy("this peer was not admitted to a run yet")
-        return encode(self.membership.run.view())
+        return self.membership.run.view()

@@ -22,8 +22,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import AVERAGE
+from lightning_swarm.protocol.rpc import AVERAGE
 from lightning_swarm.server.averaging.all_reduce import (
     AveragingFailed,
     Compute,
@@ -85,7 +84,7 @@ class AveragingRounds:
         self._patience_s = self._timeout  # the same in the newest round; its request may shorten it
         self._held: HeldRound | None = None
         self._running: tuple[Closing, asyncio.Task[_StageResults]] | None = None  # the newest round
-        context.transport.handle_call(AVERAGE, self._handle_average)
+        AVERAGE.serve(context.transport, self._handle_average)
 
     def discard_round(self) -> None:
         """Drop the round, because its record is applied or will never come."""
@@ -191,8 +190,7 @@ class AveragingRounds:
         believed = [place for place, peer in enumerate(roster) if peer in self._sums.run.believed]
         return believed[0] if believed else (self._me.boot_id + closing.step + closing.round) % len(roster)
 
-    async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, AverageRequest)
+    async def _handle_average(self, caller: PeerId, request: AverageRequest) -> AverageReply:
         closing = request.closing
         self._sums.check(caller, closing.generation, closing.step)
         run = self._sums.run
@@ -207,14 +205,14 @@ class AveragingRounds:
             found = await self._result(closing, late=request.late)
         except AveragingFailed as error:
             missed, refusing = ([] if peer is None else [peer] for peer in (error.missed, error.refusing))
-            return encode(AverageReply(parts=[], failure=str(error), unreached=missed, refusing=refusing))
+            return AverageReply(parts=[], failure=str(error), unreached=missed, refusing=refusing)
         self._sums.run.check_generation(closing.generation)
         self._sums.check_frozen(closing)
         carried = {index: result.carried for index, result in found.items()}
         given = {index: result.given for index, result in found.items()}
         self.hold(closing, {index: result.mean for index, result in found.items()}, carried, given)
         norms = [PartNorm(stage_index=index, squared_norm=result.squared_norm) for index, result in found.items()]
-        return encode(AverageReply(parts=norms))
+        return AverageReply(parts=norms)
 
     async def _result(self, closing: Closing, *, late: bool) -> _StageResults:
         """Return the result of a round, which may have begun with the freeze."""

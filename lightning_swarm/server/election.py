@@ -31,9 +31,8 @@ from lightning_swarm.protocol.bans import unrecorded
 from lightning_swarm.protocol.keepers import is_certified_keeper
 from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
-from lightning_swarm.protocol.queries import GRACE_S, ask_servers, find_promised, is_superseded, watch
+from lightning_swarm.protocol.queries import GRACE_S, ask_servers, find_promised, is_superseded
+from lightning_swarm.protocol.rpc import APPLY, LEAD, METRICS, PULL, RPCS, TAKE_METRICS, TAKE_OVER, WATCH, Call
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -59,7 +58,11 @@ class Leadership:
         self._limits = limits
         self._events = context.events
         self._announce = context.announce
-        self._role = RoleTransport(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
+        self._role = RoleTransport(
+            transport,
+            [rpc.name for rpc in RPCS if rpc.only_coordinator and isinstance(rpc, Call)],
+            {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0},
+        )
         self._run: RunState | None = None  # the run that is followed; None while the coordinator's work begins here
         self._tasks = TaskOwner()  # tasks of the run
         self._changed = asyncio.Event()
@@ -73,10 +76,10 @@ class Leadership:
         self.coordinator: Coordinator | None = None  # set while this server coordinates
         self.left_out_because = ""  # how its weights differ, if the newest record therefore leaves this server out
         self.behind = asyncio.Event()  # the run has a record that this server cannot get: it may be left out
-        transport.handle_call(LEAD, self._handle_lead)
-        transport.handle_call(WATCH, self._handle_watch)
-        transport.handle_call(PULL, self._handle_pull)
-        transport.handle_call(TAKE_OVER, self._handle_take_over)
+        LEAD.serve(transport, self._handle_lead)
+        WATCH.serve(transport, self._handle_watch)
+        PULL.serve(transport, self._handle_pull)
+        TAKE_OVER.serve(transport, self._handle_take_over)
         serve(
             self.voter,
             transport,
@@ -123,11 +126,11 @@ class Leadership:
         others += [
             peer for peer in run.servers if peer not in others and peer != self._me.peer_id and run.decides(peer)
         ]
-        request = encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
+        request = CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version)
         for peer in others:
             self._successor = peer
             try:
-                await self._transport.call(peer, TAKE_OVER, request, timeout=self._limits.call_timeout)
+                await TAKE_OVER.ask(self._transport, peer, request, timeout=self._limits.call_timeout)
             except SwarmError as error:
                 _log.info("Server %s does not take over: %s", peer, error)
                 continue
@@ -146,9 +149,8 @@ class Leadership:
 
     # ------------------------------------------------------------------ calls of other servers
 
-    async def _handle_lead(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_lead(self, caller: PeerId, leading: CoordinatorTerm) -> CoordinatorTerm:
         """Follow another server, which reports the promises of a majority."""
-        leading = decode(body, CoordinatorTerm)
         run = self._membership.running
         if caller != leading.term[1] or caller not in run.servers:
             raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
@@ -162,11 +164,10 @@ class Leadership:
                 f"a term is followed if a majority of the voters promised it; those that answer here promised "
                 f"{leading.term} not so often. Stand for election first, when the coordinator is gone."
             )
-        return encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
+        return CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version)
 
-    async def _handle_take_over(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_take_over(self, caller: PeerId, asked: CoordinatorTerm) -> None:
         """Become the coordinator, because the present coordinator leaves and asks for it."""
-        asked = decode(body, CoordinatorTerm)
         run = self._membership.running
         run.check_generation(asked.generation)
         run.check_coordinator(caller)
@@ -176,7 +177,6 @@ class Leadership:
         await self._take_over(run, f"{caller} leaves")
         if self.coordinator is None:
             raise Busy("no majority of the voters let this server coordinate")
-        return b""
 
     async def _hear_of(self, run: RunState, terms: Iterable[Term]) -> None:
         """Follow the highest of these terms that a majority of the voters promised, if it is above the known term."""
@@ -208,8 +208,7 @@ class Leadership:
             await coordinator.retire()
         self._notify()
 
-    async def _handle_watch(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, WatchRequest)
+    async def _handle_watch(self, caller: PeerId, request: WatchRequest) -> WatchReply:
         run = self._run
         if run is None:  # peers that a new run admitted earlier may call already
             raise Busy("this peer was not admitted to a run yet")
@@ -217,14 +216,12 @@ class Leadership:
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
                 while self._leads and run.term == request.term and run.version <= request.version:
                     await self._changed.wait()
-        return encode(
-            WatchReply(
-                term=run.term,
-                version=run.version,
-                coordinates=self._leads,
-                promised=max(run.term, self.voter.term),
-                successor=self._successor,
-            )
+        return WatchReply(
+            term=run.term,
+            version=run.version,
+            coordinates=self._leads,
+            promised=max(run.term, self.voter.term),
+            successor=self._successor,
         )
 
     async def _may_succeed(self, candidate: PeerId) -> bool:
@@ -236,7 +233,7 @@ class Leadership:
             return True
         request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
         try:
-            reply = await watch(self._transport, run.coordinator, request, timeout=self._limits.silence_timeout / 2)
+            reply = await WATCH.ask(self._transport, run.coordinator, request, timeout=self._limits.silence_timeout / 2)
         except SwarmError as error:
             return not self._is_beginning(run, error)
         return not reply.coordinates or reply.successor == candidate
@@ -274,15 +271,14 @@ class Leadership:
         """Return whether the run has only begun, and its coordinator was not admitted yet."""
         return isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < self._waits_until_s
 
-    async def _handle_pull(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, PullRequest)
+    async def _handle_pull(self, caller: PeerId, request: PullRequest) -> Record:
         run = self._membership.running
         if caller not in run.servers:
             raise ProtocolError(f"records are for the run's servers, and {caller} is none")
         run.check_generation(request.generation)
         if run.newest is None or run.newest.step != request.step:
             raise ProtocolError(f"this peer is at version {run.version}, and keeps no record but the newest")
-        return encode(run.newest)
+        return run.newest
 
     def _notify(self) -> None:
         self._changed.set()
@@ -332,7 +328,7 @@ class Leadership:
             raise NotCoordinator("this peer stepped down, and knows no other coordinator")
         hold_s = min(2 * self._limits.silence_timeout, _MAX_HOLD_S)
         request = WatchRequest(term=run.term, version=run.version, hold_s=hold_s)
-        return await watch(self._transport, run.coordinator, request, timeout=hold_s + self._limits.silence_timeout)
+        return await WATCH.ask(self._transport, run.coordinator, request, timeout=hold_s + self._limits.silence_timeout)
 
     async def _replace_coordinator(self, run: RunState, reason: str) -> None:
         """Find the next coordinator, or become it, because the present coordinator is gone or stepped down."""
@@ -371,8 +367,7 @@ class Leadership:
 
     async def _pull_next(self, run: RunState) -> None:
         request = PullRequest(generation=run.manifest.generation, step=run.version)
-        body = await self._transport.call(run.coordinator, PULL, encode(request), timeout=self._limits.silence_timeout)
-        record = decode(body, Record)
+        record = await PULL.ask(self._transport, run.coordinator, request, timeout=self._limits.silence_timeout)
         check_record(run, record)
         self.left_out_because = next((one.reason or "" for one in record.left if one.member == self._me), "")
         await self._apply_next(run, record)
@@ -458,22 +453,21 @@ class Leadership:
         await self._follow_term(run, term)
         self._leads = True
         newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]
-        body = encode(CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version))
+        leading = CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version)
 
         async def tell(peer: PeerId) -> None:
-            answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
-            if run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step:
+            answer = await LEAD.ask(self._transport, peer, leading, timeout=self._limits.silence_timeout)
+            if run.newest is not None and answer.version == run.newest.step:
                 # The peer missed the newest record.
-                await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
+                await APPLY.ask(self._transport, peer, run.newest, timeout=self._limits.call_timeout)
 
         await self._tell_all({*run.servers, *newcomers}, tell, "Server %s does not know its coordinator yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
         """Send a decided record to all its servers; apply it here, too, unless it leaves this peer out."""
-        body = encode(record)
 
         async def tell(peer: PeerId) -> None:
-            await self._transport.call(peer, APPLY, body, timeout=self._limits.call_timeout)
+            await APPLY.ask(self._transport, peer, record, timeout=self._limits.call_timeout)
 
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
         peers |= {newcomer.member.peer_id for newcomer in record.newcomers}

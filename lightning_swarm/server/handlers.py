@@ -44,7 +44,7 @@ from lightning_swarm.protocol.messages.calls import (
 )
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
-from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
+from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD, RECEIPTS
 from lightning_swarm.server.audit.borrowed import BorrowedStages
 from lightning_swarm.server.audit.kept_work import KeptWork, output_digest
 from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
@@ -82,12 +82,10 @@ class ComputeHandlers:
         self.num_samples = 0  # counted since the start, in all stages together
         self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls without a result yet
         max_bytes, admit = limits.max_message_bytes, self._membership.check_trainer
-        transport.handle_stream(FORWARD, self._handle_forward, max_bytes=max_bytes, admit=admit)
-        transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=max_bytes, admit=admit)
-        transport.handle_call(FORWARD, self._handle_forward_call)
-        transport.handle_call(BACKWARD, self._handle_backward_call)
-        transport.handle_call(CANCEL, self._handle_cancel)
-        transport.handle_call(RECEIPTS, self._handle_receipts)
+        FORWARD.serve(transport, self._handle_forward, max_bytes=max_bytes, admit=admit)
+        BACKWARD.serve(transport, self._handle_backward, max_bytes=max_bytes, admit=admit)
+        CANCEL.serve(transport, self._handle_cancel, admit=admit)
+        RECEIPTS.serve(transport, self._handle_receipts)
 
     def close(self) -> None:
         """Refuse calls from now on."""
@@ -105,13 +103,8 @@ class ComputeHandlers:
 
     # ------------------------------------------------------------------ forward
 
-    async def _handle_forward_call(self, caller: PeerId, body: bytes) -> bytes:
-        return (await self._handle_forward(caller, Message(body))).body
-
-    async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
-        self._membership.run.check_trainer(caller)
+    async def _handle_forward(self, caller: PeerId, request: ForwardRequest, message: Message) -> None:
         self._sums.check_own_batches(caller)
-        request = decode(message.body, ForwardRequest)
         key, index = request.key, request.stage_index
         stage = None if self._judges(key, index) else self._checked_stage(key, index)
         given = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
@@ -120,7 +113,6 @@ class ComputeHandlers:
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
             raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
         self.under_way.start(name, request.result_key, lambda: self._forward(name, stage, request, given))
-        return Message()
 
     async def _forward(self, name: str, stage: Stage | None, request: ForwardRequest, given: _Inputs) -> None:
         key = request.key
@@ -172,20 +164,14 @@ class ComputeHandlers:
 
     # ------------------------------------------------------------------ backward
 
-    async def _handle_backward_call(self, caller: PeerId, body: bytes) -> bytes:
-        return (await self._handle_backward(caller, Message(body))).body
-
-    async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
-        self._membership.run.check_trainer(caller)
+    async def _handle_backward(self, caller: PeerId, request: BackwardRequest, message: Message) -> None:
         self._sums.check_own_batches(caller)
-        request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         self._check_backward(request)
         gradients, again = _gradient_tree(request, message.tensors)
         name = request.key.name(stage.index, "backward", caller)
         work = partial(self._backward, caller, stage, request, gradients, again)
         self.under_way.start(name, request.result_key, work)
-        return Message()
 
     def _check_backward(self, request: BackwardRequest) -> None:
         """Refuse a backward without a forward with gradients, and a backward that would add but must not."""
@@ -261,20 +247,17 @@ class ComputeHandlers:
 
     # ------------------------------------------------------------------ cancelling, and receipts of a lost trainer
 
-    async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
-        self._membership.run.check_trainer(caller)
-        request = decode(body, CancelRequest)
+    async def _handle_cancel(self, caller: PeerId, request: CancelRequest) -> CancelReply:
         stage = self._checked_stage(request.key, request.stage_index)
         name = request.key.name(stage.index, request.direction, caller)  # only the caller's own call
         await self.under_way.cancel(name)
         if request.direction == "forward":
-            return encode(CancelReply(added=False))
+            return CancelReply(added=False)
         # On the compute thread, because a running job is not interrupted, and may be about to add.
         added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
-        return encode(CancelReply(added=added and request.key.adds))
+        return CancelReply(added=added and request.key.adds)
 
-    async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, ReceiptsRequest)
+    async def _handle_receipts(self, caller: PeerId, request: ReceiptsRequest) -> ReceiptsReply:
         self._sums.check(caller, request.generation, request.step)
         keys = [CallKey.of(request.generation, request.step, receipt) for receipt in request.receipts]
         # Before asking the compute thread, because pending calls may be added meanwhile.
@@ -288,7 +271,7 @@ class ComputeHandlers:
             return StageReceipts(stage_index=index, held=held, pending=to_bitmap(pending[index]))
 
         stages, _ = await self._executor.submit(FIRST, lambda: list(map(look, pending)))
-        return encode(ReceiptsReply(stages=stages))
+        return ReceiptsReply(stages=stages)
 
     # ------------------------------------------------------------------ parts
 

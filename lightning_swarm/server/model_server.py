@@ -23,8 +23,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.compression import PLAIN
 from lightning_swarm.protocol.messages.inference import SessionStep
 from lightning_swarm.protocol.messages.serving import CardRequest, ModelCard, PartRequest, StayReply, StayRequest
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART, MODEL_STAY
+from lightning_swarm.protocol.rpc import MODEL_CARD, MODEL_PART, MODEL_STAY
 from lightning_swarm.server.adapters import LayersOfStage
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.executor import Executor
@@ -80,9 +79,9 @@ class ModelServer:
         self.sessions = SessionHandlers(transport, executor, limits, tasks, self, on_dropped=self._free_soon)
         self._freed_bytes = 0  # session memory freed since the last return to the system
         self._freeing: asyncio.TimerHandle | None = None
-        transport.handle_call(MODEL_CARD, self._handle_card)
-        transport.handle_stream(MODEL_PART, self._handle_part, max_bytes=0)
-        transport.handle_call(MODEL_STAY, self._handle_stay)
+        MODEL_CARD.serve(transport, self._handle_card)
+        MODEL_PART.serve(transport, self._handle_part)
+        MODEL_STAY.serve(transport, self._handle_stay)
 
     # ------------------------------------------------------------------ stages
 
@@ -110,12 +109,11 @@ class ModelServer:
         self.tuning.forget_all()
         await self.sessions.end_all()
 
-    async def _handle_stay(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, StayRequest)
+    async def _handle_stay(self, caller: PeerId, request: StayRequest) -> StayReply:
         self._check_model(request.model)
         here = () if self.is_draining else self._stages.keys()
         stays = self.promises.give(caller, request.stages, here, now_s=now_s(), for_s=request.for_s)
-        return encode(StayReply(stays=stays))
+        return StayReply(stays=stays)
 
     # ------------------------------------------------------------------ sessions
 
@@ -168,16 +166,14 @@ class ModelServer:
 
     # ------------------------------------------------------------------ the model
 
-    async def _handle_card(self, caller: PeerId, body: bytes) -> bytes:
-        decode(body, CardRequest)
-        return encode(self.card)
+    async def _handle_card(self, caller: PeerId, request: CardRequest) -> ModelCard:
+        return self.card
 
     def _check_model(self, model: str) -> None:
         if model != self._id:
             raise NotMember(f"model {self._id} is served here, and not {model}")
 
-    async def _handle_part(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, PartRequest)
+    async def _handle_part(self, caller: PeerId, request: PartRequest) -> Message:
         self._check_model(request.model)
         try:
             if request.kind == "file":

@@ -22,8 +22,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.reports import HeldStage, MachineReport, ServerReport, StepReport
 from lightning_swarm.protocol.messages.run import ReleaseRequest, RestartRequest, StageManifest
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import decode
-from lightning_swarm.protocol.methods import RELEASE, RESTART
+from lightning_swarm.protocol.rpc import RELEASE, RESTART
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.audit.borrowed import BorrowedStages
 from lightning_swarm.server.audit.handlers import AuditHandlers
@@ -75,8 +74,8 @@ class Server:
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
         StateHandlers(context, self.steps, on_loaded=self.admission.note_loaded)
         self.voter = self.admission.leadership.voter
-        context.transport.handle_call(RESTART, self._handle_restart)
-        context.transport.handle_call(RELEASE, self._handle_release)
+        RESTART.serve(context.transport, self._handle_restart)
+        RELEASE.serve(context.transport, self._handle_release)
 
     async def start(self) -> None:
         """Begin to answer calls."""
@@ -150,8 +149,7 @@ class Server:
         self.membership.trains_in = None  # peers of that run may not end this peer any more
         self.voter.void_promises()
 
-    async def _handle_release(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, ReleaseRequest)
+    async def _handle_release(self, caller: PeerId, request: ReleaseRequest) -> None:
         if self.membership.has_run:  # otherwise the call is a repetition
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
@@ -160,13 +158,12 @@ class Server:
             self.admission.released.set()
         else:
             self.membership.check_released_by(caller)
-        return b""
 
-    async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_restart(self, caller: PeerId, request: RestartRequest) -> None:
         """Enter the run's next generation. Nothing of the old generation is left when this returns."""
         async with self.admission.transition:
             old = self.membership.run.manifest.generation
-            self.membership.enter_generation(caller, decode(body, RestartRequest))
+            self.membership.enter_generation(caller, request)
             await self.admission.leadership.enter_generation()
             await self.calls.under_way.abort_all()
             self.calls.discard_results(f"g{old}.")
@@ -174,7 +171,6 @@ class Server:
             await self.steps.enter_generation()
             self.donor.enter_generation()
             self.snapshots.discard()
-        return b""
 
     def _on_decided(self, record: Record, gradients: Mapping[int, Tensor], written: WrittenByStage) -> None:
         self.calls.discard_results(f"g{record.closing.generation}.s{record.step}.")

@@ -26,7 +26,7 @@ from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model import attention_cache
 from lightning_swarm.model.attention_cache import is_in_session
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
-from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol import rpc, serialization
 from lightning_swarm.protocol.messages.inference import (
     WINDOW,
     FailureKind,
@@ -35,14 +35,6 @@ from lightning_swarm.protocol.messages.inference import (
     SessionOutput,
     SessionReplay,
     SessionStep,
-)
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import (
-    SESSION_CLOSE,
-    SESSION_FAILED,
-    SESSION_OUTPUT,
-    SESSION_REPLAY,
-    SESSION_STEP,
 )
 from lightning_swarm.server.compute import SessionPart
 from lightning_swarm.server.executor import Executor
@@ -81,11 +73,11 @@ class SessionHandlers:
         self._forgetting = False
         self.num_steps = 0  # computed so far
         self._busy_s = MovingAverage(_SMOOTHING)
-        transport.handle_stream(
-            SESSION_STEP, self._handle_step, max_bytes=self._limits.max_message_bytes, admit=self._check_caller
+        rpc.SESSION_STEP.serve(
+            transport, self._handle_step, max_bytes=self._limits.max_message_bytes, admit=self._check_caller
         )
-        transport.handle_call(SESSION_REPLAY, self._handle_replay)
-        transport.handle_call(SESSION_CLOSE, self._handle_close)
+        rpc.SESSION_REPLAY.serve(transport, self._handle_replay, admit=host.check_client)
+        rpc.SESSION_CLOSE.serve(transport, self._handle_close, admit=host.check_client)
 
     def discard(self) -> None:
         """Drop all sessions, because their weights are gone."""
@@ -129,8 +121,7 @@ class SessionHandlers:
         if not self._host.is_server(caller):
             self._host.check_client(caller)
 
-    async def _handle_step(self, caller: PeerId, message: Message) -> Message:
-        step = decode(message.body, SessionStep)
+    async def _handle_step(self, caller: PeerId, step: SessionStep, message: Message) -> None:
         stage = self._stage_of(step, caller)
         hidden, extras = _checked_tree(step, message.tensors)
         _check_tokens(hidden, stage)
@@ -146,7 +137,6 @@ class SessionHandlers:
             await held.grow()
         elif step.number == held.done:  # repeated for another server, or for a client that missed the output
             self._spawn(self._send_on(held, held.kept[step.number]))
-        return Message()
 
     async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
         """Wait for earlier steps, which this step may have overtaken, or for room."""
@@ -300,11 +290,8 @@ class SessionHandlers:
         said = SessionOutput(
             session=kept.step.session, number=kept.step.number, length=kept.length, structure=structure
         )
-        body = encode(said)
-        message = Message(body, tuple(tensors))
-        await self._transport.stream(
-            held.client, SESSION_OUTPUT, message, timeout=self._limits.call_timeout, max_bytes=0
-        )
+        timeout = self._limits.call_timeout
+        await rpc.SESSION_OUTPUT.ask(self._transport, held.client, said, tensors, timeout=timeout, max_bytes=0)
 
     async def _push(self, held: StageSession, kept: KeptOutput) -> None:
         step = replace(
@@ -318,10 +305,8 @@ class SessionHandlers:
             drops=kept.step.drops[1:],
             structure=kept.structure,
         )
-        message = Message(encode(step), kept.tensors)
-        await self._transport.stream(
-            held.route[1], SESSION_STEP, message, timeout=self._limits.call_timeout, max_bytes=0
-        )
+        timeout = self._limits.call_timeout
+        await rpc.SESSION_STEP.ask(self._transport, held.route[1], step, kept.tensors, timeout=timeout, max_bytes=0)
 
     async def _blame(
         self, held: StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
@@ -335,17 +320,14 @@ class SessionHandlers:
             reason=reason,
         )
         try:
-            timeout = self._limits.call_timeout
-            await self._transport.call(held.client, SESSION_FAILED, encode(failed), timeout=timeout)
+            await rpc.SESSION_FAILED.ask(self._transport, held.client, failed, timeout=self._limits.call_timeout)
         except SwarmError as error:
             _log.info("The client %s of a session is not told of a failure: %s", held.client, error)
 
     # ------------------------------------------------------------------ replacement servers
 
-    async def _handle_replay(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_replay(self, caller: PeerId, request: SessionReplay) -> None:
         """Send all steps so far, in order, to another server of the next stage, where the session then continues."""
-        self._host.check_client(caller)
-        request = decode(body, SessionReplay)
         held = self._held.get((request.session, request.stage_index))
         if held is None or held.client != caller:
             raise SessionLost(f"stage {request.stage_index} has no such session of {caller} here")
@@ -360,7 +342,6 @@ class SessionHandlers:
                     raise SessionLost(f"step {number} of this session is not kept here any more")
                 await gather(self._push(held, kept) for kept in steps if kept is not None)
                 number += len(steps)
-        return b""
 
     def _pushed_together(self, held: StageSession, number: int) -> range:
         """Return the steps to send at once: the first alone, then small steps, which share a stream."""
@@ -371,12 +352,9 @@ class SessionHandlers:
                 end += 1
         return range(number, end)
 
-    async def _handle_close(self, caller: PeerId, body: bytes) -> bytes:
-        self._host.check_client(caller)
-        session = decode(body, SessionClose).session
-        for held in [held for key, held in self._held.items() if key[0] == session and held.client == caller]:
+    async def _handle_close(self, caller: PeerId, request: SessionClose) -> None:
+        for held in [held for key, held in self._held.items() if key[0] == request.session and held.client == caller]:
             await self._forget(held)
-        return b""
 
     # ------------------------------------------------------------------ memory
 

@@ -18,8 +18,7 @@ from lightning_swarm.protocol.bans import unrecorded
 from lightning_swarm.protocol.messages.calls import CallKey, Origin, batch_name
 from lightning_swarm.protocol.messages.run import NO_CHANGE, HeldSnapshot, StepChange
 from lightning_swarm.protocol.messages.step import FenceRequest, FreezeReply, FreezeRequest, Record, SettleRequest
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, FENCE, FREEZE, SETTLE
+from lightning_swarm.protocol.rpc import APPLY, FENCE, FREEZE, SETTLE
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.gradients import GradientSums, WrittenByStage
@@ -57,10 +56,10 @@ class StepHandlers:
         self.sums = GradientSums(context.membership, context.limits.cache_bytes)
         self.rounds = AveragingRounds(context, self.sums)
         context.executor.while_idle(self.sums.look_ahead)
-        transport.handle_call(SETTLE, self._handle_settle)
-        transport.handle_call(FENCE, self._handle_fence)
-        transport.handle_call(FREEZE, self._handle_freeze)
-        transport.handle_call(APPLY, self._handle_apply)
+        SETTLE.serve(transport, self._handle_settle)
+        FENCE.serve(transport, self._handle_fence)
+        FREEZE.serve(transport, self._handle_freeze)
+        APPLY.serve(transport, self._handle_apply)
 
     def enter_run(self, stages: dict[int, Stage]) -> None:
         """Begin in a run, with stages at the run's version."""
@@ -173,27 +172,22 @@ class StepHandlers:
 
     # ------------------------------------------------------------------ the coordinator's calls
 
-    async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, SettleRequest)
+    async def _handle_settle(self, caller: PeerId, request: SettleRequest) -> None:
         self.sums.check(caller, request.generation, request.step)
         before = self.sums.next.change.written
         await self._compute(lambda: self.sums.settle(request.change, request.generation))
         if request.change.written != before:
             await self._notify()
-        return b""
 
-    async def _handle_fence(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, FenceRequest)
+    async def _handle_fence(self, caller: PeerId, request: FenceRequest) -> None:
         self.sums.check_open(caller, request.generation, request.step)
         self.sums.strike(request.step, request.batches)
         for first in request.batches:
             self._on_fenced(batch_name(request.generation, request.step, first))
         # Wait for the job on the compute thread, so that nothing is added after the answer.
         await self._compute(lambda: None)
-        return b""
 
-    async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, FreezeRequest)
+    async def _handle_freeze(self, caller: PeerId, request: FreezeRequest) -> FreezeReply:
         self.sums.check(caller, request.generation, request.step)
         expected = request.expected
         if expected is not None:
@@ -209,25 +203,21 @@ class StepHandlers:
             self.rounds.begin(expected)  # a repeated or late freeze must not end its own round
         noted, bans = self._events.report(), unrecorded(self.sums.run.bans, self._transport.bans) or UNSET
         snapshots = list(self.unrecorded_snapshots()) or UNSET
-        return encode(
-            FreezeReply(
-                boot_id=self._me.boot_id,
-                ledgers=ledgers,
-                noted=noted,
-                bans=bans,
-                snapshots=snapshots,
-                arithmetic=self.sums.arithmetic,
-            )
+        return FreezeReply(
+            boot_id=self._me.boot_id,
+            ledgers=ledgers,
+            noted=noted,
+            bans=bans,
+            snapshots=snapshots,
+            arithmetic=self.sums.arithmetic,
         )
 
-    async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
-        record = decode(body, Record)
+    async def _handle_apply(self, caller: PeerId, record: Record) -> None:
         closing = record.closing
         if self._membership.has_run and record.step < self.version:
-            return b""  # a repeated call
+            return  # a repeated call
         self.sums.check(caller, closing.generation, closing.step)
         await self.apply_record(record)
-        return b""
 
     # ------------------------------------------------------------------ records
 

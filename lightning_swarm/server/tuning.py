@@ -25,8 +25,7 @@ from lightning_swarm.protocol.messages.tuning import (
     TuneGradients,
     TuneOutput,
 )
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
+from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD, WithTensors
 from lightning_swarm.server.adapters import Adapter, AdapterStore, LayersOfStage, checked
 from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph, check_gradients
 from lightning_swarm.server.executor import Executor, Priority
@@ -108,9 +107,9 @@ class TuningHandlers:
         self._aging: asyncio.TimerHandle | None = None  # drops graphs that are not used any more
         self._turns = FairTurns()
         self._checking = asyncio.Semaphore(1)
-        transport.handle_stream(TUNE_ADAPTER, self._handle_adapter, max_bytes=limits.adapter_bytes)
-        transport.handle_stream(TUNE_FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
-        transport.handle_stream(TUNE_BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
+        TUNE_ADAPTER.serve(transport, self._handle_adapter, max_bytes=limits.adapter_bytes)
+        TUNE_FORWARD.serve(transport, self._handle_forward, max_bytes=limits.max_message_bytes)
+        TUNE_BACKWARD.serve(transport, self._handle_backward, max_bytes=limits.max_message_bytes)
 
     @property
     def kept_bytes(self) -> int:
@@ -122,16 +121,13 @@ class TuningHandlers:
         self._kept.clear()
         self._kept_bytes = 0
 
-    async def _handle_adapter(self, caller: PeerId, message: Message) -> Message:
-        upload = decode(message.body, AdapterUpload)
+    async def _handle_adapter(self, caller: PeerId, upload: AdapterUpload, message: Message) -> None:
         stage = self._host.tuned_stage(upload.model, upload.stage)
         async with self._checking:  # one at a time, and not on the loop: each may be large
             adapter = await asyncio.to_thread(checked, upload, message.tensors, stage.layers, self._device)
         self.adapters.add(upload.digest, adapter)
-        return Message()
 
-    async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, TuneForward)
+    async def _handle_forward(self, caller: PeerId, request: TuneForward, message: Message) -> WithTensors[TuneOutput]:
         stage = self._host.tuned_stage(request.model, request.stage)
         adapter = None if request.adapter is None else self.adapters.get(request.adapter, request.stage)
         inputs, extras = checked_inputs(serialization.unflatten(request.structure, message.tensors), None)
@@ -155,10 +151,11 @@ class TuningHandlers:
             kept = _KeptForward(result.graph, adapter, request.mode, request.drops, stage, num_bytes, now_s())
             self._keep(key, kept)
         structure, tensors = serialization.flatten(result.output)
-        return Message(encode(TuneOutput(requires_grad=result.requires_grad, structure=structure)), tuple(tensors))
+        return TuneOutput(requires_grad=result.requires_grad, structure=structure), tensors
 
-    async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, TuneBackward)
+    async def _handle_backward(
+        self, caller: PeerId, request: TuneBackward, message: Message
+    ) -> WithTensors[TuneGradients]:
         self._host.tuned_stage(request.model, request.stage)
         key = (caller, request.call, request.stage)
         kept = self._kept.get(key)
@@ -174,7 +171,7 @@ class TuningHandlers:
         self._drop(key)  # even if it fails, because torch frees a graph while differentiating
         found = await self._compute(caller, request.stage, compute)
         structure, tensors = serialization.flatten([list(found[0]), list(found[1])])
-        return Message(encode(TuneGradients(structure=structure)), tuple(tensors))
+        return TuneGradients(structure=structure), tensors
 
     async def _compute(self, client: PeerId, stage: int, work: Callable[[], Any]) -> Any:
         """Compute in a client's turn, and charge it for the time."""

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol import methods, tickets
+from lightning_swarm.protocol import rpc
 
 Side = Literal["request", "answer", "arrived"]
 """The request has arrived and is not handled yet; the answer is about to leave; the answer has arrived."""
@@ -93,26 +93,26 @@ ANSWER_PHASES: Final = frozenset(
 # A phase is named after the work, and a method after the call. So the method FOLLOW, by which a joiner asks for a
 # stage's state, is in the phase DONATE, and the phase FOLLOW has the method NEXT.
 _METHODS: Final[Mapping[str, Phase]] = {
-    methods.CANCEL: Phase.CANCEL,
-    methods.REPLAY: Phase.REPLAY,
-    methods.GRANT: Phase.GRANT,
-    methods.DONE: Phase.DONE,
-    methods.RECORD: Phase.RECORD,
-    methods.FREEZE: Phase.CLOSE,
-    methods.SKETCH: Phase.SKETCH,
-    methods.AUDIT: Phase.AUDIT,
-    methods.KEPT_WORK: Phase.KEPT_WORK,
-    methods.FINDINGS: Phase.FINDINGS,
-    methods.AVERAGE: Phase.AVERAGE,
-    methods.PREPARE: Phase.PREPARE,
-    methods.PROPOSE: Phase.DECIDE,
-    methods.APPLY: Phase.APPLY,
-    methods.JOIN: Phase.JOIN,
-    methods.FOLLOW: Phase.DONATE,
-    methods.PIECE: Phase.PIECE,
-    methods.NEXT: Phase.FOLLOW,
-    methods.LISTEN: Phase.LISTEN,
-    methods.DRAIN: Phase.LEAVE,
+    rpc.CANCEL.name: Phase.CANCEL,
+    rpc.REPLAY.name: Phase.REPLAY,
+    rpc.GRANT.name: Phase.GRANT,
+    rpc.DONE.name: Phase.DONE,
+    rpc.RECORD.name: Phase.RECORD,
+    rpc.FREEZE.name: Phase.CLOSE,
+    rpc.SKETCH.name: Phase.SKETCH,
+    rpc.AUDIT.name: Phase.AUDIT,
+    rpc.KEPT_WORK.name: Phase.KEPT_WORK,
+    rpc.FINDINGS.name: Phase.FINDINGS,
+    rpc.AVERAGE.name: Phase.AVERAGE,
+    rpc.PREPARE.name: Phase.PREPARE,
+    rpc.PROPOSE.name: Phase.DECIDE,
+    rpc.APPLY.name: Phase.APPLY,
+    rpc.JOIN.name: Phase.JOIN,
+    rpc.FOLLOW.name: Phase.DONATE,
+    rpc.PIECE.name: Phase.PIECE,
+    rpc.NEXT.name: Phase.FOLLOW,
+    rpc.LISTEN.name: Phase.LISTEN,
+    rpc.DRAIN.name: Phase.LEAVE,
 }
 _MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)@.+")
 _RESULT_PHASES: Final = {
@@ -140,7 +140,7 @@ def read_message(
 ) -> MessagePoint:
     """Read a message's phases, peers and place from the control bodies of its request and, if known, its answer."""
     both, holder = frozenset((caller, peer)), frozenset((peer,))
-    if method in (tickets.WAIT_METHOD, tickets.FETCH_METHOD):
+    if method in (rpc.WAIT.name, rpc.FETCH.name):
         phases, place = _read_ticket(method, _fields(request).get("name"), side, answer)
         doers = both if Phase.RECEIPT_SEEN in phases else holder
         return MessagePoint(phases=phases, caller=caller, peer=peer, doers=doers, **place)
@@ -150,7 +150,7 @@ def read_message(
 
 
 def _request_phase(method: str, side: Side) -> Phase | None:
-    if method in (methods.FORWARD, methods.BACKWARD):
+    if method in (rpc.FORWARD.name, rpc.BACKWARD.name):
         name = method.rpartition(".")[2].upper()
         return {"request": Phase[name], "answer": Phase[f"{name}_ACCEPTED"]}.get(side)
     phase = _METHODS.get(method)
@@ -162,8 +162,8 @@ def _request_phase(method: str, side: Side) -> Phase | None:
 def _read_ticket(
     method: str, name: object, side: Side, answer: bytes | None
 ) -> tuple[tuple[Phase, ...], dict[str, int]]:
-    reply = _fields(answer) if method == tickets.WAIT_METHOD and answer is not None else {}
-    leaves = side == "answer" and (method == tickets.FETCH_METHOD or reply.get("taken") is not None)
+    reply = _fields(answer) if method == rpc.WAIT.name and answer is not None else {}
+    leaves = side == "answer" and (method == rpc.FETCH.name or reply.get("taken") is not None)
     if match := _AVERAGING.fullmatch(str(name)):
         return (_AVERAGING_PHASES[match[3]],) if leaves else (), {"step": int(match[1]), "stage": int(match[2])}
     match = _MICROBATCH.fullmatch(str(name))

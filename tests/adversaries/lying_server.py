@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, unpack
 from lightning_swarm.protocol.messages.state import StateRequest
 from lightning_swarm.protocol.messages.step import FreezeRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import FINDINGS, STATE
+from lightning_swarm.protocol.rpc import FINDINGS, STATE
 from lightning_swarm.protocol.serialization import Tree
 from lightning_swarm.server.audit.kept_work import sketch_of, sum_digest
 from lightning_swarm.server.averaging.averager import Averager
@@ -111,9 +111,9 @@ class _Liar:
         wrap(server.calls, "_compute", self._compute)
         wrap(server.steps.rounds, "_averager", self._averager)
         wrap(server.donor, "_compute", self._copy)
-        read, max_bytes, admit = transport._stream_handlers[STATE]
-        transport._stream_handlers[STATE] = (partial(self._read, read), max_bytes, admit)
-        transport._call_handlers[FINDINGS] = partial(self._find, transport._call_handlers[FINDINGS])
+        read, max_bytes, admit = transport._stream_handlers[STATE.name]
+        transport._stream_handlers[STATE.name] = (partial(self._read, read), max_bytes, admit)
+        transport._call_handlers[FINDINGS.name] = partial(self._find, transport._call_handlers[FINDINGS.name])
 
     # ------------------------------------------------------------------ sums
 

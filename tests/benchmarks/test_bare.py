@@ -14,7 +14,7 @@ from benchmarks.overhead import ratios
 from benchmarks.runs import Steps
 from benchmarks.train import Blocks, Noise, Nop
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer, ReplayCopy
-from lightning_swarm.network.transport import PING
+from lightning_swarm.network.access import PING
 from lightning_swarm.testing import InMemoryStrategy, local_swarm
 
 NUM_STEPS = 2 * BLOCK + 1

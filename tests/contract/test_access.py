@@ -21,18 +21,16 @@ from lightning_swarm.core.errors import (
     Untrusted,
 )
 from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, Message, PeerId
-from lightning_swarm.network.access import MAY, Role
+from lightning_swarm.network.access import CERTIFY, OPEN_METHODS, PING, Role
 from lightning_swarm.network.admission import StreamSlot
-from lightning_swarm.network.certification import CERTIFY
 from lightning_swarm.network.gatekeeper import STRANGER_BYTES
+from lightning_swarm.protocol.rpc import FOLLOW, FORWARD, HELLO, RPCS
 from tests.access import INVITATION, FakeCredentials, Gullible, ban_of, certificate_of, credentials_of
 from tests.contract.world import HivemindWorld, Peer, World
 
 EVENTUALLY_S = 20.0
-SEEN = "peer.hello"
-SERVED = "stage.follow"
-TRAINED = "stage.forward"
-METHODS = (SEEN, SERVED, TRAINED)
+SEEN, SERVED, TRAINED = METHODS = HELLO.name, FOLLOW.name, FORWARD.name
+LEAST = {rpc.name: rpc.by for rpc in RPCS}
 
 
 class Handled:
@@ -83,7 +81,7 @@ def handled(world: World) -> Iterator[Handled]:
 
 
 def trust(peer: Peer, credentials: FakeCredentials | None) -> FakeCredentials | None:
-    peer.transport.set_credentials(credentials)  # type: ignore[attr-defined]
+    peer.transport.set_credentials(credentials, RPCS)  # type: ignore[attr-defined]
     return credentials
 
 
@@ -253,15 +251,14 @@ def test_a_peer_that_forgets_for_ever_is_asked_twice(world: World, handled: Hand
 def test_a_role_opens_what_it_may(world: World, handled: Handled, role: Role) -> None:
     introduced(world, role)
     for method in METHODS:
-        least = MAY[method]
-        assert least is not None
+        least = LEAST[method]
         if role.includes(least):
             call(world, method)
         else:
             with pytest.raises(AccessDenied, match=f"the role {least} may call `{method}`.*--role {least}") as caught:
                 call(world, method)
             assert type(caught.value) is AccessDenied
-    assert handled.calls == [(world.a.id, one) for one in METHODS if role.includes(MAY[one] or role)]
+    assert handled.calls == [(world.a.id, one) for one in METHODS if role.includes(LEAST[one])]
 
 
 def test_a_server_is_asked_by_no_member_for_what_only_a_trainer_answers(world: World, handled: Handled) -> None:
@@ -413,8 +410,8 @@ def test_a_long_certificate_is_refused(world: World, handled: Handled) -> None:
 
 def test_every_method_of_the_transport_has_a_role(world: World, handled: Handled) -> None:
     registered = {method for method in world.b.transport._call_handlers if method.startswith("transport.")}  # type: ignore[attr-defined]
-    assert registered <= MAY.keys()
-    assert {"transport.ping", CERTIFY} <= registered
+    assert registered <= OPEN_METHODS
+    assert {PING, CERTIFY} <= registered
 
 
 # ------------------------------------------------------------------ streams of strangers, over libp2p
@@ -441,7 +438,7 @@ def test_a_peer_has_its_credentials_before_anybody_reaches_it(daemons: World, mo
 
     async def go() -> None:
         addresses = await daemons.a.transport.addresses()
-        invited = Peer(*await hivemind.start(initial_peers=addresses, certify=credentials_of))
+        invited = Peer(*await hivemind.start(initial_peers=addresses, certify=credentials_of, rpcs=RPCS))
         daemons.adopt(invited)
         invited.transport.handle_call(SEEN, nothing)
         with pytest.raises(Uncertified):

@@ -11,7 +11,7 @@ import torch
 
 from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.transport import PING
+from lightning_swarm.network.access import PING
 from tests.contract.world import Peer, World
 
 SILENCE_S = 0.4

@@ -21,10 +21,9 @@ from lightning_swarm.coordinator.audit import policy, step_audits
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import SketchReply
 from lightning_swarm.protocol.messages.calls import CallKey
-from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.server.audit.handlers import AuditHandlers
 from lightning_swarm.server.gradients import GradientSums
@@ -260,10 +259,9 @@ class Idle:
         self.num_refused = 0
         honest = getattr(handlers, method)
 
-        async def refuse(own: Any, caller: str, message: Message) -> Message:
+        async def refuse(own: Any, *request: Any) -> Any:
             if own._membership.me.peer_id not in peers or own._membership.run.version not in (SINCE, SINCE + 1):
-                answer: Message = await honest(own, caller, message)
-                return answer
+                return await honest(own, *request)
             self.num_refused += 1
             raise ProtocolError("not today")
 
@@ -301,15 +299,15 @@ def test_who_shows_auditors_another_sum_than_it_gives_is_convicted(
 ) -> None:
     honest, num_lies = AuditHandlers._handle_sketch, 0
 
-    async def answer(own: AuditHandlers, caller: PeerId, body: bytes) -> bytes:
+    async def answer(own: AuditHandlers, *request: Any) -> SketchReply:
         nonlocal num_lies
-        reply = decode(await honest(own, caller, body), SketchReply)
+        reply = await honest(own, *request)
         if own._membership.me.peer_id == "peer-3" and own._membership.run.version >= SINCE:
             num_lies += 1
             (stage,) = reply.stages
             stages = [replaced(stage, values=[value / strength for value in stage.values])]
             reply = SketchReply(stages=stages)
-        return encode(reply)
+        return reply
 
     monkeypatch.setattr(AuditHandlers, "_handle_sketch", answer)
     expected = honest_weights(8, num_stages=1)

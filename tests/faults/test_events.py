@@ -6,7 +6,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.reports import EVENT_KINDS
 from lightning_swarm.protocol.messages.step import ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode
-from lightning_swarm.protocol.methods import REPLAY
+from lightning_swarm.protocol.rpc import REPLAY
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import LEAD, STAGES, VOTERS
@@ -16,14 +16,14 @@ def test_a_replay_is_noted_once_though_two_peers_have_to_do_with_it() -> None:
     """The coordinator reports it, whose counts go to the lead's loggers; the trainer only computes it."""
     plan = FaultPlan().kill("e", at=Phase.CLOSE, step=1).kill("f", at=Phase.CLOSE, step=1)
     swarm = FaultySwarm(*STAGES, plan=plan, voters=VOTERS)
-    handler = swarm.trainer._call_handlers[REPLAY]
+    handler = swarm.trainer._call_handlers[REPLAY.name]
     asked: set[tuple[object, int]] = set()
 
     async def counting(caller: PeerId, body: bytes) -> bytes:
         asked.update((one.receipt, stage) for one in decode(body, ReplayRequest).work for stage in one.holders)
         return await handler(caller, body)
 
-    swarm.trainer._call_handlers[REPLAY] = counting
+    swarm.trainer._call_handlers[REPLAY.name] = counting
     try:
         swarm.train()
         plan.check()

@@ -23,8 +23,7 @@ from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.protocol.messages.parts import PartProjections, ProjectReply
 from lightning_swarm.protocol.messages.step import FreezeReply
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import FREEZE, PROJECT, VECTOR
-from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD
+from lightning_swarm.protocol.rpc import FETCH, FREEZE, PROJECT, VECTOR, WAIT
 from lightning_swarm.server.averaging.all_reduce import Group
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.testing import FaultPlan
@@ -159,7 +158,7 @@ class FalseMeanSwarm(FaultySwarm):
                 return Message(answer.body, tuple(map(change, answer.tensors)))
             return answer
 
-        for method in (WAIT_METHOD, FETCH_METHOD):
+        for method in (WAIT.name, FETCH.name):
             self.answers(method, lie)
 
     def answers(self, method: str, lie: Callable[[PeerId, Any, Any], Any]) -> None:
@@ -184,7 +183,7 @@ class FalseMeanSwarm(FaultySwarm):
                 return body
             return encode(ProjectReply(stages=[change(stage) for stage in decode(body, ProjectReply).stages]))
 
-        self.answers(PROJECT, lie)
+        self.answers(PROJECT.name, lie)
 
     def held_weight(self) -> float:
         """Return the divisor of the sums in the malicious server's round."""
@@ -397,7 +396,7 @@ def test_who_shows_another_sum_than_it_committed_to_is_convicted(lie: str) -> No
     def show(caller: PeerId, request: Message, answer: Message) -> Message:
         return VECTORS[lie](caller, request, answer) if swarm.lies_now else answer
 
-    swarm.answers(VECTOR, show)
+    swarm.answers(VECTOR.name, show)
     try:
         swarm.finish()
         swarm.check_left_out("shows another sum of gradients than it committed to")
@@ -414,7 +413,7 @@ def test_who_commits_to_no_sum_is_left_out() -> None:
             return body
         return encode(replaced(reply, ledgers=[replaced(ledger, sum_digest=UNSET) for ledger in reply.ledgers]))
 
-    swarm.answers(FREEZE, lie)
+    swarm.answers(FREEZE.name, lie)
     try:
         swarm.finish()
         assert LIAR not in swarm.survivors()
@@ -432,7 +431,7 @@ def test_who_shows_no_sum_is_left_out() -> None:
             raise ProtocolError("no")
         return answer
 
-    swarm.answers(VECTOR, refuse)
+    swarm.answers(VECTOR.name, refuse)
     try:
         swarm.finish()
         assert LIAR not in swarm.survivors()
@@ -516,7 +515,7 @@ def test_who_does_not_project_is_left_out() -> None:
             raise ProtocolError("no")
         return body
 
-    swarm.answers(PROJECT, refuse)
+    swarm.answers(PROJECT.name, refuse)
     try:
         swarm.finish()
         swarm.check_left_out("no", proven=False)
@@ -525,7 +524,7 @@ def test_who_does_not_project_is_left_out() -> None:
 
 
 @pytest.mark.first_cells(1)
-@pytest.mark.parametrize("method", [PROJECT, VECTOR])
+@pytest.mark.parametrize("method", [PROJECT.name, VECTOR.name])
 @pytest.mark.parametrize("whom", ["a", LIAR])
 def test_who_dies_while_means_are_checked_is_done_without(whom: str, method: str) -> None:
     """The server that is asked dies, or the coordinator, which is then replaced."""

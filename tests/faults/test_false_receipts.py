@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import BackwardRequest, CallKey, CancelRequest, Direction, ForwardRequest
 from lightning_swarm.protocol.messages.step import ReplayReply, ReplayRequest
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, REPLAY
+from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD, REPLAY
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import LIMITS, MODE, NUM_MICROBATCHES, ROWS, FaultySwarm, Trainer
 from tests.faults.liar import LIAR, LiarSwarm
@@ -40,7 +40,7 @@ class ClaimingSwarm(LiarSwarm):
         liar = self.trainers[LIAR]
         self._honest = liar._in_a_place
         liar._in_a_place = self._claim  # type: ignore[method-assign]
-        liar.transport._call_handlers[REPLAY] = answer
+        liar.transport._call_handlers[REPLAY.name] = answer
 
     async def _claim(self, grant: Grant, number: int) -> None:
         if grant.step < FIRST_LIE:
@@ -145,15 +145,15 @@ class MeddlingSwarm(FaultySwarm):
         requests: list[tuple[str, WireMessage, tuple[torch.Tensor, ...]]]
         if kind == "cancel":
             directions: tuple[Direction, ...] = ("forward", "backward")
-            requests = [(CANCEL, CancelRequest(**common, direction=one), ()) for one in directions]
+            requests = [(CANCEL.name, CancelRequest(**common, direction=one), ()) for one in directions]
         elif kind == "forward":
             structure, tensors = serialization.flatten(((own,), {}))
-            requests = [(FORWARD, ForwardRequest(**called, structure=structure), tuple(tensors))]
+            requests = [(FORWARD.name, ForwardRequest(**called, structure=structure), tuple(tensors))]
         else:
             structure, tensors = serialization.flatten(([own], ((own,), {})))
             weighs = weight if kind == "backward" else 1e6
             backward = BackwardRequest(**called, weight=weighs, accumulate=True, structure=structure)
-            requests = [(BACKWARD, backward, tuple(tensors))]
+            requests = [(BACKWARD.name, backward, tuple(tensors))]
         for method, request, sent in requests:
             self.num_calls += 1
             try:

@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.batches import (
     MetricState,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import GRANT, METRICS
+from lightning_swarm.protocol.rpc import GRANT, METRICS
 from lightning_swarm.strategy.metrics import SharedMetrics
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import NUM_MICROBATCHES, ROWS, FaultySwarm, Trainer
@@ -153,7 +153,7 @@ def scaled(factor: float) -> Lie:
             number=next(numbers),
         )
         reply = decode(
-            await liar.transport.call(steps.run.coordinator, GRANT, encode(request), timeout=30.0), GrantReply
+            await liar.transport.call(steps.run.coordinator, GRANT.name, encode(request), timeout=30.0), GrantReply
         )
         if reply.wait is not None and reply.wait.step is not None:
             await steps.wait_closed(reply.wait.step)
@@ -166,7 +166,7 @@ def measured(states: list[MetricState], *tensors: Tensor) -> Lie:
         assert grant is not None
         head = BatchMetrics(generation=0, step=grant.step, lease=grant.lease, metrics=states)
         message = Message(encode(head), tensors)
-        await liar.transport.stream(liar.steps.run.coordinator, METRICS, message, timeout=30.0, max_bytes=0)
+        await liar.transport.stream(liar.steps.run.coordinator, METRICS.name, message, timeout=30.0, max_bytes=0)
 
     return lie
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import MAY, Role
-from lightning_swarm.network.certification import CERTIFY
+from lightning_swarm.network.access import CERTIFY, Role
+from lightning_swarm.protocol.rpc import RPCS
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.access import Gullible, InvitedNetwork, certificate_of
 from tests.faults.harness import FaultySwarm
@@ -28,14 +28,14 @@ def test_everybody_has_a_certificate_of_the_least_role_that_will_do() -> None:
         invitations=invitations,
     )
     forged, asked = network.transport("forged"), []
-    forged.set_credentials(Gullible(certificate_of(forged.peer_id, run=b"another owner's")))
+    forged.set_credentials(Gullible(certificate_of(forged.peer_id, run=b"another owner's")), RPCS)
 
     async def ask(caller: PeerId, body: bytes) -> bytes:
         asked.append(caller)
         raise ProtocolError("it would let anybody in")
 
-    for method in MAY.keys() - {CERTIFY, "transport.ping", "transport.introduce"}:
-        forged.handle_call(method, ask)
+    for rpc in RPCS:
+        forged.handle_call(rpc.name, ask)
     swarm.announced.append(forged.peer_id)
     try:
         swarm.train()

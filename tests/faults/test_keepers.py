@@ -15,7 +15,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.membership import JoinRequest
 from lightning_swarm.protocol.messages.run import Conviction
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
-from lightning_swarm.protocol.methods import JOIN
+from lightning_swarm.protocol.rpc import JOIN
 from lightning_swarm.testing import FaultPlan, Phase, local_swarm
 from lightning_swarm.testing.local import InMemoryStrategy
 from tests.faults.harness import FaultySwarm
@@ -105,7 +105,7 @@ class LastOfItsStage(L.Callback):
                 stage_index=0,
             )
             try:
-                asking = transport.call(PeerId("peer-0"), JOIN, encode(request), timeout=5.0)
+                asking = transport.call(PeerId("peer-0"), JOIN.name, encode(request), timeout=5.0)
                 strategy.virtual_loop.run_until_complete(asking)
             except AccessDenied as error:
                 self.refusal = str(error)

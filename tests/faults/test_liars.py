@@ -21,8 +21,7 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.step import AverageReply, FreezeReply
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, FORWARD, FREEZE
-from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD
+from lightning_swarm.protocol.rpc import AVERAGE, BACKWARD, FETCH, FORWARD, FREEZE, WAIT
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import STAGES, TRAINERS, VOTERS
@@ -72,7 +71,7 @@ def test_an_error_of_all_servers_of_a_stage_ends_the_run() -> None:
     """Such an error comes from the model or the user's code, so no server could do better."""
     swarm = LyingSwarm()
     for who in STAGES[1].split():
-        swarm.lies(FORWARD, refuse(ConfigError("blocks must not do this")), who=PeerId(who))
+        swarm.lies(FORWARD.name, refuse(ConfigError("blocks must not do this")), who=PeerId(who))
     try:
         with pytest.raises(ConfigError, match="blocks must not do this"):
             swarm.train()
@@ -91,13 +90,13 @@ def refuse(error: SwarmError) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("method", "error"),
     [
-        (FORWARD, ProtocolError("no")),
-        (FORWARD, RunOver("all done")),
-        (BACKWARD, Replaced("by me")),
-        (BACKWARD, ConfigError("wrong")),
-        (FORWARD, StageError("out of memory")),
-        (WAIT_METHOD, StageError("out of memory")),
-        (WAIT_METHOD, LeaseRevoked("struck")),
+        (FORWARD.name, ProtocolError("no")),
+        (FORWARD.name, RunOver("all done")),
+        (BACKWARD.name, Replaced("by me")),
+        (BACKWARD.name, ConfigError("wrong")),
+        (FORWARD.name, StageError("out of memory")),
+        (WAIT.name, StageError("out of memory")),
+        (WAIT.name, LeaseRevoked("struck")),
     ],
     ids=lambda one: one if isinstance(one, str) else type(one).__name__,
 )
@@ -133,21 +132,24 @@ def negative(reply: AverageReply) -> AverageReply:
 
 
 LIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "no message": (FREEZE, lambda _: b"\xc1"),
-    "an error": (FREEZE, refuse(StepError("lost"))),
-    "other weights": (FREEZE, freezing(version_hash=7)),
-    "flags of more parameters": (FREEZE, freezing(touched=b"\x01\x02\x03")),
+    "no message": (FREEZE.name, lambda _: b"\xc1"),
+    "an error": (FREEZE.name, refuse(StepError("lost"))),
+    "other weights": (FREEZE.name, freezing(version_hash=7)),
+    "flags of more parameters": (FREEZE.name, freezing(touched=b"\x01\x02\x03")),
     "receipts of nothing, for ever": (
-        FREEZE,
+        FREEZE.name,
         freezing(held=[(1 << 20, 0, b"\x01")], origins=[(4.0, PeerId("other"), 1)]),
     ),
-    "receipts of batches without a weight": (FREEZE, freezing(origins=[])),
-    "that gradients came with another weight": (FREEZE, misweighing),
-    "more receipts than a message may name": (FREEZE, freezing(held=[(1, 0, b"\xff" * 60_000)])),
-    "no mean": (AVERAGE, lambda _: b"\xc1"),
-    "an error in place of a mean": (AVERAGE, refuse(StepError("lost"))),
-    "a negative norm": (AVERAGE, averaging(negative)),
-    "a failure that nobody had": (AVERAGE, averaging(lambda _: AverageReply(parts=[], failure="I did not like it"))),
+    "receipts of batches without a weight": (FREEZE.name, freezing(origins=[])),
+    "that gradients came with another weight": (FREEZE.name, misweighing),
+    "more receipts than a message may name": (FREEZE.name, freezing(held=[(1, 0, b"\xff" * 60_000)])),
+    "no mean": (AVERAGE.name, lambda _: b"\xc1"),
+    "an error in place of a mean": (AVERAGE.name, refuse(StepError("lost"))),
+    "a negative norm": (AVERAGE.name, averaging(negative)),
+    "a failure that nobody had": (
+        AVERAGE.name,
+        averaging(lambda _: AverageReply(parts=[], failure="I did not like it")),
+    ),
 }
 
 
@@ -171,7 +173,7 @@ def test_what_one_server_says_of_a_step_is_its_own_fault(lie: str) -> None:
 
 def test_a_server_that_hides_what_it_was_sent_has_no_trainer_blamed() -> None:
     swarm = LyingSwarm()
-    swarm.lies(FREEZE, freezing(held=[], origins=[]))
+    swarm.lies(FREEZE.name, freezing(held=[], origins=[]))
     try:
         swarm.train()
         assert swarm.num_lies > 0
@@ -185,6 +187,6 @@ def test_a_server_that_hides_what_it_was_sent_has_no_trainer_blamed() -> None:
 def test_what_a_server_computed_is_no_message() -> None:
     """The reader, a server of the next stage or the trainer, reports it, and the microbatch takes another route."""
     swarm = LyingSwarm()
-    for method in (FETCH_METHOD, WAIT_METHOD):
+    for method in (FETCH.name, WAIT.name):
         swarm.lies(method, lambda message: Message(b"\xc1", message.tensors))
     swarm.tell()

@@ -17,12 +17,11 @@ from typing_extensions import override
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.core.errors import Damaged, PeerError, StageLost, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, KeptWorkRequest, SketchReply
+from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, KeptWorkRequest, SketchReply, SketchRequest
 from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, unpack, unpack_origins
-from lightning_swarm.protocol.messages.parts import ProjectReply
-from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, FreezeRequest, StageLedger
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import KEPT_WORK
+from lightning_swarm.protocol.messages.parts import ProjectReply, VectorRequest
+from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Candidate, FreezeRequest, StageLedger
+from lightning_swarm.protocol.rpc import KEPT_WORK
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.audit import handlers
 from lightning_swarm.server.audit.handlers import AuditHandlers
@@ -44,11 +43,11 @@ def test_sketches_of_stages_that_it_does_not_hold(monkeypatch: pytest.MonkeyPatc
     expected = honest_weights(6, num_stages=2)
     handle = AuditHandlers._handle_sketch
 
-    async def more(self: AuditHandlers, caller: Any, body: bytes) -> bytes:
-        reply = decode(await handle(self, caller, body), SketchReply)
+    async def more(self: AuditHandlers, *request: Any) -> SketchReply:
+        reply = await handle(self, *request)
         if self._transport.peer_id == "peer-2":
             reply = SketchReply(stages=[*reply.stages, replaced(reply.stages[0], stage_index=stage)])
-        return encode(reply)
+        return reply
 
     monkeypatch.setattr(AuditHandlers, "_handle_sketch", more)
     found, _ = audited(6, num_stages=2)
@@ -66,9 +65,9 @@ def test_who_gives_no_part_and_says_that_all_is_well(monkeypatch: pytest.MonkeyP
             raise TicketGone("it will not")
         return await fetch(self, ticket, **more)
 
-    async def well(self: AveragingRounds, caller: Any, body: bytes) -> bytes:
-        reply = await handle(self, caller, body)
-        return encode(AverageReply(parts=[])) if self._me.peer_id == liar else reply
+    async def well(self: AveragingRounds, *request: Any) -> AverageReply:
+        reply = await handle(self, *request)
+        return AverageReply(parts=[]) if self._me.peer_id == liar else reply
 
     monkeypatch.setattr(TicketStore, "fetch", refused)
     monkeypatch.setattr(AveragingRounds, "_handle_average", well)
@@ -85,14 +84,14 @@ def test_who_says_that_others_give_it_nothing_does_not_come_to_be_alone(
     expected = honest_weights(6, num_stages=2)
     handle, liar = AveragingRounds._handle_average, "peer-3"
 
-    async def complain(self: AveragingRounds, caller: Any, body: bytes) -> bytes:
-        reply = await handle(self, caller, body)
+    async def complain(self: AveragingRounds, caller: Any, request: AverageRequest) -> AverageReply:
+        reply = await handle(self, caller, request)
         if self._me.peer_id != liar:
             return reply
         roster = [one.peer_id for one in self._sums.run.rosters[0] if one.peer_id != liar]
-        absent = decode(body, AverageRequest).closing.absent
+        absent = request.closing.absent
         others = [peer for peer in roster if peer not in absent][:1]
-        return encode(AverageReply(parts=[], failure="nothing came", **({names: others} if names else {})))
+        return AverageReply(parts=[], failure="nothing came", **({names: others} if names else {}))
 
     monkeypatch.setattr(AveragingRounds, "_handle_average", complain)
     found, strategy = audited(6, num_stages=2)
@@ -112,11 +111,11 @@ def test_who_never_gives_its_weights_has_nobody_left_out(
     monkeypatch.setattr(step_audits, "_OWN_SHARE", 1.0)
     handle, slow = getattr(StateHandlers, method), list[str]()
 
-    async def stall(self: StateHandlers, caller: Any, message: Any) -> Any:
+    async def stall(self: StateHandlers, caller: Any, request: Any) -> Any:
         if self._steps.sums._me.peer_id == liar and caller == "peer-0":
             slow.append(method)
             await asyncio.sleep(1e6)
-        return await handle(self, caller, message)
+        return await handle(self, caller, request)
 
     monkeypatch.setattr(StateHandlers, method, stall)
     found, strategy = audited(6, num_stages=2)
@@ -125,7 +124,7 @@ def test_who_never_gives_its_weights_has_nobody_left_out(
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-async def _tolerant(work: Coroutine[Any, Any, Message]) -> None:
+async def _tolerant(work: Coroutine[Any, Any, object]) -> None:
     with suppress(SwarmError):
         await work
 
@@ -143,11 +142,11 @@ class Joining(Callback):
 def test_who_will_not_meet_a_joiner_keeps_it_out_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     handle, refused = Donor._handle_meet, list[str]()
 
-    async def refuse(self: Donor, caller: PeerId, body: bytes) -> bytes:
+    async def refuse(self: Donor, caller: PeerId, candidate: Candidate) -> None:
         if self._transport.peer_id == "peer-3":
             refused.append(caller)
             raise PeerError("I do not reach it")
-        return await handle(self, caller, body)
+        await handle(self, caller, candidate)
 
     monkeypatch.setattr(Donor, "_handle_meet", refuse)
     settings: dict[str, Any] = {
@@ -171,7 +170,7 @@ def test_who_has_much_shown_to_it_keeps_nobody_from_audits(monkeypatch: pytest.M
     show, waiting, most = AuditHandlers._submit, Counter[str](), Counter[str]()
     tasks = set[asyncio.Task[Any]]()
 
-    async def ask_for_all(self: AuditHandlers, caller: PeerId, body: bytes) -> bytes:
+    async def ask_for_all(self: AuditHandlers, caller: PeerId, request: SketchRequest) -> SketchReply:
         stage = self._sums.stages.get(0)
         if stage is not None and self._transport.peer_id == "peer-5":
             step = self._sums.version
@@ -187,9 +186,9 @@ def test_who_has_much_shown_to_it_keeps_nobody_from_audits(monkeypatch: pytest.M
                     gradients=True,
                     results=True,
                 )
-                ask = self._transport.stream(PeerId("peer-5"), KEPT_WORK, Message(encode(asked)), timeout=60.0)
+                ask = KEPT_WORK.ask(self._transport, PeerId("peer-5"), asked, timeout=60.0)
                 tasks.add(asyncio.create_task(_tolerant(ask)))
-        return await sketch(self, caller, body)
+        return await sketch(self, caller, request)
 
     async def counted(self: AuditHandlers, *rest: Any) -> Any:
         me = self._transport.peer_id
@@ -249,23 +248,23 @@ def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
 def test_who_shows_its_vectors_late_and_damaged_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator waits for its own examination as long as each vector may take."""
     liars = ["peer-1", "peer-3"]
-    project, show, late = MeanChecks._handle_project, MeanChecks._handle_vector, Counter[tuple[str, bytes]]()
+    project, show, late = MeanChecks._handle_project, MeanChecks._handle_vector, Counter[tuple[str, str]]()
 
-    async def another(self: MeanChecks, caller: PeerId, body: bytes) -> bytes:
-        reply = decode(await project(self, caller, body), ProjectReply)
+    async def another(self: MeanChecks, *request: Any) -> ProjectReply:
+        reply = await project(self, *request)
         if self._me in liars and self._sums.version == SINCE:
             (stage,) = reply.stages
             digest = self._me.encode().ljust(32)
             reply = ProjectReply(stages=[replaced(stage, parts=[digest for _ in stage.parts])])
-        return encode(reply)
+        return reply
 
-    async def damaged(self: MeanChecks, caller: PeerId, message: Message) -> Message:
+    async def damaged(self: MeanChecks, caller: PeerId, request: VectorRequest) -> Message:
         if self._me in liars:
             await asyncio.sleep(0.99 * self._timeout)
-            late[self._me, message.body] += 1
-            if late[self._me, message.body] % 3:
+            late[self._me, str(request)] += 1
+            if late[self._me, str(request)] % 3:
                 raise Damaged("on its way, they say")
-        return await show(self, caller, message)
+        return await show(self, caller, request)
 
     monkeypatch.setattr(MeanChecks, "_handle_project", another)
     monkeypatch.setattr(MeanChecks, "_handle_vector", damaged)

@@ -23,12 +23,12 @@ from lightning_swarm.protocol.messages.calls import (
     ForwardRequest,
     Origin,
     Receipt,
+    WaitRequest,
     pack,
     pack_origins,
 )
 from lightning_swarm.protocol.messages.step import FreezeRequest
-from lightning_swarm.protocol.messages.wire import decode
-from lightning_swarm.protocol.tickets import TicketStore, WaitRequest
+from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.audit.handlers import AuditHandlers
 from lightning_swarm.server.compute import ForwardCall
 from lightning_swarm.server.gradients import GradientSums
@@ -260,11 +260,11 @@ def test_a_first_server_that_is_asked_twice_is_honest(monkeypatch: pytest.Monkey
     def adding(self: GradientSums, stage: Any, key: CallKey, *rest: Any) -> bool:
         return not (self._me.peer_id == LAST and key.step == SINCE) and add(self, stage, key, *rest)
 
-    async def waiting(self: TicketStore, caller: PeerId, message: Message) -> Message:
-        name = decode(message.body, WaitRequest).name
+    async def waiting(self: TicketStore, caller: PeerId, request: WaitRequest) -> Any:
+        name = request.name
         if self._transport.peer_id == LAST and caller == "peer-0" and "/1/backward" in name and f".s{SINCE}." in name:
             raise ProtocolError("silence")
-        return await wait(self, caller, message)
+        return await wait(self, caller, request)
 
     monkeypatch.setattr(TicketStore, "fulfil", giving)
     monkeypatch.setattr(GradientSums, "add", adding)

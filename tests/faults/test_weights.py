@@ -12,7 +12,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.step import ReplayReply
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import REPLAY
+from lightning_swarm.protocol.rpc import REPLAY
 from tests.faults.liar import LIAR, LiarSwarm
 
 
@@ -51,7 +51,7 @@ def test_a_trainer_that_goes_on_so_gets_no_place_any_more(claims: bool) -> None:
             await asyncio.sleep(0.1)
             return encode(ReplayReply(lost=[], unreached=[]))
 
-        swarm.trainers[LIAR].transport._call_handlers[REPLAY] = nothing
+        swarm.trainers[LIAR].transport._call_handlers[REPLAY.name] = nothing
     swarm.tell()
     assert "struck for another weight" in swarm.refusal
     assert swarm.num_lies >= 3

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_swarm.client.coordinator_client import CoordinatorCalls
 from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
-from lightning_swarm.protocol.methods import BEGIN, DONE, GRANT, RECORD
+from lightning_swarm.protocol.rpc import BEGIN, DONE, GRANT, RECORD, Call
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Recipe, digits, loader
 from tests.parity.test_delayed import assert_late, run_late
@@ -48,9 +48,9 @@ def asked() -> Iterator[list[str]]:
     found: list[str] = []
     call = CoordinatorCalls.call
 
-    async def noted(self: CoordinatorCalls, method: str, body: bytes) -> bytes:
-        found.append(method)
-        return await call(self, method, body)
+    async def noted(self: CoordinatorCalls, method: Call, request: Any) -> Any:
+        found.append(method.name)
+        return await call(self, method, request)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CoordinatorCalls, "call", noted)
@@ -70,9 +70,11 @@ def test_one_call_a_batch(window: int, target_batch_size: int | None) -> None:
     assert len(swarm.losses) == NUM_BATCHES
     if target_batch_size is None:
         assert_exact(swarm, run_plain(digits_net, loader(digits()), **options))
-    assert calls.count(DONE) == NUM_BATCHES
-    assert calls.count(GRANT) == 2 * NUM_EPOCHS, "of an epoch's first and last batch the place is asked for by itself"
-    assert RECORD not in calls
+    assert calls.count(DONE.name) == NUM_BATCHES
+    assert calls.count(GRANT.name) == 2 * NUM_EPOCHS, (
+        "of an epoch's first and last batch the place is asked for by itself"
+    )
+    assert RECORD.name not in calls
 
 
 @pytest.mark.first_cells(1)
@@ -94,10 +96,10 @@ def test_steps_that_are_late_wait_for_one_call_a_batch(window: int) -> None:
             rebalancing="none",
         )
     assert_late(swarm, late)
-    assert calls.count(DONE) == NUM_BATCHES
-    assert calls.count(GRANT) == 2 * NUM_EPOCHS
-    assert calls.count(RECORD) <= 2 * NUM_EPOCHS, "where an epoch ends, and before its last batch"
-    assert calls.count(BEGIN) >= NUM_BATCHES // window // 2
+    assert calls.count(DONE.name) == NUM_BATCHES
+    assert calls.count(GRANT.name) == 2 * NUM_EPOCHS
+    assert calls.count(RECORD.name) <= 2 * NUM_EPOCHS, "where an epoch ends, and before its last batch"
+    assert calls.count(BEGIN.name) >= NUM_BATCHES // window // 2
 
 
 def test_a_place_that_is_not_large_enough_is_given_back() -> None:
@@ -106,8 +108,8 @@ def test_a_place_that_is_not_large_enough_is_given_back() -> None:
         swarm = run_swarm(digits_net, data, max_steps=len(SIZES), num_servers=4)
     assert_exact(swarm, run_plain(digits_net, data, max_steps=len(SIZES)))
     num_changes = sum(one != other for one, other in pairwise(SIZES))
-    assert calls.count(GRANT) == 1 + num_changes
-    assert calls.count(DONE) == len(SIZES) + num_changes
+    assert calls.count(GRANT.name) == 1 + num_changes
+    assert calls.count(DONE.name) == len(SIZES) + num_changes
 
 
 class Thaws(Callback):
@@ -134,4 +136,6 @@ def test_a_place_is_given_back_where_something_else_is_to_train(
     with asked() as calls:
         swarm = run_swarm(digits_net, data, max_steps=PER_EPOCH, num_servers=4, callbacks=[Thaws()])
     assert_exact(swarm, run_plain(digits_net, data, max_steps=PER_EPOCH, callbacks=[Thaws()]))
-    assert calls.count(GRANT) == (2 if ahead else PER_EPOCH), "the first, and the one from which something else trains"
+    assert calls.count(GRANT.name) == (2 if ahead else PER_EPOCH), (
+        "the first, and the one from which something else trains"
+    )

@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Forwar
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import AverageRequest
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import FORWARD
+from lightning_swarm.protocol.rpc import FORWARD
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.step_handlers import StepHandlers
 from lightning_swarm.testing import InMemoryStrategy
@@ -342,12 +342,14 @@ class Looks(L.Callback):
         )
         with pytest.raises(ProtocolError, match="what trainers compute themselves"):
             strategy.peer.runtime.run(
-                strategy.peer.transport.call(strategy.peer.transport.peer_id, FORWARD, encode(request), timeout=1.0)
+                strategy.peer.transport.call(
+                    strategy.peer.transport.peer_id, FORWARD.name, encode(request), timeout=1.0
+                )
             )
         with pytest.raises(ProtocolError, match="what trainers compute themselves"):
             strategy.peer.runtime.run(
                 strategy.peer.transport.stream(
-                    strategy.peer.transport.peer_id, FORWARD, Message(encode(request)), timeout=1.0
+                    strategy.peer.transport.peer_id, FORWARD.name, Message(encode(request)), timeout=1.0
                 )
             )
 

@@ -21,7 +21,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.framing import Buffer
 from lightning_swarm.peer.discovery import ANNOUNCEMENT_TTL_S
-from lightning_swarm.protocol.methods import LISTEN, NEXT, PIECE
+from lightning_swarm.protocol.rpc import LISTEN, NEXT, PIECE
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.state_transfer import donor as donor_module
 from lightning_swarm.testing import InMemoryStrategy
@@ -235,7 +235,9 @@ def test_downloads_of_ten_joiners_hold_no_step_up(monkeypatch: pytest.MonkeyPatc
     run = swarm(joining, num_joiners=0, limits=Limits(max_upload=int(line / 40)), max_steps=7)
     assert joining.entered_at == [], "they were to be on their way in"
     peers = [joiner.membership.me.peer_id for joiner in joining.joiners]
-    sent = [sum(server._transport.traffic.sent_bytes[to, PIECE] for to in peers) for server in run.strategy.servers[:2]]
+    sent = [
+        sum(server._transport.traffic.sent_bytes[to, PIECE.name] for to in peers) for server in run.strategy.servers[:2]
+    ]
     assert min(sent) > 10_000, "nobody downloaded from it"
     before_s, meanwhile_s = joining.steps_s[: joining.at], joining.steps_s[joining.at :]
     assert len(meanwhile_s) == 4
@@ -294,7 +296,7 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
     (entered,) = joining.entered_at
     assert entered > 3, "the download took more than a step"
     donor = run.strategy.servers[1]
-    sent = donor._transport.traffic.sent_bytes[joiner.membership.me.peer_id, NEXT]
+    sent = donor._transport.traffic.sent_bytes[joiner.membership.me.peer_id, NEXT.name]
     assert sent > 2 * joiner.steps.stage(0).next_sum.values.nbytes, "it applied at least two records on its way"
     assert donor.donor._state.kept == {}, "nothing is kept once nobody needs it"
 
@@ -334,7 +336,7 @@ def dying(strategy: InMemoryStrategy) -> Callable[[Server], None]:
             strategy.network.kill(server.membership.me.peer_id)
             return b""
 
-        server._transport._call_handlers[LISTEN] = die  # type: ignore[attr-defined]
+        server._transport._call_handlers[LISTEN.name] = die  # type: ignore[attr-defined]
 
     return noted
 
@@ -362,7 +364,7 @@ class Asked:
                 await asyncio.sleep(1000.0)
                 return b""
 
-            server._transport._call_handlers[LISTEN] = be_silent  # type: ignore[attr-defined]
+            server._transport._call_handlers[LISTEN.name] = be_silent  # type: ignore[attr-defined]
 
         return noted
 

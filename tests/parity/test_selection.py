@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.protocol.methods import BACKWARD, FORWARD
+from lightning_swarm.protocol.rpc import BACKWARD, FORWARD
 from tests.features.both import Trained, fit_both
 from tests.features.test_finetuning import EPOCH, Backbone, Filtered, in_phases, reselections, unfreezing
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm
@@ -82,11 +82,11 @@ def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPat
     both = fit_both(Backbone, made={"callbacks": unfreezing}, max_epochs=2)
     in_all = EPOCH * 3 - 1  # microbatches of an epoch: of 3, 3 and 2 samples, or of 3 and 1
     assert Counter(calls) == {
-        (FORWARD, 0, False): in_all,
-        (FORWARD, 0, True): in_all,
-        (FORWARD, 1, True): 2 * in_all,
-        (BACKWARD, 0, True): in_all,
-        (BACKWARD, 1, True): 2 * in_all,
+        (FORWARD.name, 0, False): in_all,
+        (FORWARD.name, 0, True): in_all,
+        (FORWARD.name, 1, True): 2 * in_all,
+        (BACKWARD.name, 0, True): in_all,
+        (BACKWARD.name, 1, True): 2 * in_all,
     }
     held = [[any(stage.values()) for stage in both.swarm.held.by_stage(record)] for record in both.swarm.records]
     assert held == [[False, True]] * EPOCH + [[True, True]] * EPOCH

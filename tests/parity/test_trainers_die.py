@@ -23,7 +23,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import LeftOut, StageLost, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.methods import ARMED, DONE, GRANT, RECORD
+from lightning_swarm.protocol.rpc import ARMED, DONE, GRANT, RECORD
 from tests.features.test_trainers import Lines
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, digits, sentences
@@ -306,7 +306,7 @@ def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> Non
     """After it thaws, the trainer does not run the batch again."""
     seen, lead = run(
         "before forward",
-        lambda seen: freeze_when_it_says(seen, ARMED, is_heard=True),
+        lambda seen: freeze_when_it_says(seen, ARMED.name, is_heard=True),
         num_records=num_records,
         past_its_own=True,
     )
@@ -320,7 +320,9 @@ def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> Non
 @pytest.mark.thorough
 def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
     """Its trainer froze before it reported the batch, so the added gradients are discarded and those sums replayed."""
-    seen, lead = run("before forward", lambda seen: freeze_when_it_says(seen, ARMED, is_heard=False), past_its_own=True)
+    seen, lead = run(
+        "before forward", lambda seen: freeze_when_it_says(seen, ARMED.name, is_heard=False), past_its_own=True
+    )
     assert seen.said  # type: ignore[attr-defined]
     assert not seen.errors
     struck, _ = places(seen)
@@ -334,7 +336,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: boo
     """It was armed before, so it counts exactly once, whether the report was received or not."""
     seen, lead = run(
         "before forward",
-        lambda seen: freeze_when_it_says(seen, DONE, is_heard=is_heard),
+        lambda seen: freeze_when_it_says(seen, DONE.name, is_heard=is_heard),
         num_records=2,
         past_its_own=True,
     )
@@ -346,7 +348,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: boo
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("method", "target_batch_size"), [(RECORD, 12), (GRANT, 36)])
+@pytest.mark.parametrize(("method", "target_batch_size"), [(RECORD.name, 12), (GRANT.name, 36)])
 def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_batch_size: int) -> None:
     """The trainer froze while it waited for the record or for its next place; a server with its gradients died."""
 

@@ -18,7 +18,7 @@ from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.state import Snapshot
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import KEEP
+from lightning_swarm.protocol.rpc import KEEP
 from lightning_swarm.server.server import Server
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import SwarmRun, assert_exact, run_swarm
@@ -152,7 +152,7 @@ def sends_false_snapshots(server: Server) -> None:
     honest = transport.stream
 
     async def stream(peer: PeerId, method: str, message: Message, **options: Any) -> Message:
-        if method == KEEP:
+        if method == KEEP.name:
             tensors = tuple(raised(message.tensors))
             head = replaced(decode(message.body, Snapshot), version_hash=fingerprint(tensors))
             message = Message(encode(head), tensors)

@@ -48,7 +48,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Member, UsedInvitati
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.step import AverageRequest, Closing, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import AVERAGE, AVOID, BACKWARD, CANCEL, FORWARD, ORDER_AUDITS, RESULTS
+from lightning_swarm.protocol.rpc import AVERAGE, AVOID, BACKWARD, CANCEL, FORWARD, ORDER_AUDITS, RESULTS
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression, RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
@@ -124,9 +124,9 @@ async def _avoid_nobody(_caller: PeerId, _body: bytes) -> bytes:
 
 def _answer_audits(transport: MemoryTransport) -> None:
     """Make a trainer that tests drive by hand report that it has no copies of microbatches."""
-    transport.handle_call(ORDER_AUDITS, _have_no_copies)
-    transport.handle_call(RESULTS, _have_no_results)
-    transport.handle_call(AVOID, _avoid_nobody)
+    transport.handle_call(ORDER_AUDITS.name, _have_no_copies)
+    transport.handle_call(RESULTS.name, _have_no_results)
+    transport.handle_call(AVOID.name, _avoid_nobody)
 
 
 class Swarm:
@@ -286,7 +286,7 @@ class Swarm:
             hosts=self._hosts,
         )
         server = Server(context, model)
-        average = transport._call_handlers[AVERAGE]
+        average = transport._call_handlers[AVERAGE.name]
 
         async def noted(caller: PeerId, body: bytes) -> bytes:
             with contextlib.suppress(ProtocolError):
@@ -294,7 +294,7 @@ class Swarm:
                 self.held.note(name, request.closing, request.named)
             return await average(caller, body)
 
-        transport._call_handlers[AVERAGE] = noted
+        transport._call_handlers[AVERAGE.name] = noted
         return server
 
     def add_server(self, name: str) -> Server:
@@ -473,7 +473,7 @@ class Swarm:
         return Message(encode(BackwardRequest(**{**fields, **changes})), tuple(tensors))
 
     async def send(self, peer: PeerId, method: str, message: Message) -> Message:
-        if method not in (FORWARD, BACKWARD) or message.tensors:
+        if method not in (FORWARD.name, BACKWARD.name) or message.tensors:
             return await self.trainer.stream(peer, method, message, timeout=30.0)
         return Message(await self.trainer.call(peer, method, message.body, timeout=30.0))
 
@@ -483,7 +483,7 @@ class Swarm:
         """Call all stages at once; return the last one's output."""
         route = route or self.route()
         for stage, peer in enumerate(route):
-            await self.send(peer, FORWARD, self.forward_request(k, stage, route, x, mode))
+            await self.send(peer, FORWARD.name, self.forward_request(k, stage, route, x, mode))
         output = result_of(route[-1], k, len(route) - 1, "forward")
         return (await self.tickets.fetch(output, timeout=30.0)).tensors[0]
 
@@ -493,7 +493,7 @@ class Swarm:
         """Call all stages; return their reports, first stage first."""
         route = route or self.route()
         for stage in reversed(range(len(route))):
-            await self.send(route[stage], BACKWARD, self.backward_request(k, stage, route, gradient, **changes))
+            await self.send(route[stage], BACKWARD.name, self.backward_request(k, stage, route, gradient, **changes))
         return await self.receipts(k, route)
 
     async def send_as(self, trainer: PeerId, peer: PeerId, method: str, message: Message) -> None:
@@ -513,7 +513,7 @@ class Swarm:
 
     async def cancel(self, k: CallKey, stage: int, direction: Direction, peer: PeerId) -> bool:
         request = CancelRequest(key=k, stage_index=stage, direction=direction)
-        return decode(await self.trainer.call(peer, CANCEL, encode(request), timeout=30.0), CancelReply).added
+        return decode(await self.trainer.call(peer, CANCEL.name, encode(request), timeout=30.0), CancelReply).added
 
     async def through(
         self, k: CallKey, x: Tensor, *, route: Sequence[PeerId] | None = None, weight: float = 1.0

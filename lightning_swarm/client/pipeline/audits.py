@@ -11,7 +11,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather_bounded
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.audits import (
     AuditOrder,
@@ -25,8 +25,7 @@ from lightning_swarm.protocol.messages.audits import (
     ResultsRequest,
 )
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import AUDIT, AVOID, ORDER_AUDITS, RESULTS
+from lightning_swarm.protocol.rpc import AUDIT, AVOID, ORDER_AUDITS, RESULTS
 from lightning_swarm.protocol.run_state import RunState
 
 
@@ -44,13 +43,11 @@ class AuditSender:
         self._run = run
         self._max_in_flight = max_in_flight
         self._num_audits: Counter[PeerId] = Counter()  # auditor -> audits under way, of all orders
-        context.transport.handle_call(ORDER_AUDITS, self._handle_order)
-        context.transport.handle_call(RESULTS, self._handle_results)
-        context.transport.handle_call(AVOID, self._handle_avoid)
+        ORDER_AUDITS.serve(context.transport, self._handle_order, admit=run.check_coordinator)
+        RESULTS.serve(context.transport, self._handle_results, admit=run.check_coordinator)
+        AVOID.serve(context.transport, self._handle_avoid, admit=run.check_coordinator)
 
-    async def _handle_order(self, caller: PeerId, body: bytes) -> bytes:
-        self._run.check_coordinator(caller)
-        order = decode(body, AuditOrder)
+    async def _handle_order(self, caller: PeerId, order: AuditOrder) -> AuditOrderReply:
         self._run.check_generation(order.generation)
         last = len(self._context.routers) - 1
         for work in order.work:
@@ -83,7 +80,7 @@ class AuditSender:
             await gather_bounded([send(place, work) for place, work in enumerate(order.work)], self._max_in_flight)
         finally:
             self._num_audits.subtract(orders)
-        return encode(AuditOrderReply(undone=undone, lost=sorted(lost), silent=sorted(silent)))
+        return AuditOrderReply(undone=undone, lost=sorted(lost), silent=sorted(silent))
 
     async def _send(
         self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int, convicts: bool
@@ -106,18 +103,15 @@ class AuditSender:
             structure=structure,
             patience_s=patience_s / 2,
         )
-        message = Message(encode(request), tuple(tensors))
         begin_s = now_s()
         try:
-            await context.transport.stream(work.auditor, AUDIT, message, timeout=patience_s, max_bytes=0)
+            await AUDIT.ask(context.transport, work.auditor, request, tensors, timeout=patience_s, max_bytes=0)
         except DeadlineExceeded as error:
             if now_s() < begin_s + patience_s:
                 raise  # the auditor reports a late audited server
             raise _AuditorSilent(str(error)) from error
 
-    async def _handle_results(self, caller: PeerId, body: bytes) -> bytes:
-        self._run.check_coordinator(caller)
-        request = decode(body, ResultsRequest)
+    async def _handle_results(self, caller: PeerId, request: ResultsRequest) -> ResultsReply:
         self._run.check_generation(request.generation)
         given = self._context.replay_buffer.given(request.generation, request.step)
         results = [
@@ -135,14 +129,11 @@ class AuditSender:
                 request.generation, request.step
             ).items()
         ]
-        return encode(ResultsReply(results=results, replaced=replaced))
+        return ResultsReply(results=results, replaced=replaced)
 
-    async def _handle_avoid(self, caller: PeerId, body: bytes) -> bytes:
-        self._run.check_coordinator(caller)
-        request = decode(body, AvoidRequest)
+    async def _handle_avoid(self, caller: PeerId, request: AvoidRequest) -> None:
         self._run.check_generation(request.generation)
         self._context.avoid(request.peers, request.lost, step=request.step, reason=request.reason)
-        return b""
 
 
 def _brought(copy: ReplayCopy, stage: int) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:

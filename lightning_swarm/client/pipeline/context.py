@@ -25,8 +25,8 @@ from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.calls import TicketKey
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
-from lightning_swarm.protocol.messages.wire import WireMessage, encode
 from lightning_swarm.protocol.patience import MOST_SLOWER, UNFAMILIAR_S, Durations, deadline_s
+from lightning_swarm.protocol.rpc import A, Q, TypedRpc, packed
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
@@ -63,21 +63,23 @@ def answers_of(peer: PeerId) -> Iterator[None]:
 async def send(
     transport: Transport,
     peer: PeerId,
-    method: str,
-    request: WireMessage,
+    method: TypedRpc[Q, A],
+    request: Q,
     tensors: Sequence[Tensor],
     *,
     timeout: float,
     accept_s: float = _ACCEPT_TIMEOUT_S,
-) -> bytes:
+) -> A:
     """Send a call, or a stream if there are tensors; raise `Refusal` for an error that no server should send."""
-    message = Message(encode(request), tuple(tensors))
+    message = Message(packed(request), tuple(tensors))
     # A peer answers as soon as it has the request, so a living peer that does not answer did not get it.
     timeout = min(timeout, accept_s + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
     with answers_of(peer):
         if not message.tensors:
-            return await transport.call(peer, method, message.body, timeout=timeout)
-        return (await transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
+            return method.read_reply(await transport.call(peer, method.name, message.body, timeout=timeout))
+        return method.read_reply(
+            (await transport.stream(peer, method.name, message, timeout=timeout, max_bytes=0)).body
+        )
 
 
 @dataclass
@@ -176,7 +178,7 @@ class PipelineContext:
         # Derived, not drawn: a call that is sent again has the same key, and its holder need not learn of a new route.
         return blake2b(name.encode(), key=self._secret, digest_size=_KEY_BYTES).digest()
 
-    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
+    async def send(self, peer: PeerId, method: TypedRpc[Q, A], request: Q, tensors: Sequence[Tensor]) -> A:
         """Send a call, or a stream if there are tensors; if the peer does not know this trainer, retry once."""
         accept_s = self.durations.deadline_s(longest_s=_ACCEPT_TIMEOUT_S)
         ask = partial(send, self.transport, peer, method, request, tensors, timeout=self.timeout, accept_s=accept_s)

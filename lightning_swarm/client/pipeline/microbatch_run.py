@@ -35,8 +35,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import CallKey, Direction, Receipt, StageReport
 from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRequest
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import REPLAY
+from lightning_swarm.protocol.rpc import REPLAY
 from lightning_swarm.protocol.run_state import RunState
 
 _MOMENT_S = 1.0
@@ -377,12 +376,11 @@ class Replayer:
         self._run = run
         self._max_in_flight = max_in_flight
         self._lock = asyncio.Lock()
-        context.transport.handle_call(REPLAY, self._handle)
+        REPLAY.serve(context.transport, self._handle)
 
-    async def _handle(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle(self, caller: PeerId, request: ReplayRequest) -> ReplayReply:
         if caller not in self._run.servers:
             raise ProtocolError(f"only servers of the run ask for replays, and {caller} is none")
-        request = decode(body, ReplayRequest)
         self._run.check_generation(request.generation)
         for work in request.work:
             if not work.holders or max(work.holders) >= len(self._context.routers):
@@ -396,7 +394,7 @@ class Replayer:
             lost, unreached = set[Receipt](), set[PeerId]()
             works = [self._replay(request, work, lost, unreached) for work in request.work]
             await gather_bounded(works, self._max_in_flight)
-        return encode(ReplayReply(lost=sorted(lost), unreached=sorted(unreached)))
+        return ReplayReply(lost=sorted(lost), unreached=sorted(unreached))
 
     async def _replay(self, request: ReplayRequest, work: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
         """Replay one microbatch; if that fails, add it to `lost`, or its holder to `unreached`."""

@@ -21,7 +21,6 @@ from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import (
     BackwardRequest,
     CallReport,
-    CancelReply,
     CancelRequest,
     Direction,
     ForwardRequest,
@@ -30,7 +29,7 @@ from lightning_swarm.protocol.messages.calls import (
     TicketKey,
 )
 from lightning_swarm.protocol.messages.wire import decode
-from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD
+from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD
 
 _MAX_REFUSALS: Final = 8  # refusals per server of the run, after which an error that all servers report is raised
 
@@ -200,9 +199,7 @@ class StageCalls:
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
         with self._blaming(stage, direction):
-            reply = await self.context.send(self.peer(stage), CANCEL, request, ())
-            with answers_of(self.peer(stage)):
-                return decode(reply, CancelReply).added
+            return (await self.context.send(self.peer(stage), CANCEL, request, ())).added
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
         """Cancel a call whose input now comes from another peer, else its peer takes the new call for a repetition."""

@@ -25,6 +25,7 @@ from lightning_swarm.protocol.messages.audits import (
 )
 from lightning_swarm.protocol.messages.calls import Direction, Receipt, unpack
 from lightning_swarm.protocol.messages.wire import draw_challenge
+from lightning_swarm.protocol.rpc import FINDINGS, RESULTS, SKETCH
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class AuditRun:
         """Ask for sketches of sums; also return the servers that do not send all of their sketches."""
         wanted = sorted(units)
         request = SketchRequest(generation=self._generation, step=self._step.step, round=round_, seed=seed)
-        replies = await self._servers.sketch(sorted({unit.peer for unit in wanted}), request)
+        replies = await self._servers.ask_all(SKETCH, sorted({unit.peer for unit in wanted}), request)
         sums, failed = dict[Unit, StageProjection](), dict[PeerId, SwarmError]()
         for peer, reply in replies.items():
             try:
@@ -96,7 +97,7 @@ class AuditRun:
         request = ResultsRequest(generation=self._generation, step=self._step.step)
         trainers = sorted({self._step.trainer_of(first) for first, _, _ in self._step.counted})
         found = TrainerResults()
-        for trainer, reply in (await self._servers.results(trainers, request)).items():
+        for trainer, reply in (await self._servers.ask_all(RESULTS, trainers, request)).items():
             if isinstance(reply, SwarmError):
                 _log.warning("Trainer %s does not say what servers gave it: %s", trainer, reply)
                 continue
@@ -135,7 +136,7 @@ class AuditRun:
         request = FindingsRequest(generation=self._generation, step=self._step.step, order=order, seed=seed)
         found, failed = dict[tuple[Unit, PeerId], AuditResult](), dict[PeerId, SwarmError]()
         auditors = sorted({auditor for _, auditor in about})
-        for auditor, reply in (await self._servers.findings(auditors, request)).items():
+        for auditor, reply in (await self._servers.ask_all(FINDINGS, auditors, request)).items():
             try:
                 if isinstance(reply, SwarmError):
                     raise reply

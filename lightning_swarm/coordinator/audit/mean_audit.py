@@ -34,6 +34,7 @@ from lightning_swarm.protocol.messages.parts import (
 from lightning_swarm.protocol.messages.parts import PartProjections as Answer
 from lightning_swarm.protocol.messages.run import Selection, trained_names
 from lightning_swarm.protocol.messages.wire import draw_challenge
+from lightning_swarm.protocol.rpc import PROJECT
 
 _DRAWS: Final = secrets.SystemRandom()
 
@@ -92,7 +93,9 @@ class MeanAudit:
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         request = ProjectRequest(closing=closing, seed=draw_challenge())
         answers: list[dict[PeerId, Answer]] = [{} for _ in rosters]
-        for peer, reply in (await self._servers.project(sorted(set[PeerId]().union(*rosters)), request)).items():
+        for peer, reply in (
+            await self._servers.ask_all(PROJECT, sorted(set[PeerId]().union(*rosters)), request)
+        ).items():
             try:
                 self._take(peer, reply, rosters, answers)
             except SwarmError as error:

@@ -29,14 +29,12 @@ from lightning_swarm.protocol.messages.membership import (
     DrainRequest,
     JoinReply,
     JoinRequest,
-    ListenReply,
     ListenRequest,
     ReadyRequest,
 )
 from lightning_swarm.protocol.messages.run import Member, StepChange
 from lightning_swarm.protocol.messages.step import Candidate, Closing, Record
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
+from lightning_swarm.protocol.rpc import DRAIN, JOIN, LISTEN, MEET, READY
 from lightning_swarm.protocol.run_state import boot_ids, check_protocol_version
 
 _log = logging.getLogger(__name__)
@@ -148,9 +146,9 @@ class ServerMembership:
 
     def answer(self) -> None:
         """Begin to answer servers that join or leave."""
-        self._transport.handle_call(JOIN, self._handle_join)
-        self._transport.handle_call(READY, self._handle_ready)
-        self._transport.handle_call(DRAIN, self._handle_drain)
+        JOIN.serve(self._transport, self._handle_join)
+        READY.serve(self._transport, self._handle_ready)
+        DRAIN.serve(self._transport, self._handle_drain)
 
     @property
     def leaving(self) -> list[PeerId]:
@@ -182,8 +180,7 @@ class ServerMembership:
 
     # ------------------------------------------------------------------ the joiners' calls
 
-    async def _handle_join(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, JoinRequest)
+    async def _handle_join(self, caller: PeerId, request: JoinRequest) -> JoinReply:
         self._forget_the_silent(caller)
         await self._invitations.forget_the_gone(caller)
         self._check_may_join(caller, request)
@@ -203,7 +200,7 @@ class ServerMembership:
             raise
         _log.info("Server %s is joining stage %d.", caller, stage_index)
         is_unlike = stage_index in mixed_stages(self.kinds(), self._run.ties.groups())
-        return encode(JoinReply(view=self._run.view(), stage_index=stage_index, is_unlike=is_unlike))
+        return JoinReply(view=self._run.view(), stage_index=stage_index, is_unlike=is_unlike)
 
     def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
         manifest = self._run.manifest
@@ -300,13 +297,13 @@ class ServerMembership:
 
     async def _introduce(self, candidate: Candidate) -> None:
         """Have every server, and every joiner, meet the candidate."""
-        body = encode(candidate)
         newcomer = candidate.member.peer_id
+        timeout = min(self._limits.call_timeout, _MEET_TIMEOUT_S)
         refusing, is_audited = set[PeerId](), self._run.manifest.settings.is_audited
 
         async def introduce(peer: PeerId, *, member: bool) -> None:
             try:
-                await self._transport.call(peer, MEET, body, timeout=min(self._limits.call_timeout, _MEET_TIMEOUT_S))
+                await MEET.ask(self._transport, peer, candidate, timeout=timeout)
             except SwarmError as error:
                 if member:
                     refusing.add(peer)
@@ -336,11 +333,10 @@ class ServerMembership:
         places = {address.place for address in Address.parse_all(candidate.addresses[:_MAX_PLACES])}
         await gather(check(place) for place in places if place.is_unique)
 
-    async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, ReadyRequest)
+    async def _handle_ready(self, caller: PeerId, request: ReadyRequest) -> None:
         self._run.check_not_convicted(caller)
         if caller in self._run.servers:
-            return b""  # sent before it got the record that admitted it
+            return  # sent before it got the record that admitted it
         if request.generation != self._run.manifest.generation:
             raise Busy(_WENT_BACK)
         waiting = self._waiting.get(caller)
@@ -356,26 +352,24 @@ class ServerMembership:
             self._events.note("download", peer=caller, stage=stage, step=self._run.version)
         waiting.ready = waiting.caught_up = True
         waiting.last_heard_s = now_s()
-        return b""
 
     # ------------------------------------------------------------------ leaving servers
 
-    async def _handle_drain(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, DrainRequest)
+    async def _handle_drain(self, caller: PeerId, request: DrainRequest) -> DrainReply:
         self._run.check_generation(request.generation)
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it can leave after it")
         if caller not in self._run.servers:
             if self._waiting.pop(caller, None) is None:
                 raise ProtocolError(f"{caller} is not in run {self._run.manifest.run_id!r} (any more), nor joining it")
-            return encode(DrainReply(alone=[]))
+            return DrainReply(alone=[])
         self._check_may_leave(Member(peer_id=caller, boot_id=request.boot_id))
         if caller not in self._leaving:
             self._leaving[caller] = None
             _log.info("Server %s asks to leave.", caller)
         rosters = next_rosters(self._run.rosters, leaving=self.leaving)
         staying = {member.peer_id for roster in rosters for member in roster}
-        return encode(DrainReply(alone=alone_in(rosters, caller, staying)))
+        return DrainReply(alone=alone_in(rosters, caller, staying))
 
     def _check_may_leave(self, member: Member) -> None:
         stages = zip(self._run.rosters, self._run.manifest.stages, strict=True)
@@ -410,8 +404,7 @@ class ServerMembership:
     async def _listen(self, waiting: _WaitingServer, round_: _Round, *, timeout: float) -> None:
         member = waiting.candidate.member
         try:
-            answer = await self._transport.call(member.peer_id, LISTEN, encode(round_.request), timeout=timeout)
-            reply = decode(answer, ListenReply)
+            reply = await LISTEN.ask(self._transport, member.peer_id, round_.request, timeout=timeout)
         except SwarmError as error:
             self._miss(waiting, str(error))
             return

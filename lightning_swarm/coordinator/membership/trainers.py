@@ -26,9 +26,9 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.membership import EnlistReply, EnlistRequest, RetireReply
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS, first_trained
 from lightning_swarm.protocol.messages.step import FenceRequest, ReceiptsReply, ReceiptsRequest, Record
-from lightning_swarm.protocol.messages.wire import decode, encode, from_bitmap
-from lightning_swarm.protocol.methods import ENLIST, FENCE, RECEIPTS, RETIRE
-from lightning_swarm.protocol.queries import call_each
+from lightning_swarm.protocol.messages.wire import from_bitmap
+from lightning_swarm.protocol.queries import ask_each
+from lightning_swarm.protocol.rpc import ENLIST, FENCE, RECEIPTS, RETIRE
 from lightning_swarm.protocol.run_state import check_open, check_protocol_version
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class LeaseExpiry:
     async def _fence(self, step: OpenStep, batches: Sequence[int]) -> None:
         request = FenceRequest(generation=self._generation, step=step.step, batches=list(batches))
         # If a server is not reached and adds such a batch, no closing names it.
-        await call_each(self._transport, self._run.servers, FENCE, encode(request), bytes, timeout=self._timeout)
+        await ask_each(self._transport, self._run.servers, FENCE, request, timeout=self._timeout)
 
     async def _complete(self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
         """Complete a trainer's armed batch once all stages have its gradients; strike it if that fails."""
@@ -180,13 +180,13 @@ class LeaseExpiry:
         request = ReceiptsRequest(generation=self._generation, step=step.step, trainer=trainer, receipts=list(receipts))
         held, pending = set[tuple[int, Receipt]](), set[tuple[int, Receipt]]()
 
-        def read(body: bytes) -> None:
-            for stage in decode(body, ReceiptsReply).stages:
+        def read(reply: ReceiptsReply) -> None:
+            for stage in reply.stages:
                 for found, bitmap in ((held, stage.held), (pending, stage.pending)):
                     flags = from_bitmap(bitmap, len(receipts))
                     found |= {(stage.stage_index, one) for one, flag in zip(receipts, flags, strict=True) if flag}
 
-        await call_each(self._transport, self._run.servers, RECEIPTS, encode(request), read, timeout=self._timeout)
+        await ask_each(self._transport, self._run.servers, RECEIPTS, request, timeout=self._timeout, check=read)
         return held, pending
 
 
@@ -214,8 +214,8 @@ class TrainerMembership:
 
     def answer(self) -> None:
         """Begin to answer trainers."""
-        self._transport.handle_call(ENLIST, self._handle_enlist)
-        self._transport.handle_call(RETIRE, self._handle_retire)
+        ENLIST.serve(self._transport, self._handle_enlist)
+        RETIRE.serve(self._transport, self._handle_retire)
 
     def hear(self, trainer: PeerId) -> None:
         """Record a sign of life of a trainer."""
@@ -275,8 +275,7 @@ class TrainerMembership:
 
     # ------------------------------------------------------------------ the trainers' calls
 
-    async def _handle_enlist(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, EnlistRequest)
+    async def _handle_enlist(self, caller: PeerId, request: EnlistRequest) -> EnlistReply:
         if caller not in self._run.trainers:
             await self._invitations.forget_the_gone(caller)
         self._changes.check()
@@ -294,8 +293,8 @@ class TrainerMembership:
         trains = await self._changes.until(lambda: caller in self._run.trainers and self._epoch() is not None)
         epoch = self._epoch()
         if not trains or epoch is None:
-            return encode(EnlistReply())
-        return encode(EnlistReply(view=self._run.view(), epoch=epoch))
+            return EnlistReply()
+        return EnlistReply(view=self._run.view(), epoch=epoch)
 
     def _check_may_train(self, caller: PeerId, request: EnlistRequest) -> None:
         """Refuse a peer that the run cannot take as a trainer."""
@@ -310,8 +309,7 @@ class TrainerMembership:
                 "`role='server'`, or come back when one has left."
             )
 
-    async def _handle_retire(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, RetireRequest)
+    async def _handle_retire(self, caller: PeerId, request: RetireRequest) -> RetireReply:
         manifest = self._run.manifest
         if caller == manifest.lead:
             raise ProtocolError("the lead does not retire: it ends the run by dismissing the others")
@@ -320,6 +318,6 @@ class TrainerMembership:
         self._going[caller] = request.reason
         await self._lease_expiry.give_up(self._step_state.open, caller, f"it trains no more: {request.reason}")
         if not manifest.open_to_trainers:  # no record changes the trainers of such a run
-            return encode(RetireReply(retired=True))
+            return RetireReply(retired=True)
         retired = await self._changes.until(lambda: caller not in self._run.trainers)
-        return encode(RetireReply(retired=retired))
+        return RetireReply(retired=retired)

@@ -54,6 +54,7 @@ from lightning_swarm.protocol.messages.step import (
     NamedReceipts,
 )
 from lightning_swarm.protocol.messages.wire import draw_challenge, from_bitmap
+from lightning_swarm.protocol.rpc import AVOID
 
 _log = logging.getLogger(__name__)
 _SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
@@ -198,7 +199,7 @@ class SumReconciliation:
                 lost=sorted(self.step_servers.gone),
                 reason=reason,
             )
-            await self._servers.avoid(self._run.trainers, request)
+            await self._servers.ask_all(AVOID, self._run.trainers, request)  # a trainer that is gone is no error
         self._tainted |= verdict.tainted
         lost = verdict.tainted & self._places
         # Otherwise, trainers would resend the batches to a stage without servers.

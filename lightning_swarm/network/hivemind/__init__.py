@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, InitialPeersSilent, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
-from lightning_swarm.network.access import Certify
+from lightning_swarm.network.access import Certify, Rpc
 from lightning_swarm.network.addresses import Address, HostPort, host_of
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
 from lightning_swarm.network.hivemind.daemon import on_its_own, remove_dead_sockets
@@ -52,6 +52,7 @@ async def start(
     silence_timeout: float = SILENCE_S,  # seconds without a sign of life after which exchanges with a peer end
     receive_bytes: int = MAX_STREAM_BYTES,  # tensor bytes that all peers together may have under way to this one
     certify: Certify | None = None,  # makes credentials before other peers can call; None: all peers may call
+    rpcs: Iterable[Rpc] = (),  # methods that certified peers may call, by their roles
     neighbours: bool = True,  # bypass the daemons between peers of this machine; not for emulated networks
 ) -> tuple[HivemindTransport, HivemindDirectory]:
     """Start this process's peer on the running loop. The caller closes the directory first, the transport last."""
@@ -68,7 +69,7 @@ async def start(
         p2p = await _start_daemon(listen.maddr, announce, str(key_path), known_as, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours, receive_bytes=receive_bytes)
     if certify is not None:
-        transport.set_credentials(certify(transport.peer_id))
+        transport.set_credentials(certify(transport.peer_id), rpcs)
     try:
         await transport.open()
         # If a router does not route its outer address back inside, the check gets no answer until the timeout.

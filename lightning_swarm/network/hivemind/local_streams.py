@@ -14,12 +14,10 @@ from typing import Any, Final
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import INTRODUCE
 from lightning_swarm.network.hivemind.streams import Stream
 
 _log = logging.getLogger(__name__)
-
-INTRODUCE: Final = "transport.introduce"
-"""The method that returns the two secrets to a caller."""
 
 _CALLER: Final = b"caller"
 _LISTENER: Final = b"listener"

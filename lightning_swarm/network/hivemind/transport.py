@@ -17,13 +17,14 @@ from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, Unreach
 from lightning_swarm.core.process import max_files
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId
+from lightning_swarm.network.access import INTRODUCE
 from lightning_swarm.network.admission import StreamSlot, StreamSlots
 from lightning_swarm.network.framing import Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
 from lightning_swarm.network.hivemind.daemon import exited, steady
-from lightning_swarm.network.hivemind.local_streams import INTRODUCE, LocalPeers
+from lightning_swarm.network.hivemind.local_streams import LocalPeers
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.rpc import ask

@@ -11,7 +11,7 @@ import msgspec
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.wire import Count, Positive, WireMessage
+from lightning_swarm.protocol.messages.wire import Count, Positive, Seconds, WireMessage
 
 MAX_MICROBATCHES: Final = 1 << 19  # most microbatches of a batch
 PLACES: Final = 1 << 26  # most samples of a step; a batch granted again gets a `first` higher by a multiple of this
@@ -28,6 +28,30 @@ class Ticket(WireMessage, frozen=True):
     peer_id: PeerId
     name: TicketName
     key: TicketKey | None  # presented to the holder; None: the holder knows its readers by their ids
+
+
+class WaitRequest(WireMessage, frozen=True):
+    """A consumer asks a producer to answer when the named tensors exist, or after `hold_s` seconds."""
+
+    name: TicketName
+    hold_s: Seconds
+    take_bytes: Count | None = None  # include tensors of at most this size in the answer; None: include none
+    ticket_key: TicketKey | None = None
+
+
+class WaitReply(WireMessage, frozen=True):
+    """A producer's answer to a consumer: whether the tensors exist."""
+
+    ready: bool
+    report: bytes = b""  # the producer's message about the tensors
+    taken: bytes | None = None  # the body that belongs to the tensors in this reply; None: the reply has no tensors
+
+
+class FetchRequest(WireMessage, frozen=True):
+    """A consumer asks a producer for the named tensors, which exist."""
+
+    name: TicketName
+    ticket_key: TicketKey | None = None
 
 
 class CallKey(WireMessage, frozen=True):

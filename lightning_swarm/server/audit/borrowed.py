@@ -14,10 +14,9 @@ from lightning_swarm.core.errors import PeerError, SwarmError
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.model.confirmation import Confirmation
 from lightning_swarm.model.state_proof import parts_of_weights
-from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.state import StageState, StateRequest
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import STATE
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.state import StateRequest
+from lightning_swarm.protocol.rpc import STATE
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.context import ServerContext
@@ -102,10 +101,10 @@ class BorrowedStages:
 
     async def _read(self, peer: PeerId, request: StateRequest) -> dict[str, Tensor]:
         limits = self._context.limits
-        message = await self._transport.stream(
-            peer, STATE, Message(encode(request)), timeout=limits.call_timeout, max_bytes=limits.max_message_bytes
+        state, tensors = await STATE.ask(
+            self._transport, peer, request, timeout=limits.call_timeout, max_bytes=limits.max_message_bytes
         )
-        weights = named(decode(message.body, StageState).names, message.tensors)
+        weights = named(state.names, tensors)
         # False weights from a malicious server would convict a server that computed with the true weights.
         timeout = limits.call_timeout * _PROVING
         confirmation = Confirmation(self._transport, self._context.membership.run, timeout, self._events)

@@ -39,8 +39,8 @@ from lightning_swarm.protocol.messages.audits import (
     SketchRequest,
 )
 from lightning_swarm.protocol.messages.calls import Origin, Receipt, pack, pack_origins
-from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
-from lightning_swarm.protocol.methods import AUDIT, FINDINGS, KEPT_WORK, SKETCH
+from lightning_swarm.protocol.messages.wire import to_bitmap
+from lightning_swarm.protocol.rpc import AUDIT, FINDINGS, KEPT_WORK, SKETCH, WithTensors
 from lightning_swarm.server.arithmetic import precision_of
 from lightning_swarm.server.audit.borrowed import BorrowedStages
 from lightning_swarm.server.audit.kept_work import KeptWork, output_digest, sketch_of, sum_digest
@@ -109,15 +109,14 @@ class AuditHandlers:
         self._shown = defaultdict[PeerId, asyncio.Semaphore](lambda: asyncio.Semaphore(_SHOWN_AT_ONCE))  # one a caller
         self._found: dict[_Order, dict[tuple[PeerId, int], _Recomputed]] = {}  # order -> (audited, stage) -> work
         max_bytes, membership = context.limits.max_message_bytes, self._membership
-        context.transport.handle_call(SKETCH, self._handle_sketch)
-        context.transport.handle_call(FINDINGS, self._handle_findings)
-        context.transport.handle_stream(KEPT_WORK, self._handle_kept, max_bytes=0, admit=membership.check_server)
-        context.transport.handle_stream(AUDIT, self._handle_audit, max_bytes=max_bytes, admit=membership.check_trainer)
+        SKETCH.serve(context.transport, self._handle_sketch)
+        FINDINGS.serve(context.transport, self._handle_findings)
+        KEPT_WORK.serve(context.transport, self._handle_kept, admit=membership.check_server)
+        AUDIT.serve(context.transport, self._handle_audit, max_bytes=max_bytes, admit=membership.check_trainer)
 
     # ------------------------------------------------------------------ this server's own work
 
-    async def _handle_sketch(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, SketchRequest)
+    async def _handle_sketch(self, caller: PeerId, request: SketchRequest) -> SketchReply:
         self._sums.check(caller, request.generation, request.step)
 
         def compute() -> SketchReply:
@@ -129,11 +128,9 @@ class AuditHandlers:
             ]
             return SketchReply(stages=found)
 
-        return encode(await self._context.compute(compute))
+        return await self._context.compute(compute)
 
-    async def _handle_kept(self, caller: PeerId, message: Message) -> Message:
-        self._membership.check_server(caller)
-        request = decode(message.body, KeptWorkRequest)
+    async def _handle_kept(self, caller: PeerId, request: KeptWorkRequest) -> WithTensors[KeptWorkReply]:
         run = self._membership.run
         run.check_generation(request.generation)
         # Only the coordinator and servers of the stage see its work, and only after the sums are frozen.
@@ -147,7 +144,7 @@ class AuditHandlers:
             self._membership.run.check_generation(request.generation)  # may have changed meanwhile
             return await self._show(request, _LAST if caller == run.coordinator else _FOR_OTHERS)
 
-    async def _show(self, request: KeptWorkRequest, priority: Priority) -> Message:
+    async def _show(self, request: KeptWorkRequest, priority: Priority) -> WithTensors[KeptWorkReply]:
         self._sums.check_is_frozen(request.step, request.stage_index)
         read = partial(self._sums.kept_work, request.step, request.stage_index, request.receipt)
         try:
@@ -170,13 +167,11 @@ class AuditHandlers:
             )
         )
         reply = KeptWorkReply(structure=structure, wants_grad=list(work.call.wants_grad), requires_grad=requires_grad)
-        return Message(encode(reply), tuple(tensors))
+        return reply, tensors
 
     # ------------------------------------------------------------------ other servers' work
 
-    async def _handle_audit(self, caller: PeerId, message: Message) -> Message:
-        self._membership.run.check_trainer(caller)
-        request = decode(message.body, AuditRequest)
+    async def _handle_audit(self, caller: PeerId, request: AuditRequest, message: Message) -> None:
         run, key = self._membership.run, request.key
         run.check_generation(key.generation)
         if (
@@ -189,22 +184,21 @@ class AuditHandlers:
         stage = await self._stage_for(request)
         found = self._recomputed((key.generation, key.step, request.order), request.audited, stage)
         if request.place < found.num_taken or request.place in found.early:
-            return Message()  # a duplicate
+            return  # a duplicate
         if found.refused or found.unheard:
-            return Message()  # the sum will lack a microbatch anyway, so the coordinator settles it without the rest
+            return  # the sum will lack a microbatch anyway, so the coordinator settles it without the rest
         try:
-            inputs = await self._inputs(stage, request, message, Origin(request.weight, caller))
+            inputs = await self._inputs(stage, request, message.tensors, Origin(request.weight, caller))
         except _UNHEARD:  # no proof against the audited server: it may be gone, or the link slow
             found.unheard.add(key.receipt)
             raise
         if inputs is None:
             found.refused.add(key.receipt)
-            return Message()
+            return
         found.early.setdefault(request.place, inputs)
         # A sum's bits depend on the order of adding, so this server adds in the audited server's order.
         while (inputs := found.take_next()) is not None:
             await self._compute_again(found, inputs, run.weights_version(key.step))
-        return Message()
 
     async def _compute_again(self, found: _Recomputed, inputs: _Inputs, version: int) -> None:
         if found.origins.setdefault(inputs.request.key.first, inputs.origin) != inputs.origin:
@@ -233,9 +227,11 @@ class AuditHandlers:
             units[audited, stage.index] = _Recomputed(stage, stage.new_sum())
         return units[audited, stage.index]
 
-    async def _inputs(self, stage: Stage, request: AuditRequest, message: Message, origin: Origin) -> _Inputs | None:
+    async def _inputs(
+        self, stage: Stage, request: AuditRequest, tensors: Sequence[Tensor], origin: Origin
+    ) -> _Inputs | None:
         """Collect the data to recompute a microbatch; None if the audited server refuses its part."""
-        brought = serialization.unflatten(request.structure, message.tensors)
+        brought = serialization.unflatten(request.structure, tensors)
         if not isinstance(brought, tuple) or len(brought) != 2:
             raise ProtocolError("an audit brings a pair: inputs with extras, and gradients")
         own, extras = checked_inputs(brought[0], None if stage.index == 0 else _ELSEWHERE)
@@ -272,11 +268,10 @@ class AuditHandlers:
         )
         max_bytes = self._context.limits.max_message_bytes
         timeout = min(request.patience_s, self._timeout)
-        message = await self._transport.stream(
-            request.audited, KEPT_WORK, Message(encode(asked)), timeout=timeout, max_bytes=max_bytes
+        reply, tensors = await KEPT_WORK.ask(
+            self._transport, request.audited, asked, timeout=timeout, max_bytes=max_bytes
         )
-        reply = decode(message.body, KeptWorkReply)
-        tree = serialization.unflatten(reply.structure, message.tensors)
+        tree = serialization.unflatten(reply.structure, tensors)
         if not isinstance(tree, tuple) or len(tree) != 4 or (wants_gradients and not isinstance(tree[1], list)):
             raise ProtocolError("kept work is an input, a list of gradients, an output and a list of gradients")
         return reply, tree
@@ -289,8 +284,7 @@ class AuditHandlers:
         with raising_stage_errors(stage.index, self._transport.peer_id):
             return (await self._context.executor.submit(priority, at_version))[0]
 
-    async def _handle_findings(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, FindingsRequest)
+    async def _handle_findings(self, caller: PeerId, request: FindingsRequest) -> FindingsReply:
         self._sums.check(caller, request.generation, request.step)
         units = self._found.get((request.generation, request.step, request.order), {})
 
@@ -299,7 +293,7 @@ class AuditHandlers:
                 findings=[_finding(audited, found, request.seed) for (audited, _), found in sorted(units.items())]
             )
 
-        return encode(await self._context.compute(compute))
+        return await self._context.compute(compute)
 
 
 _UNHEARD: Final = (Unreachable, DeadlineExceeded, Busy, Damaged)  # errors that do not prove a refusal

@@ -26,9 +26,8 @@ from lightning_swarm.protocol.messages.parts import (
     VectorRequest,
 )
 from lightning_swarm.protocol.messages.step import Closing
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
 from lightning_swarm.protocol.patience import MOST_SLOWER, Durations
+from lightning_swarm.protocol.rpc import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
 from lightning_swarm.server.audit.examination import Examination
 from lightning_swarm.server.averaging.all_reduce import squared_norm
 from lightning_swarm.server.averaging.projection import (
@@ -56,12 +55,10 @@ class MeanChecks:
         self._durations = Durations()  # times to fetch a vector
         self._sums, self._rounds = steps.sums, steps.rounds
         transport, max_bytes = context.transport, context.limits.max_message_bytes
-        transport.handle_call(PROJECT, self._handle_project)
-        transport.handle_call(EXAMINE, self._handle_examine)
-        transport.handle_stream(VECTOR, self._handle_vector, max_bytes=0)
-        transport.handle_stream(
-            REPLACE_MEAN, self._handle_replacement, max_bytes=max_bytes, admit=self._check_coordinator
-        )
+        PROJECT.serve(transport, self._handle_project)
+        EXAMINE.serve(transport, self._handle_examine)
+        VECTOR.serve(transport, self._handle_vector)
+        REPLACE_MEAN.serve(transport, self._handle_replacement, max_bytes=max_bytes, admit=self._check_coordinator)
 
     # ------------------------------------------------------------------ this server's vectors
 
@@ -76,8 +73,7 @@ class MeanChecks:
     def _check_coordinator(self, caller: PeerId) -> None:
         self._sums.run.check_coordinator(caller)
 
-    async def _handle_project(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, ProjectRequest)
+    async def _handle_project(self, caller: PeerId, request: ProjectRequest) -> ProjectReply:
         closing = request.closing
         held, present = self._held(caller, closing), self._sums.run.present(closing.absent)
         stages = sorted(self._sums.stages.items())
@@ -87,10 +83,9 @@ class MeanChecks:
         ]
         found = await self._compute(lambda: [work() for work in works])
         self._held(caller, closing)  # refuses if the step was decided meanwhile, and its sums reused
-        return encode(ProjectReply(stages=found))
+        return ProjectReply(stages=found)
 
-    async def _handle_vector(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, VectorRequest)
+    async def _handle_vector(self, caller: PeerId, request: VectorRequest) -> Message:
         held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
         vector = stage.sum_of(request.closing.step).values
         if request.of == "mean":
@@ -98,22 +93,19 @@ class MeanChecks:
         # No copy is needed: a frozen sum does not change, and no record is decided while the coordinator waits here.
         return Message(b"", (to_cpu(vector),))
 
-    async def _handle_replacement(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_replacement(self, caller: PeerId, request: MeanReplacement, message: Message) -> None:
         """Hold the coordinator's mean of all sums from now on, because the members' means disagree."""
-        request = decode(message.body, MeanReplacement)
         held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
         own = held.gradients[stage.index]
         found = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
         if found != [(own.dtype, own.shape)]:
             raise ProtocolError(f"a mean of stage {stage.index} is {(own.dtype, own.shape)}, got {found}")
         self._rounds.replace_mean(request.closing, stage.index, message.tensors[0].to(own.device))
-        return Message()
 
     # ------------------------------------------------------------------ other servers' vectors
 
-    async def _handle_examine(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_examine(self, caller: PeerId, request: ExamineRequest) -> ExamineReply:
         """Compare the vectors of a stage's members with their answers, for the coordinator in this process."""
-        request = decode(body, ExamineRequest)
         closing = request.closing
         if caller != self._me:
             raise ProtocolError(f"{self._me} examines others for itself, while it coordinates, not for {caller}")
@@ -123,10 +115,8 @@ class MeanChecks:
         try:
             await self._examine(request, examination)
         except _Unreached as error:
-            return encode(
-                ExamineReply(lies={}, contradictions=[], unreached={error.peer: str(error)}, squared_norm=None)
-            )
-        return encode(examination.reply())
+            return ExamineReply(lies={}, contradictions=[], unreached={error.peer: str(error)}, squared_norm=None)
+        return examination.reply()
 
     def _members(self, closing: Closing, index: int) -> list[PeerId]:
         return [member.peer_id for member in self._sums.run.present(closing.absent)[index]]
@@ -161,9 +151,7 @@ class MeanChecks:
         for left in reversed(range(_TRIES)):
             try:
                 timeout = max(0.0, deadline_s - now_s())
-                message = await self._transport.stream(
-                    peer, VECTOR, Message(encode(asked)), timeout=timeout, max_bytes=max_bytes
-                )
+                _, tensors = await VECTOR.ask(self._transport, peer, asked, timeout=timeout, max_bytes=max_bytes)
                 break
             except Damaged as error:
                 if not left:
@@ -172,19 +160,17 @@ class MeanChecks:
                 raise _Unreached(peer, error) from error
         if peer != self._me:
             self._durations.note(now_s() - begin_s)
-        found = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
-        return message.tensors[0] if found == [(wanted.dtype, wanted.shape)] else None
+        found = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        return tensors[0] if found == [(wanted.dtype, wanted.shape)] else None
 
     @property
     def _patience_s(self) -> float:
         return self._durations.deadline_s(longest_s=self._timeout, times_slower=MOST_SLOWER)
 
     async def _replace(self, peer: PeerId, request: ExamineRequest, mean: Tensor) -> None:
-        body = encode(MeanReplacement(closing=request.closing, stage_index=request.stage_index))
+        order = MeanReplacement(closing=request.closing, stage_index=request.stage_index)
         try:
-            await self._transport.stream(
-                peer, REPLACE_MEAN, Message(body, (mean,)), timeout=self._patience_s, max_bytes=0
-            )
+            await REPLACE_MEAN.ask(self._transport, peer, order, (mean,), timeout=self._patience_s, max_bytes=0)
         except SwarmError as error:
             raise _Unreached(peer, error) from error
 

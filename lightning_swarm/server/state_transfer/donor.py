@@ -13,11 +13,16 @@ from lightning_swarm.coordinator.membership.servers import JoinBackoff
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.membership import FollowRequest, NextReply, NextRequest, PieceRequest
+from lightning_swarm.protocol.messages.membership import (
+    FollowReply,
+    FollowRequest,
+    NextReply,
+    NextRequest,
+    PieceRequest,
+)
 from lightning_swarm.protocol.messages.run import RecordDigestReply, RecordDigestRequest, SeatedMembers
 from lightning_swarm.protocol.messages.step import Candidate, Record
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import FOLLOW, MEET, NEXT, PIECE, RECORD_DIGEST
+from lightning_swarm.protocol.rpc import FOLLOW, MEET, NEXT, PIECE, RECORD_DIGEST, WithTensors
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.stage import Stage
@@ -113,11 +118,11 @@ class Donor:
         self._throttle = Throttle(limits.max_upload)
         self._applied_s = 0.0  # when the newest record was applied
         self._interval_s = 0.0  # seconds between the last two records
-        transport.handle_call(MEET, self._handle_meet)
-        transport.handle_call(RECORD_DIGEST, self._handle_record_digest)
-        transport.handle_stream(FOLLOW, self._handle_follow, max_bytes=0)
-        transport.handle_stream(PIECE, self._handle_piece, max_bytes=0)
-        transport.handle_stream(NEXT, self._handle_next, max_bytes=0)
+        MEET.serve(transport, self._handle_meet)
+        RECORD_DIGEST.serve(transport, self._handle_record_digest)
+        FOLLOW.serve(transport, self._handle_follow)
+        PIECE.serve(transport, self._handle_piece)
+        NEXT.serve(transport, self._handle_next)
 
     def keep_record(self, record: Record, gradients: Mapping[int, Tensor], written: WrittenByStage) -> None:
         """Keep a record that was applied here, if a joiner will request it."""
@@ -145,11 +150,10 @@ class Donor:
         """Begin anew in the run's next generation, or without a run; all followers have to begin again."""
         self._state = _DonorGeneration()
 
-    async def _handle_meet(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_meet(self, caller: PeerId, candidate: Candidate) -> None:
         """Connect to a joiner that the coordinator introduces."""
         if not self._membership.led_by(caller):
             raise ProtocolError(f"a joiner is introduced by the coordinator, not by {caller}")
-        candidate = decode(body, Candidate)
         peer = candidate.member.peer_id
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
@@ -164,21 +168,18 @@ class Donor:
         idle = [other for other in self._met if other not in self._state.followers]
         for other in idle[: max(0, len(self._met) - _MAX_MET)]:
             del self._met[other]
-        return b""
 
-    async def _handle_record_digest(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_record_digest(self, caller: PeerId, request: RecordDigestRequest) -> RecordDigestReply:
         """Return the digest of a decided record, so that a joiner need not trust its donor."""
-        request = decode(body, RecordDigestRequest)
         run = self._membership.running
         if not self._membership.knows_server(caller):
             raise ProtocolError(f"record digests are for servers and joiners of the run, and {caller} is neither")
         run.check_generation(request.generation)
         await self._steps.wait_for_next(request.step + 1)  # the caller's donor may be quicker
         run.check_generation(request.generation)
-        return encode(RecordDigestReply(digest=run.decided(request.step)))
+        return RecordDigestReply(digest=run.decided(request.step))
 
-    async def _handle_follow(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, FollowRequest)
+    async def _handle_follow(self, caller: PeerId, request: FollowRequest) -> WithTensors[FollowReply]:
         stage = self._asked_stage(caller, request.stage_index)
         if stage.index not in self._membership.loaded:
             raise Busy(f"stage {stage.index} has no weights here yet")
@@ -206,10 +207,9 @@ class Donor:
                 self._end_download(caller)
             raise
         download.copy, download.last_heard_s = copy, now_s()
-        return Message(encode(copy.head))
+        return copy.head, ()
 
-    async def _handle_piece(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, PieceRequest)
+    async def _handle_piece(self, caller: PeerId, request: PieceRequest) -> Message:
         start, stop = request.start, request.stop
         self._asked_stage(caller, request.stage_index)
         download = self._state.downloads.get(caller)
@@ -237,8 +237,7 @@ class Donor:
                 self._state.followers[caller].last_heard_s = download.last_heard_s
         return Message(tensors=copy.piece(start, stop))
 
-    async def _handle_next(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, NextRequest)
+    async def _handle_next(self, caller: PeerId, request: NextRequest) -> WithTensors[NextReply]:
         stage = self._asked_stage(caller, request.stage_index)
         follower = self._state.followers.get(caller)
         self._check_generation(request.generation)
@@ -267,16 +266,16 @@ class Donor:
             at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
             await asyncio.sleep(min(gradient.nbytes / self._limits.max_upload, at_most_s))
         reply = NextReply(record=record, seats=None if request.seated else seats, names=list(behind))
-        return Message(encode(reply), (gradient, *(tensor.cpu() for tensor in behind.values())))
+        return reply, (gradient, *(tensor.cpu() for tensor in behind.values()))
 
-    def _open_step(self, request: NextRequest, seats: SeatedMembers | None) -> Message:
+    def _open_step(self, request: NextRequest, seats: SeatedMembers | None) -> WithTensors[NextReply]:
         """Return the open step's change to a joiner that has all records, if it lacks the change."""
         following = self._steps.sums.next
         if request.version != self._steps.version or request.written == following.change.number:
-            return Message(encode(NextReply(record=None, seats=seats)))
+            return NextReply(record=None, seats=seats), ()
         written = following.written.get(request.stage_index, {})
         reply = NextReply(record=None, seats=seats, change=following.change, names=list(written))
-        return Message(encode(reply), tuple(tensor.cpu() for tensor in written.values()))
+        return reply, [tensor.cpu() for tensor in written.values()]
 
     async def _get_place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
         """Wait for a place: each peer has one download in progress, and few peers join at a time."""

@@ -21,8 +21,7 @@ from lightning_swarm.protocol.messages.state import (
     WriteReply,
     WriteRequest,
 )
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import LOAD, PROVE, SET_EVALUATION_WEIGHTS, STATE, WRITE
+from lightning_swarm.protocol.rpc import LOAD, PROVE, SET_EVALUATION_WEIGHTS, STATE, WRITE, WithTensors
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
@@ -43,24 +42,21 @@ class StateHandlers:
         self._steps = steps
         self._on_loaded = on_loaded  # called with a stage that has its initial weights
         transport, max_bytes = context.transport, context.limits.max_message_bytes
-        transport.handle_stream(LOAD, self._handle_load, max_bytes=max_bytes, admit=self._check_brings)
-        transport.handle_stream(
-            SET_EVALUATION_WEIGHTS, self._handle_evaluation_weights, max_bytes=max_bytes, admit=self._check_brings
-        )
-        transport.handle_stream(STATE, self._handle_state, max_bytes=0)
-        transport.handle_call(PROVE, self._handle_prove)
-        transport.handle_stream(WRITE, self._handle_write, max_bytes=0)
+        admit = self._check_brings
+        LOAD.serve(transport, self._handle_load, max_bytes=max_bytes, admit=admit)
+        SET_EVALUATION_WEIGHTS.serve(transport, self._handle_evaluation_weights, max_bytes=max_bytes, admit=admit)
+        STATE.serve(transport, self._handle_state)
+        PROVE.serve(transport, self._handle_prove)
+        WRITE.serve(transport, self._handle_write)
 
     # ------------------------------------------------------------------ loading
 
     def _check_brings(self, caller: PeerId) -> None:
         self._membership.check_lead(caller, "brings weights")
 
-    async def _handle_load(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_load(self, caller: PeerId, state: StageState, message: Message) -> None:
         """Load a stage's initial weights, or its optimizer's state, from the lead. No other peer may send them."""
-        self._check_brings(caller)
         run = self._membership.run
-        state = decode(message.body, StageState)
         run.check_generation(state.generation)
         stage = self._steps.stage(state.stage_index)
         stage.check_version(state.step)
@@ -76,54 +72,47 @@ class StateHandlers:
             await self._compute(lambda: stage.load_weights(named(state.names, message.tensors)))
             self._membership.run.check_generation(state.generation)  # it may have changed meanwhile
             self._on_loaded(stage.index)
-        return Message()
 
-    async def _handle_evaluation_weights(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_evaluation_weights(self, caller: PeerId, head: EvaluationWeights, message: Message) -> None:
         """Keep weights from the lead for evaluations."""
-        self._check_brings(caller)
-        head = decode(message.body, EvaluationWeights)
         self._membership.run.check_generation(head.generation)
         stage = self._steps.stage(head.stage_index)
         weights = named(head.names, message.tensors)
         await self._compute(lambda: stage.set_evaluation_weights(head.number, weights))
-        return Message()
 
     # ------------------------------------------------------------------ reading
 
-    async def _handle_state(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_state(self, caller: PeerId, request: StateRequest) -> WithTensors[StageState]:
         run = self._membership.run
         if caller != run.coordinator or not run.manifest.settings.is_audited:  # the coordinator audits by this state
             run.check_trainer(caller)
-        request = decode(message.body, StateRequest)
         return (await self._read(request, lambda stage: _state(stage, request)))[1]
 
-    async def _handle_prove(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_prove(self, caller: PeerId, request: ProofRequest) -> ProofReply:
         """Prove this server's state of a stage to a trainer or coordinator that received it from another server."""
         run = self._membership.run
         if caller != run.coordinator:
             run.check_trainer(caller)
-        request = decode(body, ProofRequest)
         if not run.manifest.settings.is_audited:
             raise ProtocolError("only in audited runs, servers vouch for what other servers send")
         _, proof = await self._read(request, lambda stage: stage.proof(request.challenge, [request.kind]))
-        return encode(ProofReply(proof=proof))
+        return ProofReply(proof=proof)
 
-    async def _handle_write(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_write(self, caller: PeerId, request: WriteRequest) -> tuple[WriteReply, tuple[()]]:
         self._membership.check_lead(caller, "has checkpoints written")
-        request = decode(message.body, WriteRequest)
         folder = Path(request.folder)
         if not folder.is_absolute() or not re.fullmatch(FOLDER, folder.name):
             raise ProtocolError(f"a server writes to no other folders than those for parts, got {request.folder!r}")
         self._membership.run.check_generation(request.generation)
         if not await asyncio.to_thread(folder.is_dir):
-            return Message(encode(WriteReply(here=False, written=[])))
+            return WriteReply(here=False, written=[]), ()
         stage, parts = await self._read(request, lambda stage: _content(stage, request))
         try:
             # Shared, not copied, because no record is applied while the lead waits.
             written = await asyncio.to_thread(sharded_format.write, folder, stage.index, parts)
         except OSError as error:
             raise SwarmError(f"stage {stage.index} cannot be written to {folder}: {error}") from error
-        return Message(encode(WriteReply(here=True, written=written)))
+        return WriteReply(here=True, written=written), ()
 
     async def _read(
         self, request: StateRequest | WriteRequest | ProofRequest, read: Callable[[Stage], _T]
@@ -155,7 +144,7 @@ def _content(stage: Stage, request: WriteRequest) -> dict[str, Any]:
     return found
 
 
-def _state(stage: Stage, request: StateRequest) -> Message:
+def _state(stage: Stage, request: StateRequest) -> WithTensors[StageState]:
     state: Mapping[str, Any] = stage.optimizer.state() if request.optimizer else stage.weights()
     structure, tensors = serialization.flatten(list(state.values()))
     reply = StageState(
@@ -167,4 +156,4 @@ def _state(stage: Stage, request: StateRequest) -> Message:
         structure=structure if request.optimizer else None,
     )
     # Shared, not copied, because no record is applied while the lead reads.
-    return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
+    return reply, [tensor.detach().cpu() for tensor in tensors]

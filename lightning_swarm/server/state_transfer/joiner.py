@@ -15,28 +15,25 @@ from torch import Tensor
 from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError, Unconfirmed
 from lightning_swarm.core.readable import printable, short_name
 from lightning_swarm.core.tasks import first_found
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.keepers import check_shown_by_keeper
 from lightning_swarm.protocol.messages.membership import (
-    JoinReply,
     JoinRequest,
     ListenReply,
     ListenRequest,
-    NextReply,
     NextRequest,
     ReadyRequest,
 )
 from lightning_swarm.protocol.messages.run import (
     NO_CHANGE,
-    RecordDigestReply,
     RecordDigestRequest,
     RunView,
     SeatedMembers,
 )
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import JOIN, LISTEN, NEXT, READY, RECORD_DIGEST, VIEW
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
+from lightning_swarm.protocol.rpc import JOIN, LISTEN, NEXT, READY, RECORD_DIGEST, VIEW
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version, record_digest
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.admission import Admission
@@ -77,7 +74,7 @@ class Joiner:
         self._unconfirmed: set[PeerId] = set()  # donors whose state the coordinator did not confirm
         self._refused_by: set[PeerId] = set()  # announced peers that refused this peer
         self._say: Callable[[str], None] = _log.info  # reports progress to the user
-        context.transport.handle_call(LISTEN, self._handle_listen)
+        LISTEN.serve(context.transport, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
         """Join with a stage that this server built for a run it left: the stage with the fewest `holders`."""
@@ -149,7 +146,7 @@ class Joiner:
         )
 
     async def _view(self, coordinator: PeerId) -> RunView:
-        return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
+        return await VIEW.ask(self._transport, coordinator, None, timeout=self._timeout)
 
     async def _join(self, coordinator: PeerId, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
         """Try to join a few times. The coordinator may change meanwhile."""
@@ -196,7 +193,7 @@ class Joiner:
             stage_index=self._stage.index if self._stage is not None else self._target,
             arithmetic=self._admission.model.arithmetic,
         )
-        reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
+        reply = await JOIN.ask(self._transport, coordinator, request, timeout=self._timeout)
         if self._stage is None or self._stage.index != reply.stage_index:  # an audited run chooses the stage
             stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
@@ -274,19 +271,18 @@ class Joiner:
                 seated=seated,
                 written=self._steps.sums.next.change.number,
             )
-            message = await self._transport.stream(
+            reply, tensors = await NEXT.ask(
+                self._transport,
                 donor,
-                NEXT,
-                Message(encode(request)),
+                request,
                 timeout=hold_s + self._limits.call_timeout,  # shorter than for a download: the donor may freeze
                 max_bytes=self._limits.max_message_bytes,
             )
-            reply = decode(message.body, NextReply)
             record = reply.record
             if not seated and reply.seats is not None and version == self._steps.version:
                 self._seat(reply.seats, version)
                 seated = True
-            gradient, behind = (message.tensors[:1], message.tensors[1:]) if record else ((), message.tensors)
+            gradient, behind = (tensors[:1], tensors[1:]) if record else ((), tensors)
             change = record.change if record is not None else reply.change
             if change not in (NO_CHANGE, self._steps.sums.next.change) and version == self._steps.version:
                 await self._steps.follow_change(version, change, named(reply.names, behind))
@@ -317,10 +313,10 @@ class Joiner:
         request = RecordDigestRequest(generation=run.manifest.generation, step=record.step)
         try:
             timeout = self._limits.call_timeout
-            answer = await self._transport.call(run.coordinator, RECORD_DIGEST, encode(request), timeout=timeout)
+            answer = await RECORD_DIGEST.ask(self._transport, run.coordinator, request, timeout=timeout)
         except ProtocolError as error:  # the run may have rolled back
             raise PeerError(f"{run.coordinator} does not tell the record of step {record.step}: {error}") from error
-        if decode(answer, RecordDigestReply).digest != record_digest(record):
+        if answer.digest != record_digest(record):
             raise Unconfirmed(f"its record of step {record.step} is not the one that was decided")
 
     async def _confirm_members(self, version: int) -> bool:
@@ -337,9 +333,9 @@ class Joiner:
 
     async def _report_ready(self, generation: int, version: int) -> None:
         coordinator = self._membership.run.coordinator
-        ready = encode(ReadyRequest(generation=generation, version=version))
+        ready = ReadyRequest(generation=generation, version=version)
         try:
-            await self._transport.call(coordinator, READY, ready, timeout=self._timeout)
+            await READY.ask(self._transport, coordinator, ready, timeout=self._timeout)
         except ProtocolError as error:  # its place may have gone to another while it was downloading
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
@@ -351,9 +347,8 @@ class Joiner:
             rosters = [[member for member in roster if member != self._membership.me] for roster in rosters]
         self._membership.run.set_members(replace(seats, rosters=rosters))
 
-    async def _handle_listen(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_listen(self, caller: PeerId, request: ListenRequest) -> ListenReply:
         """Collect and hold a round's mean gradient, so that its record may admit this server."""
-        request = decode(body, ListenRequest)
         closing = request.closing
         stage = self._stage
         if stage is None or self._membership.is_member or not self._membership.led_by(caller):
@@ -378,7 +373,7 @@ class Joiner:
             gradient = self._steps.rounds.held(closing).gradients[stage.index]
             parts = await self._compute(partial(part_digests, gradient, len(rosters[stage.index])))
         boot_id = self._membership.me.boot_id
-        return encode(ListenReply(boot_id=boot_id, version_hash=version_hash, parts=parts))
+        return ListenReply(boot_id=boot_id, version_hash=version_hash, parts=parts)
 
 
 def _gradient(tensors: Sequence[Tensor], stage: Stage) -> Tensor:

@@ -32,8 +32,8 @@ from lightning_swarm.protocol.messages.state import (
     SnapshotRequest,
 )
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import HELD, KEEP, KEEP_LOOP, SNAPSHOT
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.rpc import HELD, KEEP, KEEP_LOOP, SNAPSHOT, WithTensors
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.sample_costs import num_bytes
 from lightning_swarm.server.stage import Stage
@@ -49,8 +49,8 @@ class KeptLoops:
         self._ordered = ordered  # returns the versions of the ordered snapshots
         self._kept: dict[int, Message] = {}
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
-        context.transport.handle_stream(
-            KEEP_LOOP, self._handle_keep, max_bytes=context.limits.loop_bytes, admit=self._check_says
+        KEEP_LOOP.serve(
+            context.transport, self._handle_keep, max_bytes=context.limits.loop_bytes, admit=self._check_says
         )
 
     @property
@@ -67,8 +67,7 @@ class KeptLoops:
         ordered = self._ordered()
         self._kept = {version: loop for version, loop in self._kept.items() if version in ordered}
 
-    async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
-        head = decode(message.body, KeptLoop)
+    async def _handle_keep(self, caller: PeerId, head: KeptLoop, message: Message) -> None:
         self._check(caller, head)
         await self._steps.wait_for_next(head.version)  # its record may come here later than to the lead
         self._check(caller, head)
@@ -77,7 +76,6 @@ class KeptLoops:
         TravellingLoop.read(plain_values.unpack(message.tensors))  # refuses a state that could not be read later
         self._kept[head.version] = message
         self.prune()
-        return Message()
 
     def _check_says(self, caller: PeerId) -> None:
         self._membership.check_lead(caller, "says what its loop was at")
@@ -93,7 +91,7 @@ class KeptLoops:
 _log = logging.getLogger(__name__)
 
 
-def copied(stage: Stage, generation: int) -> Message:
+def copied(stage: Stage, generation: int) -> tuple[Snapshot, list[Tensor]]:
     """Copy a stage's weights and optimizer state to the CPU, on the compute thread."""
     weights, state = stage.weights(), stage.optimizer.state()
     structure, tensors = serialization.flatten(list(state.values()))
@@ -108,8 +106,7 @@ def copied(stage: Stage, generation: int) -> Message:
         selection=stage.selection,
     )
     # Copied, because sending may take long, and records change the original meanwhile.
-    copies = (tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors])
-    return Message(encode(head), tuple(copies))
+    return head, [tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors]]
 
 
 @dataclass
@@ -227,10 +224,10 @@ class Snapshots:
         self.store = SnapshotStore(limits.snapshot_bytes)
         self.loops = KeptLoops(context, steps, self._versions)
         steps.unrecorded_snapshots = self._untold
-        transport.handle_call(HELD, self._handle_held)
+        HELD.serve(transport, self._handle_held)
         max_bytes, admit = limits.max_message_bytes, self._membership.check_server
-        transport.handle_stream(KEEP, self._handle_keep, max_bytes=max_bytes, admit=admit)
-        transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
+        KEEP.serve(transport, self._handle_keep, max_bytes=max_bytes, admit=admit)
+        SNAPSHOT.serve(transport, self._handle_snapshot)
 
     def discard(self) -> None:
         """Drop all snapshots, even while they are written: the run is over, or in its next generation."""
@@ -275,19 +272,18 @@ class Snapshots:
 
     async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
         """Copy stages before the next record, and send the copies of stages whose first replica is here."""
-        taken: dict[int, Message] = {}
+        taken: dict[int, tuple[Snapshot, list[Tensor]]] = {}
         # Copy all before hashing any, because that may take longer than a step.
-        for message in [await self._compute(partial(copied, stage, order.generation)) for stage in stages]:
-            head = decode(message.body, Snapshot)
-            if head.version == order.version and await self._put(head, message.tensors, order):  # else it is ahead
-                taken[head.stage_index] = message
+        for head, tensors in [await self._compute(partial(copied, stage, order.generation)) for stage in stages]:
+            if head.version == order.version and await self._put(head, tensors, order):  # else it is ahead
+                taken[head.stage_index] = head, tensors
         for index in sorted(first & taken.keys()):
             keeper = order.keepers[index] if index < len(order.keepers) else None
             if keeper is None or self._order is not order:  # the run may roll back, or go on without this server
                 continue
             try:
                 timeout = self._limits.join_timeout
-                await self._transport.stream(keeper, KEEP, taken[index], timeout=timeout, max_bytes=0)
+                await KEEP.ask(self._transport, keeper, *taken[index], timeout=timeout, max_bytes=0)
             except SwarmError as error:
                 _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
@@ -319,14 +315,13 @@ class Snapshots:
         if sender is not None:
             reason = "the snapshot that it sent is not what its stage's servers took"
             self._events.note("unconfirmed", peer=sender, stage=index, step=version, reason=reason)
-        request = Message(encode(SnapshotRequest(stage_index=index, version=version)))
+        request = SnapshotRequest(stage_index=index, version=version)
         timeout, max_bytes = self._limits.join_timeout, self._limits.max_message_bytes
         for peer in [one.peer_id for one in self._membership.run.rosters[index] if one.peer_id != sender]:
             try:
-                message = await self._transport.stream(peer, SNAPSHOT, request, timeout=timeout, max_bytes=max_bytes)
-                head = decode(message.body, Snapshot)
-                if await asyncio.to_thread(digest, message.tensors, encode(head)) == told.digest:
-                    await self.store.put(head, message.tensors, wanted=lambda: self._order_of(version) is order)
+                head, tensors = await SNAPSHOT.ask(self._transport, peer, request, timeout=timeout, max_bytes=max_bytes)
+                if await asyncio.to_thread(digest, tensors, encode(head)) == told.digest:
+                    await self.store.put(head, tensors, wanted=lambda: self._order_of(version) is order)
                     return
             except (SwarmError, OSError) as error:
                 _log.info("%s gives no snapshot of stage %d: %s", peer, index, error)
@@ -337,18 +332,15 @@ class Snapshots:
 
     # ------------------------------------------------------------------ calls of other peers
 
-    async def _handle_held(self, caller: PeerId, body: bytes) -> bytes:
+    async def _handle_held(self, caller: PeerId, _: None) -> HeldSnapshots:
         run = self._membership.run
-        if body:
-            raise ProtocolError(f"{HELD} takes no arguments, got {len(body)} bytes")
         if caller not in (*run.trainers, *run.servers):
             raise ProtocolError(f"{caller} is not in run {run.manifest.run_id!r}")
         host = host_of(await self._transport.addresses())[:100]
-        return encode(HeldSnapshots(host=host, snapshots=self.store.held, loops=self.loops.versions or UNSET))
+        return HeldSnapshots(host=host, snapshots=self.store.held, loops=self.loops.versions or UNSET)
 
-    async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
+    async def _handle_keep(self, caller: PeerId, head: Snapshot, message: Message) -> None:
         """Keep a copy of another server's stage, as the record of its version ordered."""
-        head = decode(message.body, Snapshot)
         self._membership.run.check_generation(head.generation)
         await self._steps.wait_for_next(head.version)
         self._check_ordered(caller, head)
@@ -368,7 +360,6 @@ class Snapshots:
         self._senders[head.stage_index, head.version] = caller
         if not await self._put(head, message.tensors, order):
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
-        return Message()
 
     def _check_ordered(self, caller: PeerId, head: Snapshot) -> _SnapshotOrder:
         run = self._membership.run
@@ -390,11 +381,10 @@ class Snapshots:
             raise ProtocolError(f"stage {head.stage_index} has the weights {names[:5]}, got {head.weights[:5]}")
         return order
 
-    async def _handle_snapshot(self, caller: PeerId, message: Message) -> Message:
-        request = decode(message.body, SnapshotRequest)
+    async def _handle_snapshot(self, caller: PeerId, request: SnapshotRequest) -> WithTensors[Snapshot]:
         order = self._order_of(request.version)
         keepers = order.keepers if order is not None else ()
         if request.stage_index >= len(keepers) or keepers[request.stage_index] != caller:
             self._membership.run.check_trainer(caller)
         head, tensors = await self.store.get(request.stage_index, request.version)
-        return Message(encode(head), tuple(tensors))
+        return head, tensors

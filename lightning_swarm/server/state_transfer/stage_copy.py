@@ -15,12 +15,10 @@ from torch import Tensor
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import ended, gather
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.membership import FollowReply, FollowRequest, PieceRequest, TensorLayout
-from lightning_swarm.protocol.messages.state import Snapshot
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import FOLLOW, PIECE
+from lightning_swarm.protocol.rpc import FOLLOW, PIECE
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.snapshots import copied
@@ -45,10 +43,10 @@ class StageCopy:
     @classmethod
     def of(cls, stage: Stage, generation: int) -> StageCopy:
         """Copy a stage as it is now. On the compute thread, so that the copy falls between two records."""
-        message = copied(stage, generation)
-        tensors = tuple(tensor.contiguous() for tensor in message.tensors)
+        snapshot, copies = copied(stage, generation)
+        tensors = tuple(tensor.contiguous() for tensor in copies)
         layouts = [TensorLayout(shape=list(tensor.shape), dtype=_name(tensor)) for tensor in tensors]
-        return cls(FollowReply(snapshot=decode(message.body, Snapshot), layouts=layouts), tensors)
+        return cls(FollowReply(snapshot=snapshot, layouts=layouts), tensors)
 
     @property
     def version(self) -> int:
@@ -188,10 +186,9 @@ class StageDownload:
             hold_s = _HOLD_S
 
     async def _follow(self, donor: PeerId, version: int | None, *, hold_s: float = 0.0) -> FollowReply:
-        request = Message(encode(FollowRequest(stage_index=self._stage.index, version=version, hold_s=hold_s)))
+        request = FollowRequest(stage_index=self._stage.index, version=version, hold_s=hold_s)
         timeout = hold_s + self._limits.call_timeout
-        message = await self._transport.stream(donor, FOLLOW, request, timeout=timeout, max_bytes=0)  # all in the body
-        head = decode(message.body, FollowReply)
+        head, _ = await FOLLOW.ask(self._transport, donor, request, timeout=timeout, max_bytes=0)
         there = head.snapshot
         if there.stage_index != self._stage.index or version not in (None, there.version):
             raise ProtocolError(
@@ -228,7 +225,7 @@ class StageDownload:
             asked.add(peer)
             stop = self._missing[start]
             try:
-                message = await self._piece(peer, incoming, start, stop)
+                tensors = await self._piece(peer, incoming, start, stop)
             except Busy:
                 if not to_the_end:
                     return
@@ -238,7 +235,7 @@ class StageDownload:
                 asked.discard(peer)
             if self._missing.get(start) != stop:
                 continue  # another peer was quicker
-            num_bytes = incoming.fill(start, message.tensors, at_most=stop - start)
+            num_bytes = incoming.fill(start, tensors, at_most=stop - start)
             del self._missing[start]
             if start + num_bytes < stop:
                 self._missing[start + num_bytes] = stop
@@ -250,12 +247,12 @@ class StageDownload:
         owed = (start for start in self._missing if to_the_end and peer not in self._asked.get(start, ()))
         return next(free, next(owed, None))
 
-    async def _piece(self, peer: PeerId, incoming: IncomingSnapshot, start: int, stop: int) -> Message:
+    async def _piece(self, peer: PeerId, incoming: IncomingSnapshot, start: int, stop: int) -> tuple[Tensor, ...]:
         request = PieceRequest(
             stage_index=self._stage.index, version=incoming.head.snapshot.version, start=start, stop=stop
         )
-        timeout, message = self._limits.call_timeout if stop > start else _RELEASE_S, Message(encode(request))
-        return await self._transport.stream(peer, PIECE, message, timeout=timeout, max_bytes=stop - start)
+        timeout = self._limits.call_timeout if stop > start else _RELEASE_S
+        return (await PIECE.ask(self._transport, peer, request, timeout=timeout, max_bytes=stop - start))[1]
 
     async def _release(self, peer: PeerId, incoming: IncomingSnapshot) -> None:
         try:

@@ -15,9 +15,11 @@ from lightning_swarm.core.errors import Busy
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.protocol.methods import TUNE_ADAPTER
+from lightning_swarm.protocol.messages.tuning import AdapterUpload
+from lightning_swarm.protocol.rpc import TUNE_ADAPTER
 
 SERVER = PeerId("a")
+UPLOAD = AdapterUpload(model="0" * 64, stage=0, digest=bytes(32), loras=[])
 
 
 class Swarm:
@@ -27,7 +29,7 @@ class Swarm:
         self.loop, network = VirtualLoop(), MemoryNetwork()
         self.came: list[int] = []
         self.refuses = False
-        network.transport(SERVER).handle_stream(TUNE_ADAPTER, self._take, max_bytes=1 << 20)
+        network.transport(SERVER).handle_stream(TUNE_ADAPTER.name, self._take, max_bytes=1 << 20)
         self.uploads = AdapterUploads(network.transport("client"))
 
     async def _take(self, caller: PeerId, message: Message) -> Message:
@@ -39,7 +41,7 @@ class Swarm:
 
     def send(self, *numbers: int, again: bool = False) -> None:
         async def send(number: int) -> None:
-            adapter = PackedAdapter(bytes([number % 256, number // 256]), Message(b"", (torch.tensor(number),)))
+            adapter = PackedAdapter(bytes([number % 256, number // 256]), UPLOAD, (torch.tensor(number),))
             await self.uploads.send(SERVER, adapter, timeout=60.0, again=again)
 
         self.loop.run_until_complete(gather(map(send, numbers)))
@@ -83,7 +85,7 @@ def test_the_oldest_are_forgotten(swarm: Swarm) -> None:
 def test_what_is_under_way_is_ended(swarm: Swarm) -> None:
     async def leave() -> None:
         sending = asyncio.ensure_future(
-            swarm.uploads.send(SERVER, PackedAdapter(b"", Message(b"", (torch.tensor(1),))), timeout=60.0)
+            swarm.uploads.send(SERVER, PackedAdapter(b"", UPLOAD, (torch.tensor(1),)), timeout=60.0)
         )
         await asyncio.sleep(0.5)
         swarm.uploads.cancel()

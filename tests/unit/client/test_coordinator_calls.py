@@ -10,7 +10,7 @@ from lightning_swarm.core.errors import Replaced, StepError, WentBack
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import ReportReply
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import VIEW
+from lightning_swarm.protocol.rpc import VIEW
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_commit import A
 from tests.unit.swarm import LEAD
@@ -42,6 +42,6 @@ def test_the_run_has_gone_back_without_it(
     async def shows(caller: PeerId, body: bytes) -> bytes:
         return encode(newer)
 
-    swarm.network.transport("shower").handle_call(VIEW, shows)
+    swarm.network.transport("shower").handle_call(VIEW.name, shows)
     with pytest.raises(expected, match="leads run" if expected is Replaced else "without this trainer"):
         swarm.run(calls._check_generation(PeerId("shower")))

@@ -14,7 +14,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import ReportReply
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.methods import DONE, GRANT, RECORD
+from lightning_swarm.protocol.rpc import DONE, GRANT, RECORD
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_rollback import restarting, step
 from tests.unit.swarm import LEAD, Swarm, key, rows
@@ -39,8 +39,12 @@ async def finish_a_batch(swarm: Swarm) -> None:
 
 @pytest.mark.parametrize(
     ("method", "ask"),
-    [(GRANT, lambda swarm: swarm.steps.grant(2)), (DONE, finish_a_batch), (RECORD, lambda swarm: step(swarm, 1))],
-    ids=[GRANT, DONE, RECORD],
+    [
+        (GRANT.name, lambda swarm: swarm.steps.grant(2)),
+        (DONE.name, finish_a_batch),
+        (RECORD.name, lambda swarm: step(swarm, 1)),
+    ],
+    ids=[GRANT.name, DONE.name, RECORD.name],
 )
 def test_an_answer_that_comes_after_a_rollback_changes_nothing(
     make_swarm: MakeSwarm,

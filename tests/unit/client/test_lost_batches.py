@@ -10,7 +10,7 @@ from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import PLACES
-from lightning_swarm.protocol.methods import AVERAGE
+from lightning_swarm.protocol.rpc import AVERAGE
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
@@ -120,7 +120,7 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
     trial.train(1)
     other = trial.second()
     held, go_on = asyncio.Event(), asyncio.Event()
-    handler = swarm.servers[PeerId("d")]._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
+    handler = swarm.servers[PeerId("d")]._transport._call_handlers[AVERAGE.name]  # type: ignore[attr-defined]
 
     async def slow(caller: PeerId, body: bytes) -> bytes:
         held.set()
@@ -128,7 +128,7 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
         answer: bytes = await handler(caller, body)
         return answer
 
-    swarm.servers[PeerId("d")]._transport._call_handlers[AVERAGE] = slow  # type: ignore[attr-defined]
+    swarm.servers[PeerId("d")]._transport._call_handlers[AVERAGE.name] = slow  # type: ignore[attr-defined]
 
     async def go() -> Grant:
         grant = await other.grant(2)

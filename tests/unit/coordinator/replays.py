@@ -13,7 +13,7 @@ from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.protocol.messages.step import Record, Replay, ReplayReply, ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import BACKWARD, FORWARD, REPLAY
+from lightning_swarm.protocol.rpc import BACKWARD, FORWARD, REPLAY
 from tests.unit.swarm import Swarm, key, result_of, rows
 
 
@@ -30,7 +30,7 @@ class Replayer:
         self.copies: dict[Receipt, tuple[CallKey, Tensor, Tensor, float]] = {}
         self.avoid: set[PeerId] = set()  # servers that get no microbatch
         self.replayed: list[Replay] = []
-        (transport or swarm.trainer).handle_call(REPLAY, self._handle)
+        (transport or swarm.trainer).handle_call(REPLAY.name, self._handle)
 
     def route(self, choice: int, avoid: Sequence[PeerId] = ()) -> list[PeerId]:
         """Return a route; successive choices go round the servers that are there."""
@@ -100,7 +100,7 @@ class Replayer:
             route[stage] = peer
         last = len(route) - 1
         for stage in range(last):
-            await swarm.send(route[stage], FORWARD, swarm.forward_request(k, stage, route, x))
+            await swarm.send(route[stage], FORWARD.name, swarm.forward_request(k, stage, route, x))
         for stage in range(last, min(one.holders) - 1, -1):
             source = result_of(route[stage - 1], k, stage - 1, "forward") if stage else None
             request = swarm.backward_request(
@@ -113,7 +113,7 @@ class Replayer:
                 again=(None if stage else (x,), {}),
                 inputs=source,
             )
-            await swarm.send(route[stage], BACKWARD, request)
+            await swarm.send(route[stage], BACKWARD.name, request)
         for stage, peer in one.holders.items():
             await swarm.tickets.wait(result_of(peer, k, stage, "backward"), timeout=30.0)
 

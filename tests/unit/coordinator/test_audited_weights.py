@@ -11,7 +11,7 @@ from lightning_swarm.model import state_proof
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.step import FreezeRequest
 from lightning_swarm.protocol.messages.wire import decode
-from lightning_swarm.protocol.methods import FREEZE
+from lightning_swarm.protocol.rpc import FREEZE
 from tests.unit.conftest import MakeSwarm
 from tests.unit.model.forged import forged
 from tests.unit.swarm import LEAD, Swarm, rows
@@ -100,7 +100,7 @@ def test_each_tensor_is_hashed_once_a_step_however_often_a_step_closes(
     monkeypatch.setattr(state_proof, "raw_bytes", lambda tensor: hashed.append(tensor.data_ptr()) or honest(tensor))
     challenges: list[int] = []
     transport: Any = swarm.servers[B]._transport
-    freeze = transport._call_handlers[FREEZE]
+    freeze = transport._call_handlers[FREEZE.name]
 
     async def twice(caller: PeerId, body: bytes) -> bytes:
         challenges.append(decode(body, FreezeRequest).challenge)
@@ -108,7 +108,7 @@ def test_each_tensor_is_hashed_once_a_step_however_often_a_step_closes(
         answer: bytes = await freeze(caller, body)
         return answer
 
-    transport._call_handlers[FREEZE] = twice
+    transport._call_handlers[FREEZE.name] = twice
     swarm.run(swarm.step(rows(0)))
     hashed.clear()
     swarm.run(swarm.step(rows(1)))

@@ -21,7 +21,7 @@ from lightning_swarm.protocol.messages.calls import Origins
 from lightning_swarm.protocol.messages.run import StepChange
 from lightning_swarm.protocol.messages.step import FreezeReply, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, AVERAGE, FREEZE
+from lightning_swarm.protocol.rpc import APPLY, AVERAGE, FREEZE
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from tests.unit.conftest import MakeSwarm
@@ -105,7 +105,7 @@ def test_servers_begin_to_average_when_they_freeze(make_swarm: MakeSwarm) -> Non
     latency_s = 1.0
     swarm = make_swarm("a", "b c", network=MemoryNetwork(latency_s=latency_s))
     at_s: dict[str, float] = {}
-    for name in (FREEZE, AVERAGE, APPLY):
+    for name in (FREEZE.name, AVERAGE.name, APPLY.name):
         handler = swarm.servers[B]._transport._call_handlers[name]  # type: ignore[attr-defined]
 
         async def timed(caller: PeerId, body: bytes, name: str = name, handler: Any = handler) -> bytes:
@@ -115,8 +115,8 @@ def test_servers_begin_to_average_when_they_freeze(make_swarm: MakeSwarm) -> Non
 
         swarm.servers[B]._transport._call_handlers[name] = timed  # type: ignore[attr-defined]
     swarm.run(Replayer(swarm).step(*batch_of(0, NUM_MICROBATCHES)))
-    assert at_s[AVERAGE] - at_s[FREEZE] == pytest.approx(2 * latency_s)
-    assert at_s[APPLY] - at_s[FREEZE] == pytest.approx((2 + 2 + 1 + 2 + 1) * latency_s)
+    assert at_s[AVERAGE.name] - at_s[FREEZE.name] == pytest.approx(2 * latency_s)
+    assert at_s[APPLY.name] - at_s[FREEZE.name] == pytest.approx((2 + 2 + 1 + 2 + 1) * latency_s)
 
 
 @pytest.mark.each_value
@@ -354,7 +354,7 @@ def test_a_stage_that_was_restarted_ends_the_run_at_once(make_swarm: MakeSwarm) 
     async def restarted(caller: PeerId, body: bytes) -> bytes:
         raise NotMember("this peer was not admitted to a run yet")
 
-    trial.swarm.servers[B]._transport._call_handlers[FREEZE] = restarted  # type: ignore[attr-defined]
+    trial.swarm.servers[B]._transport._call_handlers[FREEZE.name] = restarted  # type: ignore[attr-defined]
     begin_s = trial.swarm.loop.time()
     with pytest.raises(StageLost, match="stage 1 has nobody left: this peer was not admitted to a run yet"):
         trial.train(1)
@@ -377,8 +377,8 @@ def test_a_server_that_was_restarted_is_gone(make_swarm: MakeSwarm, how: str) ->
         return encode(replaced(reply, boot_id=999, ledgers=[]))
 
     handlers = swarm.servers[C]._transport._call_handlers  # type: ignore[attr-defined]
-    freeze = handlers[FREEZE]
-    handlers[FREEZE] = restarted
+    freeze = handlers[FREEZE.name]
+    handlers[FREEZE.name] = restarted
     trial.train(2)
     trial.check()
     assert steps.version == 1
@@ -478,7 +478,7 @@ def test_a_sum_that_holds_a_struck_batch_begins_anew_when_the_step_takes_others(
 
     def reopen(round_: int, struck: list[int]) -> None:
         request = FreezeRequest(generation=0, step=0, round=round_, struck=struck)
-        swarm.run(coordinator.call(B, FREEZE, encode(request), timeout=1.0))
+        swarm.run(coordinator.call(B, FREEZE.name, encode(request), timeout=1.0))
 
     reopen(1, [2])
     assert stage.next_sum.values.any(), "it counts"
@@ -494,7 +494,7 @@ def test_weights_are_hashed_where_somebody_may_compare_them(make_swarm: MakeSwar
 
     def hash_of(peer: PeerId, *, challenge: int = 0) -> int | None:
         request = FreezeRequest(generation=0, step=0, challenge=challenge)
-        answer = swarm.run(coordinator.call(peer, FREEZE, encode(request), timeout=1.0))
+        answer = swarm.run(coordinator.call(peer, FREEZE.name, encode(request), timeout=1.0))
         return decode(answer, FreezeReply).ledgers[0].version_hash
 
     def fingerprint_of(peer: PeerId, stage: int, challenge: int = 0) -> int:
@@ -517,7 +517,7 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
     request = FreezeRequest(generation=0, step=0, round=3)
 
     def freeze(**changes: Any) -> None:
-        swarm.run(coordinator.call(B, FREEZE, encode(replaced(request, **changes)), timeout=1.0))
+        swarm.run(coordinator.call(B, FREEZE.name, encode(replaced(request, **changes)), timeout=1.0))
 
     freeze()
     before = swarm.state()

@@ -18,7 +18,7 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import NO_CHANGE, Manifest, Member, Term
 from lightning_swarm.protocol.messages.step import Accepted, Closing, Prepare, Promise, Proposal, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import PREPARE, PROPOSE
+from lightning_swarm.protocol.rpc import PREPARE, PROPOSE
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import RunSettings
 
@@ -332,10 +332,10 @@ def test_a_voter_that_answers_nonsense_is_no_majority_and_no_obstacle(loop: Virt
         return b"yes"
 
     election = Election(loop, 3)
-    election.transports[0]._call_handlers[PROPOSE] = nonsense  # type: ignore[attr-defined]
+    election.transports[0]._call_handlers[PROPOSE.name] = nonsense  # type: ignore[attr-defined]
     election.decide(record())
     election.run.version = 1
-    election.transports[1]._call_handlers[PROPOSE] = nonsense  # type: ignore[attr-defined]
+    election.transports[1]._call_handlers[PROPOSE.name] = nonsense  # type: ignore[attr-defined]
     with pytest.raises(StepError, match="accepted"):
         election.decide(record(1))
 
@@ -384,12 +384,12 @@ def test_one_voter_that_lies_voids_no_decided_record(loop: VirtualLoop, lie: dic
     election.decide(record(clip_factor=0.5))
     loop.run_until_complete(asyncio.sleep(1.0))  # all must have the record
     election.kill(range(num_dead))
-    honest = election.transports[4]._call_handlers[PREPARE]  # type: ignore[attr-defined]
+    honest = election.transports[4]._call_handlers[PREPARE.name]  # type: ignore[attr-defined]
 
     async def answer(caller: PeerId, body: bytes) -> bytes:
         return encode(replaced(decode(await honest(caller, body), Promise), **lie))
 
-    election.transports[4]._call_handlers[PREPARE] = answer  # type: ignore[attr-defined]
+    election.transports[4]._call_handlers[PREPARE.name] = answer  # type: ignore[attr-defined]
     rival = election.proposes(RIVAL, (5, RIVAL, 0))
     assert election.begin(rival) == record(clip_factor=0.5)
     election.decide(record(clip_factor=0.5), rival)
@@ -409,14 +409,14 @@ def test_the_same_voters_promise_once(loop: VirtualLoop) -> None:
     election = Election(loop, 3)
     asked = []
     for transport in election.transports:
-        handler = transport._call_handlers[PREPARE]  # type: ignore[attr-defined]
+        handler = transport._call_handlers[PREPARE.name]  # type: ignore[attr-defined]
 
         async def counting(caller: PeerId, body: bytes, handler: Any = handler) -> bytes:
             asked.append(caller)
             answer: bytes = await handler(caller, body)
             return answer
 
-        transport._call_handlers[PREPARE] = counting  # type: ignore[attr-defined]
+        transport._call_handlers[PREPARE.name] = counting  # type: ignore[attr-defined]
     for step in range(3):
         election.run.version = step
         election.decide(record(step))
@@ -434,11 +434,11 @@ def test_a_foreign_term_is_refused(loop: VirtualLoop) -> None:
     stranger = election.network.transport("stranger")
     for method, request, own in (
         (
-            PROPOSE,
+            PROPOSE.name,
             Proposal(term=(7, "someone", 0), boot_id=0, record=record()),
             Proposal(term=(7, "stranger", 0), boot_id=0, record=record()),
         ),
-        (PREPARE, prepare(0, (7, "someone", 0)), prepare(0, (7, "stranger", 0))),
+        (PREPARE.name, prepare(0, (7, "someone", 0)), prepare(0, (7, "stranger", 0))),
     ):
         with pytest.raises(ProtocolError, match="its proposer's id"):
             loop.run_until_complete(coordinator.call(PeerId("voter-0"), method, encode(request), timeout=1.0))
@@ -454,6 +454,6 @@ def test_a_term_beyond_all_is_refused(loop: VirtualLoop) -> None:
     coordinator = election.proposer._transport
     request = prepare(0, (1 << 40, "coordinator", 0))
     with pytest.raises(ProtocolError):
-        loop.run_until_complete(coordinator.call(PeerId("voter-0"), PREPARE, encode(request), timeout=1.0))
+        loop.run_until_complete(coordinator.call(PeerId("voter-0"), PREPARE.name, encode(request), timeout=1.0))
     assert election.voters[0].term == (0, "", 0)
     election.decide(record())

@@ -18,7 +18,7 @@ from lightning_swarm.protocol.messages.batches import BatchDone, BatchDoneReply,
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import AverageRequest, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, AVERAGE, BACKWARD, DONE, FREEZE, GRANT
+from lightning_swarm.protocol.rpc import APPLY, AVERAGE, BACKWARD, DONE, FREEZE, GRANT
 from lightning_swarm.server.averaging.averager import AveragingResult
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
@@ -173,13 +173,13 @@ def test_records_apply_in_order_and_once(make_swarm: MakeSwarm) -> None:
     before = swarm.state()
     coordinator = swarm.servers[A]._transport
     for record in records:
-        swarm.run(coordinator.call(B, APPLY, encode(record), timeout=1.0))  # repeated
+        swarm.run(coordinator.call(B, APPLY.name, encode(record), timeout=1.0))  # repeated
     early = replaced(records[-1], closing=replaced(records[-1].closing, step=7))
     with pytest.raises(ProtocolError):
-        swarm.run(coordinator.call(B, APPLY, encode(early), timeout=1.0))
+        swarm.run(coordinator.call(B, APPLY.name, encode(early), timeout=1.0))
     unknown = replaced(records[-1], closing=replaced(records[-1].closing, step=3))
     with pytest.raises(ProtocolError, match="no round of this peer"):
-        swarm.run(coordinator.call(B, APPLY, encode(unknown), timeout=1.0))
+        swarm.run(coordinator.call(B, APPLY.name, encode(unknown), timeout=1.0))
     assert swarm.state() == before
 
 
@@ -341,7 +341,7 @@ def test_what_a_trainer_may_not_say_changes_nothing(
     before = swarm.state()
     transport = swarm.trainer if caller == LEAD else other
     with pytest.raises(ProtocolError, match=words):
-        swarm.run(transport.call(A, DONE, encode(request_), timeout=1.0))
+        swarm.run(transport.call(A, DONE.name, encode(request_), timeout=1.0))
     swarm.settle()
     assert swarm.state() == before
 
@@ -351,7 +351,7 @@ def test_a_request_to_close_that_comes_late_closes_no_later_step(make_swarm: Mak
     swarm.run(swarm.step(rows(1)))
     before = swarm.state()
     request = batch_done(close=True, noted=swarm.steps.events.report())
-    body = swarm.run(swarm.trainer.call(A, DONE, encode(request), timeout=1.0))
+    body = swarm.run(swarm.trainer.call(A, DONE.name, encode(request), timeout=1.0))
     assert decode(body, BatchDoneReply).closing, "whoever missed the answer finds the record"
     assert swarm.state() == before
 
@@ -376,12 +376,14 @@ def test_hyperparameters_come_from_the_lead_alone(make_swarm: MakeSwarm) -> None
 def test_a_trainer_cannot_be_ahead_of_the_coordinator(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     with pytest.raises(ProtocolError, match="step 0 is open"):
-        swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=1, num_samples=1, generation=0)), timeout=1.0))
+        swarm.run(
+            swarm.trainer.call(A, GRANT.name, encode(GrantRequest(step=1, num_samples=1, generation=0)), timeout=1.0)
+        )
     with pytest.raises(ProtocolError, match="step 0 is open"):
         swarm.run(swarm.record(1))
     swarm.run(swarm.step(rows(1)))
     body = swarm.run(
-        swarm.trainer.call(A, GRANT, encode(GrantRequest(step=0, num_samples=1, generation=0)), timeout=1.0)
+        swarm.trainer.call(A, GRANT.name, encode(GrantRequest(step=0, num_samples=1, generation=0)), timeout=1.0)
     )
     wait = decode(body, GrantReply).wait
     assert wait is not None
@@ -522,13 +524,13 @@ def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: Ma
     swarm = make_swarm("a", "b c")
     refusals: list[Any] = []
     source = result_of(A, key(), 0, "forward")
-    for phase in (FREEZE, AVERAGE):
+    for phase in (FREEZE.name, AVERAGE.name):
         handler = swarm.servers[C]._transport._call_handlers[phase]  # type: ignore[attr-defined]
 
         async def late(caller: PeerId, body: bytes, handler: Any = handler) -> bytes:
             answer: bytes = await handler(caller, body)
             request = swarm.backward_request(key(), 1, [A, C], rows(1), again=(None, {}), inputs=source)
-            await swarm.send(C, BACKWARD, request)
+            await swarm.send(C, BACKWARD.name, request)
             with pytest.raises(LeaseRevoked, match="its closing does not name"):
                 await swarm.tickets.wait(result_of(C, key(), 1, "backward"), timeout=1.0)
             refusals.append(caller)
@@ -560,36 +562,36 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
             swarm.run(coordinator.call(B, method, encode(request_), timeout=1.0))
         assert swarm.state() == before
 
-    refused(AVERAGE, average(b"\x03"))  # not frozen
+    refused(AVERAGE.name, average(b"\x03"))  # not frozen
     freeze = FreezeRequest(generation=0, step=0)
     late: list[dict[str, int]] = [{"generation": 1}, {"step": 1}]
     for changes in late:
-        refused(FREEZE, replaced(freeze, **changes))
+        refused(FREEZE.name, replaced(freeze, **changes))
     expected = average(b"").closing
     for changes in ({"generation": 1}, {"step": 1}, {"round": 1}):
-        refused(FREEZE, replaced(freeze, expected=replaced(expected, **changes)))
-    swarm.run(coordinator.call(B, FREEZE, encode(freeze), timeout=1.0))
+        refused(FREEZE.name, replaced(freeze, expected=replaced(expected, **changes)))
+    swarm.run(coordinator.call(B, FREEZE.name, encode(freeze), timeout=1.0))
     for changes in late:
-        refused(AVERAGE, average(b"\x03", **changes))
+        refused(AVERAGE.name, average(b"\x03", **changes))
     for held in (b"\x01", b"\x02", b"\x07", b"\0", b"", b"\x03\x01"):
-        refused(AVERAGE, average(held))
-    refused(AVERAGE, average(b"\x03", stage=0))
-    refused(AVERAGE, average(b"\x03", weight=2.0))
-    refused(AVERAGE, average(b"\x03", absent=[B]))
-    swarm.run(coordinator.call(B, AVERAGE, encode(average(b"\x03")), timeout=1.0))
+        refused(AVERAGE.name, average(held))
+    refused(AVERAGE.name, average(b"\x03", stage=0))
+    refused(AVERAGE.name, average(b"\x03", weight=2.0))
+    refused(AVERAGE.name, average(b"\x03", absent=[B]))
+    swarm.run(coordinator.call(B, AVERAGE.name, encode(average(b"\x03")), timeout=1.0))
 
 
 def test_a_step_that_is_full_and_closed_at_once_is_decided_once(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", target_batch_size=2)
     frozen: list[bytes] = []
-    handler = swarm.servers[B]._transport._call_handlers[FREEZE]  # type: ignore[attr-defined]
+    handler = swarm.servers[B]._transport._call_handlers[FREEZE.name]  # type: ignore[attr-defined]
 
     async def counting(caller: PeerId, body: bytes) -> bytes:
         frozen.append(body)
         answer: bytes = await handler(caller, body)
         return answer
 
-    swarm.servers[B]._transport._call_handlers[FREEZE] = counting  # type: ignore[attr-defined]
+    swarm.servers[B]._transport._call_handlers[FREEZE.name] = counting  # type: ignore[attr-defined]
 
     async def go() -> None:
         assert await swarm.batch(rows(1))

@@ -16,7 +16,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, HeldSnapshot, InheritRequest, Term, WatchReply
 from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vacancy, Vote
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.methods import FREEZE, INHERIT, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
+from lightning_swarm.protocol.rpc import FREEZE, INHERIT, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
 from lightning_swarm.testing import FaultPlan
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_takeover import Trial
@@ -53,7 +53,7 @@ class Coup(Trial):
         for peer in peers:
             number = self.swarm.servers[peer].voter.term[0] + 1
             with contextlib.suppress(Busy, ProtocolError):
-                self.tell(peer, PREPARE, self.prepare(peer, number, **changes))
+                self.tell(peer, PREPARE.name, self.prepare(peer, number, **changes))
 
     def answer(self, method: str, lie: Callable[[bytes], bytes]) -> None:
         """Make the malicious voter falsify its answers to a method."""
@@ -73,7 +73,7 @@ class Coup(Trial):
         newest = self.records[-1]
         closing = replaced(newest.closing, **{"step": len(self.records), **changes})
         record = replaced(newest, closing=closing, next_voters=None)
-        self.lie(PREPARE, Promise, accepted=Accepted(term=(1, "z", 0), record=record))
+        self.lie(PREPARE.name, Promise, accepted=Accepted(term=(1, "z", 0), record=record))
 
     def talk_nonsense(self, *methods: str) -> None:
         for method in methods:
@@ -102,11 +102,11 @@ def test_who_has_no_promises_leads_nobody(make_swarm: MakeSwarm, number: int) ->
     coup = Coup(make_swarm)
     for peer in (A, B, D):
         with pytest.raises(ProtocolError, match="a term is followed if a majority of the voters promised it"):
-            coup.tell(peer, LEAD, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
+            coup.tell(peer, LEAD.name, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
         with pytest.raises((ProtocolError, NotCoordinator), match="led by the coordinator a"):
-            coup.tell(peer, TAKE_OVER, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
+            coup.tell(peer, TAKE_OVER.name, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
         with pytest.raises(NotCoordinator, match="led by the coordinator a"):
-            coup.tell(peer, INHERIT, InheritRequest(generation=0, new_lead=LIAR, first_step=0))
+            coup.tell(peer, INHERIT.name, InheritRequest(generation=0, new_lead=LIAR, first_step=0))
     coup.train(2)
     coup.check_led_by(A, below=2)
     coup.check()
@@ -119,9 +119,9 @@ def test_a_voter_promises_nothing_while_its_coordinator_answers(make_swarm: Make
     for peer in (A, B):
         before = coup.swarm.servers[peer].voter.term
         with pytest.raises(Busy, match="the coordinator answers this voter"):
-            coup.tell(peer, PREPARE, coup.prepare(peer, number))
+            coup.tell(peer, PREPARE.name, coup.prepare(peer, number))
         with pytest.raises(Busy, match="the coordinator answers this voter"):
-            coup.tell(peer, PROPOSE, replaced(proposal, boot_id=coup.swarm.members[peer].boot_id))
+            coup.tell(peer, PROPOSE.name, replaced(proposal, boot_id=coup.swarm.members[peer].boot_id))
         assert coup.swarm.servers[peer].voter.term == before
     coup.train(2)
     coup.check_led_by(A, below=2)
@@ -132,7 +132,7 @@ def test_terms_rise_by_small_steps_where_there_is_no_coordinator(make_swarm: Mak
     coup = Coup(make_swarm)
     coup.swarm.network.kill(A)
     for _ in range(3):
-        promise = decode(coup.tell(B, PREPARE, coup.prepare(B, HIGHEST)), Promise)
+        promise = decode(coup.tell(B, PREPARE.name, coup.prepare(B, HIGHEST)), Promise)
         assert not promise.promised
     coup.train(2, avoid="a")
     (leader,) = set(coup.coordinators) - {A}
@@ -192,11 +192,11 @@ def test_numbers_rise_no_faster_than_the_others_follow(make_swarm: MakeSwarm, as
             for peer, voter in voters.items():
                 request = coup.prepare(peer, voter.highest_number)
                 with contextlib.suppress(SwarmError):
-                    await transport.call(peer, PREPARE, encode(request), timeout=1.0)
+                    await transport.call(peer, PREPARE.name, encode(request), timeout=1.0)
 
     coup.swarm.run(storm())
-    coup.refuse(PREPARE, Busy("not now"))
-    coup.refuse(WATCH, Busy("not now"))
+    coup.refuse(PREPARE.name, Busy("not now"))
+    coup.refuse(WATCH.name, Busy("not now"))
 
     async def until_led() -> None:
         async with asyncio.timeout(LEADS_WITHIN_S):
@@ -211,20 +211,20 @@ def test_numbers_rise_no_faster_than_the_others_follow(make_swarm: MakeSwarm, as
 WATCHED = ("a term that nobody promised", "a record that nobody decided")
 LIES: dict[str, Callable[[Coup], None]] = {
     "a term that nobody promised": lambda coup: coup.lie(
-        WATCH, WatchReply, term=coup.term(HIGHEST), promised=coup.term(HIGHEST), coordinates=True
+        WATCH.name, WatchReply, term=coup.term(HIGHEST), promised=coup.term(HIGHEST), coordinates=True
     ),
-    "a record that nobody decided": lambda coup: coup.lie(WATCH, WatchReply, version=1000),
+    "a record that nobody decided": lambda coup: coup.lie(WATCH.name, WatchReply, version=1000),
     "a rival at the end of the numbers": lambda coup: coup.lie(
-        PREPARE, Promise, promised=False, term=(HIGHEST, "d", 103)
+        PREPARE.name, Promise, promised=False, term=(HIGHEST, "d", 103)
     ),
-    "that the step was decided": lambda coup: coup.lie(PREPARE, Promise, promised=False, behind=True),
+    "that the step was decided": lambda coup: coup.lie(PREPARE.name, Promise, promised=False, behind=True),
     "that it accepted what nobody averaged": lambda coup: coup.claim(round=7),
     "that it accepted a record of another step": lambda coup: coup.claim(step=9),
     "that its slot was fenced under a term beyond all": lambda coup: coup.lie(
-        PREPARE, Promise, promised=True, fence=(HIGHEST, "z", 0)
+        PREPARE.name, Promise, promised=True, fence=(HIGHEST, "z", 0)
     ),
-    "a vote for another": lambda coup: coup.lie(PROPOSE, Vote, accepted=False, term=(HIGHEST, "d", 103)),
-    "no message": lambda coup: coup.talk_nonsense(WATCH, PREPARE, PROPOSE),
+    "a vote for another": lambda coup: coup.lie(PROPOSE.name, Vote, accepted=False, term=(HIGHEST, "d", 103)),
+    "no message": lambda coup: coup.talk_nonsense(WATCH.name, PREPARE.name, PROPOSE.name),
 }
 
 
@@ -247,7 +247,7 @@ def test_what_one_voter_says_is_no_majority(make_swarm: MakeSwarm, lie: str) -> 
 
 def test_a_server_that_says_it_follows_another_is_left_out(make_swarm: MakeSwarm) -> None:
     coup = Coup(make_swarm)
-    for method in (FREEZE, LEAD):
+    for method in (FREEZE.name, LEAD.name):
         coup.refuse(method, NotCoordinator(f"the run is led under the term {coup.term(HIGHEST)}"))
     coup.train(2, avoid="c")
     assert coup.num_lies > 0
@@ -262,7 +262,7 @@ def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: Ma
     coup = Coup(make_swarm)
     swarm, num_refused = coup.swarm, 0
     calls = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
-    vote, ahead = calls[PROPOSE], list[asyncio.Task[bytes]]()
+    vote, ahead = calls[PROPOSE.name], list[asyncio.Task[bytes]]()
 
     def forged(record: Record) -> list[Record]:
         closing, stranger = record.closing, swarm.members[D]
@@ -300,7 +300,7 @@ def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: Ma
         assert decode(answer, Vote).accepted
         return answer
 
-    calls[PROPOSE] = tempted
+    calls[PROPOSE.name] = tempted
     coup.train(1)
     assert num_refused == 16
     with pytest.raises(Busy, match="it has missed what record 2 follows from"):

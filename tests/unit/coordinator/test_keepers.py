@@ -23,7 +23,7 @@ from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, InheritRequest, Manifest, Member, RunView, WatchReply
 from lightning_swarm.protocol.messages.step import Candidate, Prepare, Proposal, Vacancy
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.methods import INHERIT, LEAD, PREPARE, PROPOSE, TAKE_OVER, VIEW, WATCH
+from lightning_swarm.protocol.rpc import INHERIT, LEAD, PREPARE, PROPOSE, TAKE_OVER, VIEW, WATCH
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import RunMembership
 from tests.access import InvitedNetwork
@@ -128,15 +128,19 @@ def test_what_another_server_asks_of_keepers_is_refused_and_changes_nothing(
     for peer in asked:
         prepare = Prepare(term=term, boot_id=boots[peer], generation=0, step=1)
         proposal = Proposal(term=term, boot_id=boots[peer], record=record)
-        for method, message in ((PREPARE, prepare), (PREPARE, replaced(prepare, fence=True)), (PROPOSE, proposal)):
+        for method, message in (
+            (PREPARE.name, prepare),
+            (PREPARE.name, replaced(prepare, fence=True)),
+            (PROPOSE.name, proposal),
+        ):
             with pytest.raises(ProtocolError, match="in an audited run by its keepers, not by b"):
                 call(swarm, B, peer, method, message)
         with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not coordinate"):
-            call(swarm, B, peer, LEAD, leading)
+            call(swarm, B, peer, LEAD.name, leading)
         with pytest.raises(NotCoordinator, match="led by the coordinator a"):
-            call(swarm, B, peer, TAKE_OVER, leading)
+            call(swarm, B, peer, TAKE_OVER.name, leading)
         with pytest.raises(NotCoordinator, match="led by the coordinator a"):
-            call(swarm, B, peer, INHERIT, InheritRequest(generation=0, new_lead=B, first_step=0))
+            call(swarm, B, peer, INHERIT.name, InheritRequest(generation=0, new_lead=B, first_step=0))
     assert swarm.state() == before
 
 
@@ -145,7 +149,7 @@ def test_a_server_that_keeps_nothing_does_not_take_over_though_the_coordinator_a
     swarm.run(step(swarm, 0))
     run = swarm.steps.run
     with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not coordinate"):
-        call(swarm, A, B, TAKE_OVER, CoordinatorTerm(term=run.term, generation=0, version=run.version))
+        call(swarm, A, B, TAKE_OVER.name, CoordinatorTerm(term=run.term, generation=0, version=run.version))
     with pytest.raises(Busy, match=rf"none of \[\] came to coordinate in place of a; {REMEDY}"):
         swarm.run(swarm.servers[A].admission.leadership.abdicate())
     assert coordinators(swarm) == {A}
@@ -165,7 +169,7 @@ def test_only_a_keeper_is_named_to_lead(make_swarm: MakeSwarm) -> None:
     swarm.trainer.die()
     for peer in (B, C, D):
         with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not lead"):
-            call(swarm, A, peer, INHERIT, InheritRequest(generation=0, new_lead=B, first_step=0))
+            call(swarm, A, peer, INHERIT.name, InheritRequest(generation=0, new_lead=B, first_step=0))
         assert swarm.servers[peer].membership.run.manifest.lead == TRAINER
 
 
@@ -179,7 +183,7 @@ def test_a_term_of_another_server_is_not_followed_whoever_says_that_voters_promi
         return encode(WatchReply(term=term, version=1, coordinates=True, promised=term))
 
     for name in (A, B, C, D):
-        swarm.servers[name]._transport._call_handlers[WATCH] = lie  # type: ignore[attr-defined]
+        swarm.servers[name]._transport._call_handlers[WATCH.name] = lie  # type: ignore[attr-defined]
     swarm.run(swarm.steps._coordinator.find_coordinator())
     assert swarm.steps.run.coordinator == A
     swarm.run(asyncio.sleep(60.0))
@@ -206,7 +210,7 @@ def test_a_view_of_another_server_tells_nobody_that_the_run_went_on_without_it(
         raise Busy("it is not there")
 
     for name, server in swarm.servers.items():
-        server._transport._call_handlers[VIEW] = lie if name == liar else fail  # type: ignore[attr-defined]
+        server._transport._call_handlers[VIEW.name] = lie if name == liar else fail  # type: ignore[attr-defined]
 
     async def find() -> Sequence[PeerId]:
         return []
@@ -325,12 +329,12 @@ def test_a_joiner_believes_keepers_alone(make_swarm: MakeSwarm, caplog: pytest.L
     swarm.run(step(swarm, 0))
     server = swarm.add_server("j")
     handlers = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
-    honest = handlers[VIEW]
+    honest = handlers[VIEW.name]
 
     async def lie(caller: PeerId, body: bytes) -> bytes:
         return encode(replaced(decode(await honest(caller, body), RunView), term=(9, B, 1)))
 
-    handlers[VIEW] = lie
+    handlers[VIEW.name] = lie
     found = [B]
 
     async def find() -> Sequence[PeerId]:

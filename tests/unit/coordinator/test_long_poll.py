@@ -32,7 +32,7 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.reports import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.step import NamedReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import ADMIT, APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
+from lightning_swarm.protocol.rpc import ADMIT, APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
 
 A = PeerId("a")
 
@@ -68,7 +68,16 @@ def test_a_step_of_a_thousand_trainers_and_a_thousand_servers_fits_into_calls() 
         seats = made.trainers[0].steps.run.seats
         assert [len(roster) for roster in seats.rosters] == [899, 1]
         assert sum(number for _, _, number in made.newest.closing.batches) == 1000
-        assert made.calls.largest.keys() >= {ADMIT, GRANT, DONE, FREEZE, AVERAGE, PROPOSE, APPLY, RECORD}
+        assert made.calls.largest.keys() >= {
+            ADMIT.name,
+            GRANT.name,
+            DONE.name,
+            FREEZE.name,
+            AVERAGE.name,
+            PROPOSE.name,
+            APPLY.name,
+            RECORD.name,
+        }
         assert max(made.calls.largest.values()) < MAX_CALL_BYTES // 3  # each kind of event adds a count per server
         assert len(encode(RecordReply(record=made.newest, closing=False, seats=seats))) < MAX_CALL_BYTES // 4
 
@@ -96,13 +105,13 @@ def test_a_record_that_is_not_the_next_one_is_refused_without_who_is_there() -> 
         absent = passed_over(made)
         before = absent.steps.run.seats
         handlers = made.transports[0]._call_handlers
-        answer = handlers[RECORD]
+        answer = handlers[RECORD.name]
 
         async def seatless(caller: PeerId, body: bytes) -> bytes:
             reply = decode(await answer(caller, body), RecordReply)
             return encode(msgspec.structs.replace(reply, seats=None))
 
-        handlers[RECORD] = seatless
+        handlers[RECORD.name] = seatless
         with pytest.raises(ProtocolError, match="came without the run's members"):
             made.loop.run_until_complete(absent.steps.wait_for_record(1))
         assert (absent.steps.version, absent.steps.run.seats) == (1, before)
@@ -132,7 +141,7 @@ def test_what_a_trainer_is_told_of_a_step_has_one_size() -> None:
             made.clear()
             made.loop.run_until_complete(made.step())
             trainers = [one.peer_id for one in made.transports[num_servers + 1 :]]
-            return made.by_method(trainers)[RECORD]
+            return made.by_method(trainers)[RECORD.name]
 
     assert told(40, 80) - told(10, 10) < 10  # one more digit in some numbers
 

@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.batches import Grant, RecordRequest
 from lightning_swarm.protocol.messages.run import RestartRequest, Selection, StepChange
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import APPLY, AVERAGE, FORWARD, FREEZE, RECORD, RESTART
+from lightning_swarm.protocol.rpc import APPLY, AVERAGE, FORWARD, FREEZE, RECORD, RESTART
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, Swarm, key, make_module, plain_steps, rows
@@ -98,7 +98,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
     swarm = make_swarm("a b", "b")
     swarm.join("j")
     handlers = {peer: swarm.network.find(peer)._call_handlers for peer in (B, J)}
-    apply = {peer: one[APPLY] for peer, one in handlers.items()}
+    apply = {peer: one[APPLY.name] for peer, one in handlers.items()}
     sheds = [[StageRelease(B, 0)]]
     monkeypatch.setattr(Balancer, "sheds", lambda *_, **__: sheds.pop() if sheds else [])
 
@@ -106,13 +106,13 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
         raise Unreachable("it was lost on its way")
 
     for one in handlers.values():
-        one[APPLY] = lose
+        one[APPLY.name] = lose
     swarm.run(step(swarm, 5, 6))
     assert [swarm.servers[peer].steps.version for peer in (A, B, J)] == [1, 0, 0]
     assert swarm.names_after(swarm.steps.newest) == ["a", "bj"]
     go_back(swarm)
     for peer, one in handlers.items():
-        one[APPLY] = apply[peer]
+        one[APPLY.name] = apply[peer]
     swarm.rosters = [[A], [B, J]]
     assert_trains_as_from_the_beginning(swarm)
     assert all(server.membership.run.seats == swarm.steps.run.seats for server in swarm.servers.values())
@@ -167,7 +167,7 @@ def test_a_microbatch_under_way_is_given_up(make_swarm: MakeSwarm) -> None:
     output = swarm.run(swarm.forward(key(), rows(5)))
     swarm.run(swarm.backward(key(), output))
     waiting = swarm.forward_request(key(0, 1), 1, [A, B], rows(6))
-    swarm.run(swarm.send(B, FORWARD, waiting))
+    swarm.run(swarm.send(B, FORWARD.name, waiting))
     assert swarm.servers[B].calls.under_way.tasks
     go_back(swarm)
     for server in swarm.servers.values():
@@ -178,7 +178,7 @@ def test_a_microbatch_under_way_is_given_up(make_swarm: MakeSwarm) -> None:
     assert_trains_as_from_the_beginning(swarm)
 
 
-@pytest.mark.parametrize("method", [FREEZE, AVERAGE, APPLY])
+@pytest.mark.parametrize("method", [FREEZE.name, AVERAGE.name, APPLY.name])
 def test_a_step_that_closes_is_given_up(make_swarm: MakeSwarm, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run rolls back while one server has not answered the coordinator yet; its answer comes too late."""
     swarm = make_swarm("a b", "c d")
@@ -254,7 +254,7 @@ def test_who_waits_for_a_record_hears_of_the_next_generation_at_once(make_swarm:
     async def go() -> None:
         await swarm.steps.grant(2)
         await swarm.steps.close()  # its batch is still under way
-        waiting = asyncio.ensure_future(swarm.trainer.call(A, RECORD, encode(request), timeout=30.0))
+        waiting = asyncio.ensure_future(swarm.trainer.call(A, RECORD.name, encode(request), timeout=30.0))
         await asyncio.sleep(0.1)
         assert not waiting.done()
         begin_s = now_s()
@@ -356,5 +356,5 @@ def test_who_may_send_it_back_and_where_to(make_swarm: MakeSwarm, caller: str, g
     before = swarm.state()
     body = encode(structs.replace(restarting(swarm), generation=generation))
     with pytest.raises(SwarmError, match=words):
-        swarm.run(transport.call(B, RESTART, body, timeout=1.0))
+        swarm.run(transport.call(B, RESTART.name, body, timeout=1.0))
     assert swarm.state() == before

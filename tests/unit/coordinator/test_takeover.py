@@ -29,7 +29,7 @@ from lightning_swarm.protocol.messages.batches import (
 )
 from lightning_swarm.protocol.messages.step import Prepare, Promise, Record
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, GRANT, REGISTER, TAKE_METRICS
+from lightning_swarm.protocol.rpc import AVERAGE, BACKWARD, GRANT, REGISTER, TAKE_METRICS
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from tests.held import batches_of
@@ -320,7 +320,7 @@ def test_who_does_not_coordinate_says_so(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     request = encode(GrantRequest(step=0, num_samples=2, generation=0))
     with pytest.raises(NotCoordinator, match="b does not coordinate"):
-        swarm.run(swarm.trainer.call(B, GRANT, request, timeout=1.0))
+        swarm.run(swarm.trainer.call(B, GRANT.name, request, timeout=1.0))
 
 
 def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
@@ -341,7 +341,7 @@ def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
 
     async def go() -> None:
         body = encode(RegisterRequest(generation=0, step=0, report=report))
-        registering = asyncio.ensure_future(swarm.trainer.call(A, REGISTER, body, timeout=30.0))
+        registering = asyncio.ensure_future(swarm.trainer.call(A, REGISTER.name, body, timeout=30.0))
         await asyncio.sleep(1.0)
         await swarm.servers[A].admission.leadership.abdicate()
         with pytest.raises(NotCoordinator, match="does not coordinate any more"):
@@ -457,7 +457,7 @@ def test_what_a_batch_added_to_metrics_is_lost_alone(
         await client.done(grant.lease, [k.receipt])
 
     async def too_late(peer: PeerId, method: str, *args: Any, **kwargs: Any) -> Message:
-        if method == TAKE_METRICS and peer == A:
+        if method == TAKE_METRICS.name and peer == A:
             swarm.network.kill(A)
             swarm.network.kill(OTHER)
         return await stream(peer, method, *args, **kwargs)
@@ -529,7 +529,7 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
         await handing_over
 
     trial.swarm.run(go())
-    assert REGISTER in refused
+    assert REGISTER.name in refused
     assert trial.coordinators == [B]
     trial.train(1)
     trial.check()
@@ -539,7 +539,7 @@ def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) 
     trial = Trial(make_swarm, FaultPlan())
     trial.train(1)
     held = asyncio.Event()
-    handler = trial.swarm.servers[D]._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
+    handler = trial.swarm.servers[D]._transport._call_handlers[AVERAGE.name]  # type: ignore[attr-defined]
 
     async def slow(caller: PeerId, body: bytes) -> bytes:
         held.set()
@@ -547,7 +547,7 @@ def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) 
         answer: bytes = await handler(caller, body)
         return answer
 
-    trial.swarm.servers[D]._transport._call_handlers[AVERAGE] = slow  # type: ignore[attr-defined]
+    trial.swarm.servers[D]._transport._call_handlers[AVERAGE.name] = slow  # type: ignore[attr-defined]
 
     async def go() -> None:
         closing = asyncio.ensure_future(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES)))
@@ -568,7 +568,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
     trial.train(1)
     old = trial.swarm.servers[A]
     averaging, reopened = asyncio.Event(), asyncio.Event()
-    average = old._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
+    average = old._transport._call_handlers[AVERAGE.name]  # type: ignore[attr-defined]
     reopen, retire = old.steps.reopen, Coordinator.retire
 
     async def averages_later(caller: PeerId, body: bytes) -> bytes:
@@ -586,7 +586,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
         if averaging.is_set():
             reopened.set()
 
-    old._transport._call_handlers[AVERAGE] = averages_later  # type: ignore[attr-defined]
+    old._transport._call_handlers[AVERAGE.name] = averages_later  # type: ignore[attr-defined]
     monkeypatch.setattr(old.steps, "reopen", reopens)
     monkeypatch.setattr(Coordinator, "retire", retires_later)
 
@@ -614,7 +614,7 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
         swarm.network.cut(A, PeerId(peer))
     trial.trainer.avoid.add(A)
     held, go_on = asyncio.Event(), asyncio.Event()
-    handler = swarm.servers[D]._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
+    handler = swarm.servers[D]._transport._call_handlers[AVERAGE.name]  # type: ignore[attr-defined]
 
     async def slow(caller: PeerId, body: bytes) -> bytes:
         held.set()
@@ -622,7 +622,7 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
         answer: bytes = await handler(caller, body)
         return answer
 
-    swarm.servers[D]._transport._call_handlers[AVERAGE] = slow  # type: ignore[attr-defined]
+    swarm.servers[D]._transport._call_handlers[AVERAGE.name] = slow  # type: ignore[attr-defined]
 
     async def go() -> None:
         closing = asyncio.ensure_future(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES)))
@@ -631,7 +631,7 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
         assert (other.run.coordinator, grant.step) == (A, 1)
         k, route = key(grant.first, step=1), [C, D]
         output = await swarm.forward(k, rows(5), route=route)
-        await swarm.send(D, BACKWARD, swarm.backward_request(k, 1, route, output))
+        await swarm.send(D, BACKWARD.name, swarm.backward_request(k, 1, route, output))
         with pytest.raises(LeaseRevoked, match="its closing does not name"):
             await swarm.tickets.wait(result_of(D, k, 1, "backward"), timeout=1.0)
         swarm.network.mend(OTHER, B)
@@ -759,7 +759,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
         books = swarm.servers[coordinator].admission.leadership.coordinator.generation.step_state
         assert not books.order.plans, "the lead has not answered"
         request = RegisterRequest(generation=0, step=0, report=swarm.steps._journal.report())
-        await swarm.trainer.call(coordinator, REGISTER, encode(request), timeout=30.0)
+        await swarm.trainer.call(coordinator, REGISTER.name, encode(request), timeout=30.0)
         assert (await ask(other, 2)).step == 1
 
     swarm.run(go())

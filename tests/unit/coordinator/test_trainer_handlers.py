@@ -29,7 +29,7 @@ from lightning_swarm.protocol.messages.batches import (
 )
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, DONE, GRANT, RENEW, RETIRE
+from lightning_swarm.protocol.rpc import APPLY, DONE, GRANT, RENEW, RETIRE
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
@@ -125,13 +125,13 @@ def test_a_trainer_that_passed_over_records_is_told_who_is_in_after_its_record_a
     swarm.run(swarm.step(rows(1)))
     swarm.join("j")
     handlers = swarm.network.find(B)._call_handlers
-    apply = handlers[APPLY]
+    apply = handlers[APPLY.name]
 
     async def late(caller: PeerId, body: bytes) -> bytes:
         await asyncio.sleep(20.0)
         return await apply(caller, body)
 
-    handlers[APPLY] = late
+    handlers[APPLY.name] = late
 
     async def go() -> None:
         await swarm.batch(rows(2))
@@ -229,7 +229,7 @@ def test_trainers_give_signs_of_life(make_swarm: MakeSwarm) -> None:
     with pytest.raises(ProtocolError, match="stranger is none of the 5 trainers of run"):
         swarm.run(client(swarm, PeerId("stranger")).renew())
     with pytest.raises(ProtocolError, match="takes no arguments"):
-        swarm.run(swarm.trainer.call(A, RENEW, b"x", timeout=1.0))
+        swarm.run(swarm.trainer.call(A, RENEW.name, b"x", timeout=1.0))
 
 
 def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
@@ -359,7 +359,9 @@ def test_a_place_is_kept_until_its_trainer_knows_the_record_before(make_swarm: M
 
     async def ask(step: int) -> GrantReply:
         request = GrantRequest(step=step, num_samples=2, generation=0, gradient_scale=1.0)
-        return decode(await other._coordinator._transport.call(A, GRANT, encode(request), timeout=30.0), GrantReply)
+        return decode(
+            await other._coordinator._transport.call(A, GRANT.name, encode(request), timeout=30.0), GrantReply
+        )
 
     async def go() -> Grant | None:
         quicker = asyncio.create_task(batch(swarm, second, 1))
@@ -419,7 +421,7 @@ def test_a_trainer_that_ends_by_an_error_takes_only_its_own_batches_along(
 def test_the_lead_does_not_retire(make_swarm: MakeSwarm) -> None:
     swarm, _ = begun(make_swarm, 4)
     with pytest.raises(ProtocolError, match="dismissing"):
-        swarm.run(swarm.trainer.call(A, RETIRE, encode(RetireRequest(reason="")), timeout=1.0))
+        swarm.run(swarm.trainer.call(A, RETIRE.name, encode(RetireRequest(reason="")), timeout=1.0))
     assert swarm.run(swarm.batch(rows(1)))
 
 
@@ -498,7 +500,7 @@ def test_there_is_an_end_to_what_a_step_logs(make_swarm: MakeSwarm) -> None:
     )
     before = swarm.state()
     with pytest.raises(ProtocolError, match="length <= 256"):
-        swarm.run(swarm.trainer.call(A, DONE, encode(request), timeout=1.0))
+        swarm.run(swarm.trainer.call(A, DONE.name, encode(request), timeout=1.0))
     assert swarm.state() == before
 
 

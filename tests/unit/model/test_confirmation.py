@@ -17,7 +17,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.state import StageState
 from lightning_swarm.protocol.messages.wire import decode
-from lightning_swarm.protocol.methods import PROVE, STATE, WRITE
+from lightning_swarm.protocol.rpc import PROVE, STATE, WRITE
 from tests.poisoned import Poison, lies, raised
 from tests.unit.conftest import MakeSwarm
 from tests.unit.model.forged import forged
@@ -115,14 +115,14 @@ def test_servers_that_are_gone_keep_nobody_from_reading(make_swarm: MakeSwarm) -
 def test_a_server_that_answers_no_message_is_passed_over(make_swarm: MakeSwarm) -> None:
     swarm, events = trained(make_swarm, "a", "b c d"), EventLog()
     transport: Any = swarm.servers[B]._transport
-    handler, *bounds = transport._stream_handlers[STATE]
+    handler, *bounds = transport._stream_handlers[STATE.name]
 
     async def answer(caller: PeerId, message: Message) -> Message:
         reply = await handler(caller, message)
         head = decode(reply.body, StageState)
         return Message(b"\xc1", reply.tensors) if not head.optimizer else Message(reply.body, reply.tensors[:-1])
 
-    transport._stream_handlers[STATE] = answer, *bounds
+    transport._stream_handlers[STATE.name] = answer, *bounds
     assert_honest(swarm, events, "acd")
 
 
@@ -131,14 +131,14 @@ def test_only_servers_that_nobody_doubts_write_into_a_checkpoint(make_swarm: Mak
     asked: list[str] = []
     for name in "abcd":
         transport: Any = swarm.servers[PeerId(name)]._transport
-        handler, *bounds = transport._stream_handlers[WRITE]
+        handler, *bounds = transport._stream_handlers[WRITE.name]
 
         async def answer(caller: PeerId, message: Message, name: str = name, handler: Any = handler) -> Message:
             asked.append(name)
             reply: Message = await handler(caller, message)
             return reply
 
-        transport._stream_handlers[WRITE] = answer, *bounds
+        transport._stream_handlers[WRITE.name] = answer, *bounds
     lies(swarm.servers[B], raised)
     expected = expected_weights(swarm, "acd")
     folder = tmp_path / f".it.{'0' * 32}.partial"
@@ -164,6 +164,6 @@ def test_a_run_that_is_not_audited_asks_nobody(make_swarm: MakeSwarm) -> None:
     asked = []
     for server in swarm.servers.values():
         transport: Any = server._transport
-        transport._call_handlers[PROVE] = lambda *_: asked.append(1)
+        transport._call_handlers[PROVE.name] = lambda *_: asked.append(1)
     gathered(swarm, EventLog())
     assert not asked

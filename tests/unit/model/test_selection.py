@@ -14,7 +14,7 @@ from lightning_swarm.model.optimizer_state import read_selection
 from lightning_swarm.protocol.messages.run import Selection, StageManifest, StepChange, check_selection, first_trained
 from lightning_swarm.protocol.messages.step import Record, SettleRequest
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import SETTLE
+from lightning_swarm.protocol.rpc import SETTLE
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, key, make_module, rows
 
@@ -113,7 +113,7 @@ def test_no_selection_where_a_gradient_is_in_the_sum(make_swarm: MakeSwarm) -> N
     request = SettleRequest(generation=0, step=0, change=StepChange(selection=bias_only(swarm)))
     with pytest.raises(ProtocolError, match="step 0 has begun here"):
         swarm.run(
-            swarm.servers[swarm.route()[0]]._transport.call(swarm.route()[1], SETTLE, encode(request), timeout=1.0)
+            swarm.servers[swarm.route()[0]]._transport.call(swarm.route()[1], SETTLE.name, encode(request), timeout=1.0)
         )
     assert swarm.state() == before
 

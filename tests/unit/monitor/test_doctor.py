@@ -24,6 +24,7 @@ from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.protocol import queries
+from lightning_swarm.protocol.rpc import RPCS
 from lightning_swarm.trust.certificates import encode
 from lightning_swarm.trust.credentials import RunCredentials
 from lightning_swarm.trust.owner import Owner
@@ -136,7 +137,7 @@ def test_a_clock_that_is_off_is_not_blamed_on_the_invitation(loop: VirtualLoop) 
     owner, now_s = Owner("run", Identity.generate()), time.time()
     for transport, made_s in ((peer, now_s), (own, now_s + 300.0)):
         made = owner.certify_own(transport.peer_id, now_s=made_s)
-        transport.set_credentials(RunCredentials("run", owner.key.peer_id, encode(made)))
+        transport.set_credentials(RunCredentials("run", owner.key.peer_id, encode(made)), RPCS)
     queries.answer_greetings(peer)
     address = Address.parse(loop.run_until_complete(peer.addresses())[0])
     dialed, meeting = loop.run_until_complete(doctor._meet(own, address))
@@ -366,7 +367,7 @@ def test_a_daemon_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPat
 def test_a_run_by_invitation_is_reachable_all_the_same(loop: VirtualLoop) -> None:
     network = MemoryNetwork()
     peer, own = network.transport("12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"), network.transport()
-    peer.set_credentials(credentials_of(peer.peer_id))
+    peer.set_credentials(credentials_of(peer.peer_id), RPCS)
     queries.answer_greetings(peer)
     address = Address.parse(loop.run_until_complete(peer.addresses())[0])
     dialed, meeting = loop.run_until_complete(doctor._meet(own, address))
@@ -391,8 +392,8 @@ def test_an_invitation_that_was_named_has_to_be_the_right_one(
 ) -> None:
     network = MemoryNetwork()
     peer, own = network.transport("b"), network.transport("a")
-    peer.set_credentials(credentials_of(peer.peer_id))
-    own.set_credentials(credentials_of(own.peer_id, run=run))
+    peer.set_credentials(credentials_of(peer.peer_id), RPCS)
+    own.set_credentials(credentials_of(own.peer_id, run=run), RPCS)
     finding = met(loop, peer, own, Visitor(is_guess=is_guess))
     assert finding.ok is ok
     assert words in finding.found
@@ -406,7 +407,7 @@ def test_a_run_that_takes_any_peer_is_looked_at_without_the_key_of_another_run(
 ) -> None:
     network = MemoryNetwork()
     peer, own = network.transport("b"), network.transport("a")
-    own.set_credentials(credentials_of(own.peer_id))
+    own.set_credentials(credentials_of(own.peer_id), RPCS)
     finding = met(loop, peer, own, Visitor(is_guess=is_guess))
     assert finding.ok is is_guess
     assert words in finding.found

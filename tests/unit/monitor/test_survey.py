@@ -35,6 +35,7 @@ from lightning_swarm.protocol.messages.reports import (
     StepReport,
 )
 from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.rpc import OTHERS, PEER_REPORT
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.testing import InMemoryStrategy
 from tests.access import InvitedNetwork
@@ -324,9 +325,9 @@ def test_a_malformed_report_is_shown_as_a_problem(loop: VirtualLoop, lie: str) -
     async def others(caller: PeerId, body: bytes) -> bytes:
         return encode(OtherPeers(peers=[]))
 
-    asked.handle_call(survey.REPORT, answer)
-    asked.handle_call(survey.OTHERS, others)
-    [found] = loop.run_until_complete(survey.ask_all(asking, asked.peer_id, "x", timeout=7.0))
+    asked.handle_call(PEER_REPORT.name, answer)
+    asked.handle_call(OTHERS.name, others)
+    [found] = loop.run_until_complete(survey.look(asking, asked.peer_id, "x", timeout=7.0))
     assert found.report is None
     assert "must hold one PeerReport" in str(found.problem)
 
@@ -338,7 +339,7 @@ def test_a_flood_of_others_is_refused(loop: VirtualLoop) -> None:
     async def others(caller: PeerId, body: bytes) -> bytes:
         return encode(OtherPeers(peers=[OtherPeer(peer_id="x", addresses=[])] * 1025))
 
-    asked.handle_call(survey.OTHERS, others)
+    asked.handle_call(OTHERS.name, others)
     with pytest.raises(ProtocolError, match="must hold one OtherPeers"):
         loop.run_until_complete(survey.ask_all(asking, asked.peer_id, "x", timeout=7.0))
 
@@ -351,8 +352,8 @@ def test_a_peer_says_its_role_and_whom_it_refused(loop: VirtualLoop) -> None:
     stranger = MemoryNetwork.transport(network, "stranger")
     for _ in range(2):
         with pytest.raises(Uncertified):
-            loop.run_until_complete(stranger.call(PeerId("asked"), survey.REPORT, b"", timeout=5.0))
-    found = loop.run_until_complete(survey.ask_all(network.transport("looks"), PeerId("asked"), "x", timeout=7.0))
+            loop.run_until_complete(stranger.call(PeerId("asked"), PEER_REPORT.name, b"", timeout=5.0))
+    found = loop.run_until_complete(survey.look(network.transport("looks"), PeerId("asked"), "x", timeout=7.0))
     assert [(one.role, one.report and one.report.refused) for one in found] == [("server", 2)]
     peer.close()
 
@@ -397,7 +398,7 @@ def test_a_peer_that_refuses_to_say_its_run_is_believed(loop: VirtualLoop) -> No
     async def refuse(caller: PeerId, body: bytes) -> bytes:
         raise Uncertified("Join with an invitation.")
 
-    there.handle_call(survey.REPORT, refuse)
+    there.handle_call(PEER_REPORT.name, refuse)
     config = SwarmStrategy(initial_peers=f"192.0.2.1:5/{there.peer_id}").config
     me = network.transport("me")
     with pytest.raises(Uncertified, match="Join with an invitation"):
@@ -417,7 +418,7 @@ def test_a_peer_that_refuses_is_no_obstacle_beside_one_that_does_not(
     async def nobody() -> dict[PeerId, list[str]]:
         return {}
 
-    refusing.handle_call(survey.REPORT, refuse)
+    refusing.handle_call(PEER_REPORT.name, refuse)
     survey.answer(answering, lambda: said(REPORT, run_id="mine"), nobody)
     config = SwarmStrategy(run_id="mine", initial_peers=[f"192.0.2.1:5/{one}" for one in ids]).config
     loop.run_until_complete(lead.check_run_id(network.transport("me"), config))

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import importlib
 import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import lightning_swarm
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import AccessDenied, Busy, SwarmError, Uncertified, Unreachable
 from lightning_swarm.network import Message, PeerId, gatekeeper
-from lightning_swarm.network.access import ANSWERS, MAY, Role
-from lightning_swarm.network.certification import CERTIFY
+from lightning_swarm.network.access import CERTIFY, OPEN_METHODS, PING, Role
 from lightning_swarm.network.framing import Head, Kind, decode
 from lightning_swarm.network.gatekeeper import Gatekeeper, RefusalLog
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.network.rpc import answer_to
+from lightning_swarm.protocol.rpc import RPCS
 from tests.access import HOUR_S, INVITATION, FakeCredentials, ban_of, certificate_of, credentials_of
 from tests.unit.conftest import MakeSwarm
 
@@ -35,70 +31,14 @@ A, B = PeerId("a"), PeerId("b")
 NOW_S = 1_000_000.0
 
 
-def registered_in_package() -> Iterator[str]:
-    """Yield the methods that any module of the package registers."""
-    root = Path(lightning_swarm.__file__).parent
-    for path in root.rglob("*.py"):
-        calls = [
-            node.args[0]
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("handle_call", "handle_stream")
-        ]
-        names = [ast.unparse(name) for name in calls if ast.unparse(name) != "method"]  # the transport's own code
-        if names:
-            module = importlib.import_module(
-                ".".join(("lightning_swarm", *path.relative_to(root).with_suffix("").parts))
-            )
-            yield from (eval(name, vars(module)) for name in names)
-
-
-def test_the_table_names_every_method_and_no_other() -> None:
-    found = set(registered_in_package())
-    assert len(found) > 50
-    assert found == MAY.keys()
-    assert MAY.keys() > ANSWERS.keys()
-
-
-def test_what_decides_over_a_run_needs_the_role_that_it_takes() -> None:
-    """Each method is named, because the matrix below would follow a table that was loosened."""
-    decides = ["admit", "load", "restart", "release"]
-    computes = ["forward", "backward", "cancel", "state", "write", "set_evaluation_weights"]
-    leads = ["run.claim", "run.enlist", "step.grant", "step.done", "step.record", "snapshot.keep_loop", "trainer.loop"]
-    trainers = [*(f"server.{name}" for name in decides), *(f"stage.{name}" for name in computes), *leads]
-    assert {MAY[method] for method in trainers} == {Role.TRAINER}
-    coordinates = [
-        "run.lead",
-        "run.inherit",
-        "run.take_over",
-        "run.listen",
-        "step.prepare",
-        "step.propose",
-        "step.freeze",
-    ]
-    reads = [
-        "step.apply",
-        "stage.follow",
-        "stage.piece",
-        "snapshot.keep",
-        "snapshot.read",
-        "ticket.wait",
-        "ticket.fetch",
-    ]
-    assert {MAY[method] for method in [*coordinates, *reads]} == {Role.SERVER}
-    assert sorted(method for method, least in MAY.items() if least is None) == [
-        "transport.certify",
-        "transport.introduce",
-        "transport.ping",
-    ]
+LEAST = {**dict.fromkeys(OPEN_METHODS), **{rpc.name: rpc.by for rpc in RPCS}}  # None: any peer may call it
 
 
 def test_real_peers_register_what_the_table_names(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b")
     for transport in (swarm.trainer, *(server._transport for server in swarm.servers.values())):
         registered: set[str] = {*transport._call_handlers, *transport._stream_handlers}  # type: ignore[attr-defined]
-        assert registered <= MAY.keys()
+        assert registered <= LEAST.keys()
 
 
 # ------------------------------------------------------------------ the matrix
@@ -137,7 +77,7 @@ async def send(caller: MemoryTransport, peer: PeerId, kind: str, method: str) ->
 async def show(caller: MemoryTransport, served: MemoryTransport, form: str, certificate: bytes | None) -> None:
     """Present a certificate, and make it invalid afterwards if the form says so."""
     first, _, then = form.rpartition(", then ")
-    served.set_credentials(credentials_of(served.peer_id))  # forgets all certificates
+    served.set_credentials(credentials_of(served.peer_id), RPCS)  # forgets all certificates
     if form in BANNED:
         served.ban(ban_of(BANNED[form]))
     if certificate is not None:
@@ -164,20 +104,20 @@ def test_a_method_is_entered_exactly_where_the_table_says(loop: VirtualLoop, rol
         entered.append((kind, method))
         return request
 
-    for method in MAY:
+    for method in LEAST:
         for kind, table, register in (
             ("call", served._call_handlers, served.handle_call),
             ("stream", served._stream_handlers, served.handle_stream),
         ):
             if method not in table:
                 register(method, partial(enter, kind, method))  # type: ignore[operator]
-    own = {"transport.ping", "transport.certify"}
+    own = {PING, CERTIFY}
 
     async def go() -> None:
         caller = network.transport(A)
         for form, certificate in forms(role).items():
             await show(caller, served, form, certificate)
-            for (method, least), kind in itertools.product(MAY.items(), KINDS):
+            for (method, least), kind in itertools.product(LEAST.items(), KINDS):
                 if (kind == "call" and method in own) or (kind == "large stream" and least is None):
                     continue  # The transport answers it, or no peer has it.
                 entered.clear()
@@ -226,7 +166,7 @@ def test_a_peer_that_may_no_more_when_its_tensors_have_come_enters_nothing(
     message: Message,
 ) -> None:
     served = MemoryNetwork().transport("served")
-    served.set_credentials(credentials_of(served.peer_id))
+    served.set_credentials(credentials_of(served.peer_id), RPCS)
     entered: list[PeerId] = []
 
     async def enter(caller: PeerId, message: Message) -> Message:
@@ -255,7 +195,7 @@ def test_a_peer_that_may_no_more_when_its_tensors_have_come_enters_nothing(
 def test_a_handler_that_ends_its_own_caller_is_done_first(loop: VirtualLoop) -> None:
     """A ban may be sent by the peer that it bans. The caller gets the ban as its answer, and the handler completes."""
     served = MemoryNetwork().transport("served")
-    served.set_credentials(credentials_of(served.peer_id))
+    served.set_credentials(credentials_of(served.peer_id), RPCS)
     ended: list[PeerId] = []
 
     async def heed(caller: PeerId, body: bytes) -> bytes:
@@ -280,7 +220,7 @@ def test_a_handler_that_ends_its_own_caller_is_done_first(loop: VirtualLoop) -> 
 
 
 def test_an_unknown_method_is_for_nobody(loop: VirtualLoop) -> None:
-    gate = Gatekeeper(B, credentials_of(B))
+    gate = Gatekeeper(B, credentials_of(B), RPCS)
     gate.certify(A, certificate_of(A))
 
     async def go() -> None:
@@ -292,7 +232,7 @@ def test_an_unknown_method_is_for_nobody(loop: VirtualLoop) -> None:
 
 def test_a_peer_may_do_everything_to_itself(loop: VirtualLoop) -> None:
     own = MemoryNetwork().transport(B)
-    own.set_credentials(credentials_of(B, Role.OBSERVER))
+    own.set_credentials(credentials_of(B, Role.OBSERVER), RPCS)
 
     async def same(caller: PeerId, body: bytes) -> bytes:
         return body
@@ -308,7 +248,7 @@ def test_a_peer_may_do_everything_to_itself(loop: VirtualLoop) -> None:
 
 
 def gate_at(clock_s: list[float], credentials: FakeCredentials | None = None) -> Gatekeeper:
-    return Gatekeeper(B, credentials or credentials_of(B), wall_s=lambda: clock_s[-1])
+    return Gatekeeper(B, credentials or credentials_of(B), RPCS, wall_s=lambda: clock_s[-1])
 
 
 def test_a_permit_ends_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
@@ -331,7 +271,7 @@ def test_a_permit_ends_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
 def test_who_is_cut_off_is_told_once() -> None:
     """It is only reported for known peers: unknown peers only have short-lived streams."""
     clock_s, cut_off = [NOW_S], list[PeerId]()
-    gate = Gatekeeper(B, credentials_of(B), on_cut_off=cut_off.append, wall_s=lambda: clock_s[-1])
+    gate = Gatekeeper(B, credentials_of(B), RPCS, on_cut_off=cut_off.append, wall_s=lambda: clock_s[-1])
     for name in "acde":
         gate.certify(
             PeerId(name), certificate_of(PeerId(name), expires_at_s=NOW_S + HOUR_S, invitation=name.encode() * 16)
@@ -349,7 +289,7 @@ def test_who_is_cut_off_is_told_once() -> None:
 
 
 def test_a_banned_peer_counts_as_gone_also_where_it_has_shown_nothing() -> None:
-    gate = Gatekeeper(B, credentials_of(B))
+    gate = Gatekeeper(B, credentials_of(B), RPCS)
     gate.check_not_cut_off(A)
     gate.ban(ban_of(A))
     with pytest.raises(Unreachable, match="a is not asked any more: it was banned"):
@@ -359,7 +299,7 @@ def test_a_banned_peer_counts_as_gone_also_where_it_has_shown_nothing() -> None:
 
 def test_the_peers_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gatekeeper, "_MAX_PERMITS", 3)
-    gate = Gatekeeper(B, credentials_of(B))
+    gate = Gatekeeper(B, credentials_of(B), RPCS)
     for name in "cdefg":
         gate.certify(A, certificate_of(A))
         assert gate.permit_of(A) is not None
@@ -370,7 +310,7 @@ def test_the_peers_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_known_certificate_is_not_verified_again() -> None:
     own = credentials_of(B)
-    gate = Gatekeeper(B, own)
+    gate = Gatekeeper(B, own, RPCS)
     certificate = certificate_of(A)
     for _ in range(10):
         gate.certify(A, certificate)
@@ -397,7 +337,7 @@ def test_certificates_that_do_not_hold_are_looked_at_ever_more_rarely() -> None:
 
 def test_many_strangers_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gatekeeper, "_MAX_FAILING", 10)
-    gate = Gatekeeper(B, credentials_of(B))
+    gate = Gatekeeper(B, credentials_of(B), RPCS)
     for number in range(100):
         with pytest.raises(AccessDenied):
             gate.certify(PeerId(f"s{number}"), b"forged")
@@ -453,7 +393,7 @@ def test_refusals_are_told_once_a_minute_with_a_count(loop: VirtualLoop, caplog:
 
 
 def test_who_shows_its_certificate_at_once_is_no_stranger(loop: VirtualLoop, caplog: pytest.LogCaptureFixture) -> None:
-    gate = Gatekeeper(B, credentials_of(B))
+    gate = Gatekeeper(B, credentials_of(B), RPCS)
 
     async def go() -> None:
         for certificate in (certificate_of(A), None):
@@ -492,7 +432,7 @@ def test_a_peer_comes_back_in_the_middle(loop: VirtualLoop) -> None:
     """It has forgotten all certificates; the other peers know its certificate, and present theirs again."""
     network = MemoryNetwork(latency_s=0.001)
     a = network.transport(A)
-    a.set_credentials(credentials_of(A))
+    a.set_credentials(credentials_of(A), RPCS)
     entered: list[bytes] = []
 
     async def enter(caller: PeerId, body: bytes) -> bytes:
@@ -501,7 +441,7 @@ def test_a_peer_comes_back_in_the_middle(loop: VirtualLoop) -> None:
 
     def begin() -> Any:
         b = network.transport(B)
-        b.set_credentials(credentials_of(B))
+        b.set_credentials(credentials_of(B), RPCS)
         b.handle_call("stage.forward", enter)
         return b
 

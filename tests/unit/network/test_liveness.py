@@ -12,9 +12,9 @@ import torch
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import DeadlineExceeded, Unreachable
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.access import PING
 from lightning_swarm.network.framing import Buffer
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.network.transport import PING
 
 T = TypeVar("T")
 A, B = PeerId("a"), PeerId("b")

@@ -13,10 +13,10 @@ from typing_extensions import override
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.access import PING
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.network.rpc import Responder
-from lightning_swarm.network.transport import PING
 
 METHOD = "test.call"
 SOON_S = 5.0

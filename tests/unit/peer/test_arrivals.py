@@ -17,6 +17,7 @@ from lightning_swarm.peer import arrivals
 from lightning_swarm.peer.arrivals import known_peers
 from lightning_swarm.protocol import invitations
 from lightning_swarm.protocol.messages.run import UsedInvitation
+from lightning_swarm.protocol.rpc import RPCS
 from lightning_swarm.protocol.run_state import RunState
 from tests.access import INVITATION, FakeCredentials, InvitedNetwork, ban_of, certificate_of
 from tests.unit.conftest import MakeSwarm
@@ -39,7 +40,7 @@ def members(swarm: Swarm) -> set[PeerId]:
 
 def change(swarm: Swarm, peer: PeerId, credentials: FakeCredentials | None) -> None:
     transport = swarm.servers[peer]._transport
-    transport.set_credentials(credentials)  # type: ignore[attr-defined]
+    transport.set_credentials(credentials, RPCS)  # type: ignore[attr-defined]
 
 
 def test_the_first_members_are_counted(make_swarm: MakeSwarm) -> None:

@@ -25,7 +25,7 @@ from lightning_swarm.peer.discovery import (
 from lightning_swarm.protocol.messages.reports import PeerReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import LEAVE
+from lightning_swarm.protocol.rpc import LEAVE
 from tests.unit.conftest import MakeSwarm
 
 RUN = "run"
@@ -328,7 +328,7 @@ def test_the_end_is_told_again_where_it_was_lost_and_to_those_that_missed_the_la
 ) -> None:
     swarm = make_swarm("a", "b", "c")
     handlers = swarm.servers[PeerId("a")]._transport._call_handlers
-    answer = handlers[LEAVE]
+    answer = handlers[LEAVE.name]
     heard = []
 
     async def lose(caller: PeerId, body: bytes) -> bytes:
@@ -337,7 +337,7 @@ def test_the_end_is_told_again_where_it_was_lost_and_to_those_that_missed_the_la
             await asyncio.sleep(5.0)
         return await answer(caller, body)
 
-    handlers[LEAVE] = lose
+    handlers[LEAVE.name] = lose
     swarm.run(swarm.servers[PeerId("c")].release())
     for stage in swarm.steps.run.rosters:
         stage[:] = [member for member in stage if member.peer_id != "c"]

@@ -18,7 +18,7 @@ from lightning_swarm.peer import discovery, failover
 from lightning_swarm.protocol.messages.batches import GrantRequest
 from lightning_swarm.protocol.messages.run import LoopRequest, Manifest, Member, ReleaseRequest
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import GRANT, RELEASE, VIEW
+from lightning_swarm.protocol.rpc import GRANT, RELEASE, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_rollback import step
@@ -96,10 +96,10 @@ def test_nothing_is_left_of_the_run(make_swarm: MakeSwarm) -> None:
         assert server.steps.stages == ()
         assert server.calls.cache.used_bytes == 0
     with pytest.raises(Busy):
-        swarm.run(swarm.trainer.call(A, VIEW, b"", timeout=1.0))
+        swarm.run(swarm.trainer.call(A, VIEW.name, b"", timeout=1.0))
     asked = encode(GrantRequest(step=1, num_samples=2, generation=0, gradient_scale=1.0))
     with pytest.raises(SwarmError):
-        swarm.run(swarm.trainer.call(A, GRANT, asked, timeout=1.0))
+        swarm.run(swarm.trainer.call(A, GRANT.name, asked, timeout=1.0))
     assert release(swarm) == [A, B], "told twice"
 
 
@@ -107,9 +107,9 @@ def test_only_the_lead_releases_and_only_from_its_run(make_swarm: MakeSwarm) -> 
     swarm = make_swarm("a", "b")
     request = encode(ReleaseRequest(generation=0))
     with pytest.raises(ProtocolError, match="the lead trainer releases"):
-        swarm.run(swarm.servers[A]._transport.call(B, RELEASE, request, timeout=1.0))
+        swarm.run(swarm.servers[A]._transport.call(B, RELEASE.name, request, timeout=1.0))
     with pytest.raises(ProtocolError, match="generation"):
-        swarm.run(swarm.trainer.call(B, RELEASE, encode(ReleaseRequest(generation=1)), timeout=1.0))
+        swarm.run(swarm.trainer.call(B, RELEASE.name, encode(ReleaseRequest(generation=1)), timeout=1.0))
     assert swarm.servers[B].membership.has_run
 
 
@@ -126,7 +126,7 @@ def test_a_run_shows_itself_when_all_are_in_it(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", admit=False)
     swarm.run(swarm.trainer.call(A, "server.admit", encode(swarm.manifest), timeout=1.0))
     with pytest.raises(Busy):
-        swarm.run(swarm.trainer.call(A, VIEW, b"", timeout=1.0))
+        swarm.run(swarm.trainer.call(A, VIEW.name, b"", timeout=1.0))
 
 
 # ---------------------------------------------------------------------- trainers beside the lead

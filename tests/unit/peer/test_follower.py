@@ -15,11 +15,11 @@ from lightning_swarm.network.access import Role
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
-from lightning_swarm.peer.follower import CLAIM, Claim, find_run
+from lightning_swarm.peer.follower import Claim, find_run
 from lightning_swarm.protocol.messages.membership import ClaimReply
 from lightning_swarm.protocol.messages.run import RunView, SeatedMembers
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import VIEW
+from lightning_swarm.protocol.rpc import CLAIM, RPCS, VIEW
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.access import Gullible, InvitedNetwork, ban_of, certificate_of
 from tests.unit.conftest import MakeSwarm
@@ -87,7 +87,7 @@ def test_who_never_gives_way_is_named_and_banned(loop: VirtualLoop) -> None:
     async def never(caller: PeerId, body: bytes) -> bytes:
         return encode(ClaimReply(gives_way=False))
 
-    rival.handle_call(CLAIM, never)
+    rival.handle_call(CLAIM.name, never)
     announced = RunDirectory(world.network.directory(rival), rival, "swarm").announce_starter(timeout=1.0)
     loop.run_until_complete(announced)
     begun_s = loop.time()
@@ -107,7 +107,7 @@ def test_a_server_neither_claims_the_run_nor_keeps_a_trainer_from_it(loop: Virtu
     announced = RunDirectory(world.network.directory(server), server, "swarm").announce_starter(timeout=1.0)
     loop.run_until_complete(announced)
     with pytest.raises(AccessDenied, match=r"the role trainer may call `run.claim`"):
-        loop.run_until_complete(server.call(PeerId("b"), CLAIM, b"", timeout=1.0))
+        loop.run_until_complete(server.call(PeerId("b"), CLAIM.name, b"", timeout=1.0))
     assert loop.run_until_complete(world.settle("b")) == "begins"
 
 
@@ -116,7 +116,7 @@ def test_a_forged_run_is_none_however_new_it_claims_to_be(loop: VirtualLoop, mak
     seats = SeatedMembers(rosters=[], voters=[], trainers=manifest.trainers)
     network = InvitedNetwork()
     joiner, true, forged = (network.transport(name) for name in ("joiner", "true", "forged"))
-    forged.set_credentials(Gullible(certificate_of(forged.peer_id, run=b"another owner's")))
+    forged.set_credentials(Gullible(certificate_of(forged.peer_id, run=b"another owner's")), RPCS)
     for transport, generation in ((true, 0), (forged, 9)):
         own = structs.replace(manifest, generation=generation, coordinator=transport.peer_id)
         shown = encode(RunView(manifest=own, version=0, seats=seats, term=(0, transport.peer_id, 0)))
@@ -124,7 +124,7 @@ def test_a_forged_run_is_none_however_new_it_claims_to_be(loop: VirtualLoop, mak
         async def show(caller: PeerId, body: bytes, shown: bytes = shown) -> bytes:
             return shown
 
-        transport.handle_call(VIEW, show)
+        transport.handle_call(VIEW.name, show)
         announced = RunDirectory(network.directory(transport), transport, "swarm").announce_run(transport.peer_id)
         loop.run_until_complete(announced)
     directory = RunDirectory(network.directory(joiner), joiner, "swarm")
@@ -156,5 +156,5 @@ def test_a_claim_takes_no_arguments(loop: VirtualLoop) -> None:
     claim = world.claim("b")
     stranger = world.network.transport("a")
     with pytest.raises(ProtocolError, match="takes no arguments"):
-        loop.run_until_complete(stranger.call(PeerId("b"), CLAIM, b"x", timeout=1.0))
+        loop.run_until_complete(stranger.call(PeerId("b"), CLAIM.name, b"x", timeout=1.0))
     assert not claim._gave_way

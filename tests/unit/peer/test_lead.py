@@ -16,7 +16,7 @@ from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.lead import Lead, RunSpec
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Member
-from lightning_swarm.protocol.methods import LOAD
+from lightning_swarm.protocol.rpc import LOAD
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
 from tests.unit.peer.test_config import config
@@ -65,13 +65,13 @@ def starter(make_swarm: MakeSwarm) -> Starter:
     """One of three servers dies when its weights arrive, after all have entered the run."""
     swarm = make_swarm("a b", "c", admit=False)
     handlers = swarm.servers[C]._transport._stream_handlers  # type: ignore[attr-defined]
-    handler, *limits = handlers[LOAD]
+    handler, *limits = handlers[LOAD.name]
 
     async def die(caller: PeerId, message: Message) -> Message:
         swarm.network.kill(C)
         return await handler(caller, message)
 
-    handlers[LOAD] = (die, *limits)
+    handlers[LOAD.name] = (die, *limits)
     return Starter(swarm)
 
 

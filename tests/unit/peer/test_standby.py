@@ -25,8 +25,8 @@ from lightning_swarm.protocol.messages.membership import JoinRequest
 from lightning_swarm.protocol.messages.run import HeldSnapshot, InheritRequest, ReleaseRequest
 from lightning_swarm.protocol.messages.state import HeldSnapshots, KeptLoop
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
-from lightning_swarm.protocol.methods import HELD, INHERIT, JOIN, KEEP_LOOP, LEADS, RELEASE, RENEW
 from lightning_swarm.protocol.queries import ask_held
+from lightning_swarm.protocol.rpc import HELD, INHERIT, JOIN, KEEP_LOOP, LEADS, RELEASE, RENEW
 from lightning_swarm.protocol.run_state import RunState
 from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
@@ -184,7 +184,7 @@ def keep(swarm: Swarm, standby: PeerId, *, by: PeerId = LEAD, value: Any = STATE
     head = encode(KeptLoop(generation=0, version=version))
     transport = swarm.trainer if by == LEAD else swarm.servers[by]._transport
     message = Message(head, tuple(plain_values.pack(value)))
-    swarm.run(transport.stream(standby, KEEP_LOOP, message, timeout=5.0, max_bytes=0))
+    swarm.run(transport.stream(standby, KEEP_LOOP.name, message, timeout=5.0, max_bytes=0))
 
 
 def test_a_standby_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwarm) -> None:
@@ -228,7 +228,7 @@ def test_a_loop_of_another_generation_is_refused(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     message = Message(encode(KeptLoop(generation=1, version=1)), tuple(plain_values.pack(STATE)))
     with pytest.raises(ProtocolError, match="run generation is 0, got a call of 1"):
-        swarm.run(swarm.trainer.stream(B, KEEP_LOOP, message, timeout=5.0, max_bytes=0))
+        swarm.run(swarm.trainer.stream(B, KEEP_LOOP.name, message, timeout=5.0, max_bytes=0))
 
 
 def test_a_program_with_other_settings_keeps_no_loop(make_swarm: MakeSwarm) -> None:
@@ -292,12 +292,12 @@ def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
 def inherit(swarm: Swarm, standby: PeerId, *peers: PeerId, by: PeerId = A) -> None:
     body = encode(InheritRequest(generation=0, new_lead=standby, first_step=1))
     for peer in peers:
-        swarm.run(swarm.servers[by]._transport.call(peer, INHERIT, body, timeout=10.0))
+        swarm.run(swarm.servers[by]._transport.call(peer, INHERIT.name, body, timeout=10.0))
 
 
 def release(swarm: Swarm, by: PeerId, peer: PeerId) -> None:
     transport = swarm.trainer if by == LEAD else swarm.servers[by]._transport
-    swarm.run(transport.call(peer, RELEASE, encode(ReleaseRequest(generation=0, first_step=1)), timeout=5.0))
+    swarm.run(transport.call(peer, RELEASE.name, encode(ReleaseRequest(generation=0, first_step=1)), timeout=5.0))
 
 
 def test_only_who_coordinates_names_a_standby_and_only_one_that_can(make_swarm: MakeSwarm) -> None:
@@ -327,7 +327,7 @@ def test_a_former_lead_is_told_and_releases_nobody(make_swarm: MakeSwarm) -> Non
     inherit(swarm, B, A, C, D, B)
     swarm.network.thaw(LEAD)
     with pytest.raises(Replaced, match=r"peer b leads run 'run' by now.*Start this program again with `initial_peers`"):
-        swarm.run(swarm.trainer.call(A, RENEW, b"", timeout=5.0))
+        swarm.run(swarm.trainer.call(A, RENEW.name, b"", timeout=5.0))
     with pytest.raises(ProtocolError, match="the lead b releases its servers, not trainer"):
         release(swarm, LEAD, C)
     release(swarm, B, C)
@@ -347,7 +347,7 @@ def test_the_other_trainers_are_standbys_too(make_swarm: MakeSwarm) -> None:
     run = swarm.servers[A].membership.run
     assert run.trainers == run.manifest.trainers == [B, D]
     with pytest.raises(Busy, match="b leads the run by now, and is about to send it back"):
-        swarm.run(swarm.servers[D]._transport.call(A, RENEW, b"", timeout=5.0))
+        swarm.run(swarm.servers[D]._transport.call(A, RENEW.name, b"", timeout=5.0))
 
 
 def told_to_inherit(swarm: Swarm) -> list[PeerId]:
@@ -387,7 +387,7 @@ def test_a_standby_that_the_others_heard_of_first_is_told_again(make_swarm: Make
     async def lose(caller: PeerId, body: bytes) -> bytes:
         lost.append(caller)
         if len(lost) > 2:
-            handlers[INHERIT] = answer
+            handlers[INHERIT.name] = answer
         raise Busy("lost")
 
     async def go() -> None:
@@ -395,7 +395,7 @@ def test_a_standby_that_the_others_heard_of_first_is_told_again(make_swarm: Make
         await asyncio.sleep(LIMITS.revive_timeout + 8 * LIMITS.silence_timeout)
 
     handlers = swarm.servers[B]._transport._call_handlers
-    answer, handlers[INHERIT] = handlers[INHERIT], lose
+    answer, handlers[INHERIT.name] = handlers[INHERIT.name], lose
     swarm.run(go())
     assert lost == [A, A, A]
     assert told_to_inherit(swarm) == [B]
@@ -433,12 +433,12 @@ def test_a_named_one_is_not_passed_over_because_a_report_is_lost(make_swarm: Mak
     async def lose(caller: PeerId, body: bytes) -> bytes:
         raise Busy("lost")
 
-    answer, handlers[HELD] = handlers[HELD], lose
+    answer, handlers[HELD.name] = handlers[HELD.name], lose
     assert "what it needs was not all reported" in swarm.run(appoint(transport, run, timeout=5.0))
-    handlers[HELD] = answer
+    handlers[HELD.name] = answer
     assert swarm.run(appoint(transport, run, timeout=5.0)) == ""
     assert told_to_inherit(swarm) == [B]
-    handlers[HELD] = lose
+    handlers[HELD.name] = lose
     assert swarm.run(appoint(transport, run, timeout=5.0, is_last=True)) == "", "else the run would end"
     assert told_to_inherit(swarm) == [B, D]
 
@@ -499,8 +499,8 @@ def test_a_lead_that_joins_as_another_process_is_not_waited_for(make_swarm: Make
     async def go() -> None:
         await asyncio.sleep(5 * LIMITS.silence_timeout)
         assert told_to_inherit(swarm) == []
-        del swarm.trainer._call_handlers[LEADS]
-        await swarm.trainer.call(A, JOIN, encode(request), timeout=5.0)
+        del swarm.trainer._call_handlers[LEADS.name]
+        await swarm.trainer.call(A, JOIN.name, encode(request), timeout=5.0)
         await asyncio.sleep(2 * LIMITS.silence_timeout)
         assert told_to_inherit(swarm) == [B]
 

@@ -16,7 +16,7 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import RunAborted
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import BREAK_OFF, LEAVE
+from lightning_swarm.protocol.rpc import BREAK_OFF, LEAVE
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, Swarm, rows
 
@@ -203,7 +203,7 @@ def test_who_coordinates_ends_nothing_while_the_lead_answers(make_swarm: MakeSwa
     call = swarm.servers[A]._transport.call
 
     async def go() -> Record:
-        for method, words in ((BREAK_OFF, body), (LEAVE, b"")):
+        for method, words in ((BREAK_OFF.name, body), (LEAVE.name, b"")):
             for peer in (B, C, D):
                 with pytest.raises(Busy, match=r"the lead trainer answers this server, so no peer .* ends it"):
                     await call(peer, method, words, timeout=SILENCE_S)
@@ -211,8 +211,8 @@ def test_who_coordinates_ends_nothing_while_the_lead_answers(make_swarm: MakeSwa
         record = await swarm.step(rows(1))
         assert not joiner.admission.left.is_set()
         swarm.network.freeze(LEAD)
-        await call(B, LEAVE, b"", timeout=SILENCE_S)
-        await call(C, BREAK_OFF, body, timeout=SILENCE_S)
+        await call(B, LEAVE.name, b"", timeout=SILENCE_S)
+        await call(C, BREAK_OFF.name, body, timeout=SILENCE_S)
         assert all(swarm.servers[peer].admission.left.is_set() for peer in (B, C)), "then its word is enough"
         return record
 
@@ -226,10 +226,10 @@ def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
     async def go() -> None:
         for liar in (C, D):
             with pytest.raises(ProtocolError, match="does not coordinate the run of this peer"):
-                await swarm.servers[liar]._transport.call(B, BREAK_OFF, body, timeout=1.0)
+                await swarm.servers[liar]._transport.call(B, BREAK_OFF.name, body, timeout=1.0)
         assert not swarm.servers[B].admission.left.is_set()
-        await swarm.trainer.call(B, LEAVE, b"", timeout=1.0)
-        await swarm.servers[A]._transport.call(B, BREAK_OFF, body, timeout=1.0)  # although the lead answers
+        await swarm.trainer.call(B, LEAVE.name, b"", timeout=1.0)
+        await swarm.servers[A]._transport.call(B, BREAK_OFF.name, body, timeout=1.0)  # although the lead answers
         assert isinstance(swarm.servers[B].admission.ending_error, RunOver), "what was said first holds"
 
     swarm.run(go())

@@ -13,6 +13,7 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.messages.reports import Greeting
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
+from lightning_swarm.protocol.rpc import HELLO
 
 LATENCY_S = 0.25
 
@@ -79,6 +80,6 @@ def test_an_answer_that_is_none_is_refused(loop: VirtualLoop, answer: bytes) -> 
     async def lie(caller: PeerId, body: bytes) -> bytes:
         return answer
 
-    asked.handle_call(queries.HANDSHAKE, lie)
+    asked.handle_call(HELLO.name, lie)
     with pytest.raises(ProtocolError):
         loop.run_until_complete(queries.greet(asking, asked.peer_id, timeout=9.0))

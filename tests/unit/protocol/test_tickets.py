@@ -22,17 +22,10 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol import tickets
-from lightning_swarm.protocol.messages.calls import Ticket
+from lightning_swarm.protocol.messages.calls import FetchRequest, Ticket, WaitReply, WaitRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.tickets import (
-    FETCH_METHOD,
-    WAIT_METHOD,
-    FetchRequest,
-    TicketStore,
-    WaitReply,
-    WaitRequest,
-    with_key,
-)
+from lightning_swarm.protocol.rpc import FETCH, WAIT
+from lightning_swarm.protocol.tickets import TicketStore, with_key
 
 T = TypeVar("T")
 
@@ -272,7 +265,7 @@ def test_who_only_guesses_a_name_gets_nothing_and_takes_nothing_away(
         pair.result(waiting[0])
     fetch = Message(encode(FetchRequest(name="x", ticket_key=shown)))
     with pytest.raises(TicketGone, match="x is not for asker"):
-        pair.run(pair.asker._transport.stream(HOLDER, FETCH_METHOD, fetch, timeout=1.0))
+        pair.run(pair.asker._transport.stream(HOLDER, FETCH.name, fetch, timeout=1.0))
     with pytest.raises(TicketGone, match="x is not for asker"):
         pair.run(pair.asker.wait(guessed, timeout=1.0))
     assert pair.result(reading).body == b"body"
@@ -290,7 +283,7 @@ def test_the_error_of_a_result_is_for_its_readers_too(pair: Pair) -> None:
 def test_an_absurd_time_to_hold_is_refused(pair: Pair, hold_s: float) -> None:
     body = encode(WaitRequest(name="x", hold_s=hold_s))
     with pytest.raises(ProtocolError):
-        pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, Message(body), timeout=1.0))
+        pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT.name, Message(body), timeout=1.0))
     assert not pair.holder._entries
 
 
@@ -308,7 +301,7 @@ def test_what_is_small_comes_with_the_word_that_it_is_there(pair: Pair, num_byte
     assert (message.body, message.tensors[0].numel()) == (b"body", num_bytes)
     sent = pair.asker._transport.traffic.sent_bytes
     asked = [method for (_, method) in sent]
-    assert asked == [WAIT_METHOD, FETCH_METHOD][: 1 + (num_fetched if bound else 1)]
+    assert asked == [WAIT.name, FETCH.name][: 1 + (num_fetched if bound else 1)]
 
 
 def test_who_does_not_ask_for_the_tensor_leaves_it_there(pair: Pair) -> None:
@@ -325,7 +318,7 @@ def test_no_more_comes_than_was_asked_for(pair: Pair, take_bytes: int) -> None:
     pair.holder.offer("large", Message(tensors=(torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8),)), anybody)
     for name in ("x", "large"):
         request = Message(encode(WaitRequest(name=name, hold_s=1.0, take_bytes=take_bytes)))
-        answer = pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, request, timeout=1.0))
+        answer = pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT.name, request, timeout=1.0))
         is_taken = name == "x" and take_bytes > 10 and tickets.SMALL_BYTES > 0
         assert decode(answer.body, WaitReply) == WaitReply(ready=True, taken=b"body" if is_taken else None)
         assert len(answer.tensors) == is_taken
@@ -342,7 +335,7 @@ def test_a_holder_that_does_not_hold_the_question_is_asked_no_oftener_for_it(loo
         assert num_asked <= 10, "it is asked for ever"
         return Message(encode(WaitReply(ready=False)))
 
-    holder.handle_stream(WAIT_METHOD, answer_at_once)
+    holder.handle_stream(WAIT.name, answer_at_once)
     asker = TicketStore(network.transport("asker"), max_bytes=1 << 20)
     for ask in (asker.wait, asker.fetch):
         num_asked, begin_s = 0, loop.time()

@@ -22,7 +22,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora, TuneBackward, TuneForward
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
+from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
 from lightning_swarm.server.adapters import Adapter, AdapterStore
 from lightning_swarm.server.model_server import ModelServer
 from tests.served import ServedSwarm, make_model
@@ -107,19 +107,19 @@ BAD: dict[str, Callable[[Stranger], Message]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_what_does_not_fit_is_refused(stranger: Stranger, kind: str) -> None:
     with pytest.raises(SwarmError):
-        stranger.send(TUNE_ADAPTER, BAD[kind](stranger))
+        stranger.send(TUNE_ADAPTER.name, BAD[kind](stranger))
     assert stranger.server.tuning.adapters.num_bytes == 0
 
 
 def test_what_fits_is_taken_once(stranger: Stranger) -> None:
     message = stranger.upload([LORA], [*GOOD])
     for _ in range(2):
-        stranger.send(TUNE_ADAPTER, message)
+        stranger.send(TUNE_ADAPTER.name, message)
     assert stranger.server.tuning.adapters.num_bytes == sum(part.nbytes for part in GOOD)
     name = decode(message.body, AdapterUpload).digest
-    assert stranger.send(TUNE_FORWARD, stranger.forward(name)).tensors
+    assert stranger.send(TUNE_FORWARD.name, stranger.forward(name)).tensors
     with pytest.raises(AdapterMissing):
-        stranger.send(TUNE_FORWARD, stranger.forward(bytes(32)))
+        stranger.send(TUNE_FORWARD.name, stranger.forward(bytes(32)))
 
 
 def test_one_that_is_too_large_is_refused_and_older_ones_go_first() -> None:
@@ -142,10 +142,14 @@ def test_one_that_is_too_large_is_refused_and_older_ones_go_first() -> None:
 def test_flipped_bytes_harm_nothing(stranger: Stranger) -> None:
     """In uploads, forwards and backwards: an error or an answer results, and the server goes on."""
     message = stranger.upload([LORA], [*GOOD])
-    stranger.send(TUNE_ADAPTER, message)
+    stranger.send(TUNE_ADAPTER.name, message)
     name = decode(message.body, AdapterUpload).digest
     backward = TuneBackward(model=stranger.server.card.id, stage=0, call="0" * 32, structure=[None])
-    sent = [(TUNE_ADAPTER, message), (TUNE_FORWARD, stranger.forward(name)), (TUNE_BACKWARD, Message(encode(backward)))]
+    sent = [
+        (TUNE_ADAPTER.name, message),
+        (TUNE_FORWARD.name, stranger.forward(name)),
+        (TUNE_BACKWARD.name, Message(encode(backward))),
+    ]
     rng, refused = random.Random(0), 0
     for _ in range(NUM_FLIPPED):
         method, good = rng.choice(sent)
@@ -159,5 +163,5 @@ def test_flipped_bytes_harm_nothing(stranger: Stranger) -> None:
     assert refused > NUM_FLIPPED // 2
     tuning = stranger.server.tuning
     assert tuning.adapters.num_bytes <= stranger.swarm.hosts["a"].server.tuning.adapters._max_bytes  # type: ignore[union-attr]
-    stranger.send(TUNE_ADAPTER, message)
-    assert stranger.send(TUNE_FORWARD, stranger.forward(name)).tensors
+    stranger.send(TUNE_ADAPTER.name, message)
+    assert stranger.send(TUNE_FORWARD.name, stranger.forward(name)).tensors

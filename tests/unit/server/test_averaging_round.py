@@ -17,7 +17,7 @@ from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.step import Closing, FreezeRequest
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import AVERAGE, FREEZE
+from lightning_swarm.protocol.rpc import AVERAGE, FREEZE
 from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.executor import InlineExecutor, Priority
@@ -32,7 +32,7 @@ A, B = PeerId("a"), PeerId("b")
 
 def freeze(swarm: Swarm, peer: PeerId, expected: Closing) -> None:
     request = FreezeRequest(generation=expected.generation, step=expected.step, round=expected.round, expected=expected)
-    swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(request), timeout=1.0))
+    swarm.run(swarm.servers[A]._transport.call(peer, FREEZE.name, encode(request), timeout=1.0))
 
 
 def tickets(swarm: Swarm, peer: PeerId) -> list[str]:
@@ -96,7 +96,7 @@ def test_copies_of_requests_that_come_late_end_no_round(make_swarm: MakeSwarm, s
         swarm.run(tasks.start())
         for server in swarm.servers.values():
             handlers = server._transport._call_handlers  # type: ignore[attr-defined]
-            for name in (FREEZE, AVERAGE) if copies else ():
+            for name in (FREEZE.name, AVERAGE.name) if copies else ():
 
                 async def again(caller: PeerId, body: bytes, name: str = name, handler: Any = handlers[name]) -> Any:
                     async def later(after_s: float) -> None:
@@ -115,7 +115,7 @@ def test_copies_of_requests_that_come_late_end_no_round(make_swarm: MakeSwarm, s
         assert [record.closing.round for record in records] == [0] * 4
         swarm.settle()
         swarm.run(tasks.close())
-        assert copied == ({FREEZE, AVERAGE} if copies else set())
+        assert copied == ({FREEZE.name, AVERAGE.name} if copies else set())
         assert not any(server.events.counts for server in swarm.servers.values())
         assert not [name for peer in swarm.servers for name in tickets(swarm, peer)]
         return swarm

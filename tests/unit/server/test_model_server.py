@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.serving import (
     StayRequest,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import MODEL_CARD, MODEL_PART, MODEL_STAY
+from lightning_swarm.protocol.rpc import MODEL_CARD, MODEL_PART, MODEL_STAY
 from tests.served import ServedSwarm, make_model
 
 A = PeerId("a")
@@ -43,7 +43,7 @@ def ask(swarm: ServedSwarm, request: Any) -> Message:
     client = swarm.network.transport()
     try:
         message = Message(request if isinstance(request, bytes) else encode(request))
-        return swarm.loop.run_until_complete(client.stream(A, MODEL_PART, message, timeout=5.0))
+        return swarm.loop.run_until_complete(client.stream(A, MODEL_PART.name, message, timeout=5.0))
     finally:
         swarm.loop.run_until_complete(client.close())
 
@@ -82,8 +82,8 @@ def test_mutated_requests_are_refused(swarm: ServedSwarm) -> None:
             with pytest.raises((ProtocolError, NotMember)):
                 ask(swarm, bytes(body))
     with pytest.raises(ProtocolError):
-        swarm.loop.run_until_complete(client.call(A, MODEL_CARD, b"x", timeout=5.0))
-    card = swarm.loop.run_until_complete(client.call(A, MODEL_CARD, encode(CardRequest()), timeout=5.0))
+        swarm.loop.run_until_complete(client.call(A, MODEL_CARD.name, b"x", timeout=5.0))
+    card = swarm.loop.run_until_complete(client.call(A, MODEL_CARD.name, encode(CardRequest()), timeout=5.0))
     assert decode(card, ModelCard) == server.card
     swarm.loop.run_until_complete(client.close())
 
@@ -94,7 +94,7 @@ def test_a_server_promises_to_stay_and_mutated_requests_change_nothing(swarm: Se
     client = swarm.network.transport()
 
     def asked(body: bytes) -> bool:
-        answer = swarm.loop.run_until_complete(client.call(A, MODEL_STAY, body, timeout=5.0))
+        answer = swarm.loop.run_until_complete(client.call(A, MODEL_STAY.name, body, timeout=5.0))
         return decode(answer, StayReply).stays
 
     good = encode(StayRequest(model=server.card.id, stages=[0, 1], for_s=50.0))

@@ -32,7 +32,7 @@ from lightning_swarm.protocol.messages.calls import CallReport, CancelRequest, F
 from lightning_swarm.protocol.messages.run import Member, StageManifest, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.state import StageState, StateRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE, WATCH
+from lightning_swarm.protocol.rpc import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE, WATCH
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import TicketStore, with_key
@@ -122,7 +122,7 @@ def test_at_most_one_addition_per_key(make_swarm: MakeSwarm) -> None:
 
     assert torch.equal(swarm.run(swarm.forward(key(), x)), output)
     for _ in range(3):
-        swarm.run(swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A, B], output)))
+        swarm.run(swarm.send(A, BACKWARD.name, swarm.backward_request(key(), 0, [A, B], output)))
     for _ in range(3):
         assert again_from_nothing(swarm, x, output) == [True, True]
 
@@ -139,9 +139,9 @@ def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> l
 
     async def go() -> list[bool]:
         message = swarm.backward_request(key(), 1, [A, B], output, again=(None, {}), inputs=source)
-        await swarm.send(B, BACKWARD, message)
+        await swarm.send(B, BACKWARD.name, message)
         message = swarm.backward_request(key(), 0, [A, B], output, again=((x,), {}))
-        await swarm.send(A, BACKWARD, message)
+        await swarm.send(A, BACKWARD.name, message)
         return [report.receipt for report in await swarm.receipts(key(), [A, B])]
 
     return swarm.run(go())
@@ -256,7 +256,7 @@ def test_a_cancelled_call_adds_nothing_and_may_be_sent_again(make_swarm: MakeSwa
 
     async def cancelled() -> bool:
         # Its gradient never comes, so it waits.
-        await swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A, B], output))
+        await swarm.send(A, BACKWARD.name, swarm.backward_request(key(), 0, [A, B], output))
         return await swarm.cancel(key(), 0, "backward", A)
 
     assert swarm.run(cancelled()) is False
@@ -303,7 +303,7 @@ def test_a_malformed_gradient_adds_nothing_and_another_one_may_come(make_swarm: 
     sender.fulfil(name, Message(b"nonsense"), encode(CallReport(busy_s=0.0, queued=0)), once=True)
 
     async def received() -> None:
-        await swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A, B], output))
+        await swarm.send(A, BACKWARD.name, swarm.backward_request(key(), 0, [A, B], output))
         await swarm.tickets.wait(result_of(A, key(), 0, "backward"), timeout=30.0)
 
     with pytest.raises(GradientMissing, match=r"did not come from b: .* must hold one Computed"):
@@ -355,7 +355,7 @@ def test_none_is_added_after_a_cancel_that_said_so(make_swarm: MakeSwarm) -> Non
 
     async def go() -> bool:
         executor.held = []
-        await swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A], output))
+        await swarm.send(A, BACKWARD.name, swarm.backward_request(key(), 0, [A], output))
         await asyncio.sleep(1.0)
         assert len(executor.held) == 1, "it computes"
         cancelling = asyncio.create_task(swarm.cancel(key(), 0, "backward", A))
@@ -374,7 +374,7 @@ def test_nobody_who_waits_for_a_cancelled_call_is_sent_away(make_swarm: MakeSwar
 
     async def go() -> torch.Tensor:
         for stage in (1, 2):
-            await swarm.send(route[stage], FORWARD, swarm.forward_request(key(), stage, route, x))
+            await swarm.send(route[stage], FORWARD.name, swarm.forward_request(key(), stage, route, x))
         await asyncio.sleep(1.0)
         assert await swarm.cancel(key(), 1, "forward", B) is False
         return await swarm.forward(key(), x)
@@ -389,10 +389,10 @@ def test_a_call_that_was_cancelled_and_sent_again_can_be_cancelled_again(make_sw
         here = swarm.servers[B]._transport  # a peer that calls itself, so that its calls have no time to end
         body = encode(CancelRequest(key=key(), stage_index=1, direction="forward"))
         for _ in range(3):
-            await here.call(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x).body, timeout=1.0)
+            await here.call(B, FORWARD.name, swarm.forward_request(key(), 1, [A, B], x).body, timeout=1.0)
             assert len(swarm.servers[B].calls.under_way.tasks) == 1
             await asyncio.sleep(1.0)
-            await here.call(B, CANCEL, body, timeout=1.0)
+            await here.call(B, CANCEL.name, body, timeout=1.0)
             assert not swarm.servers[B].calls.under_way.tasks
 
     swarm.run(go())
@@ -407,16 +407,18 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
     async def go() -> None:
         here = server._transport  # calls itself, as above
         request = swarm.forward_request(key(), 1, [A, B], x).body
-        await here.call(B, FORWARD, request, timeout=1.0)
+        await here.call(B, FORWARD.name, request, timeout=1.0)
         (first,) = server.calls.under_way.tasks.values()
         await asyncio.sleep(1.0)
         server.calls.give_up(key().name(1, "forward", B))
-        await here.call(B, FORWARD, request, timeout=1.0)
+        await here.call(B, FORWARD.name, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)
         assert first.done()
         (second,) = server.calls.under_way.tasks.values()
-        await here.call(B, CANCEL, encode(CancelRequest(key=key(), stage_index=1, direction="forward")), timeout=1.0)
+        await here.call(
+            B, CANCEL.name, encode(CancelRequest(key=key(), stage_index=1, direction="forward")), timeout=1.0
+        )
         assert second.cancelled()
 
     swarm.run(go())
@@ -430,10 +432,10 @@ def test_a_full_server_says_busy_but_takes_backwards_and_repetitions(make_swarm:
     output = swarm.run(swarm.forward(key(0, 1), x))
 
     async def go() -> None:
-        await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
-        await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
+        await swarm.send(B, FORWARD.name, swarm.forward_request(key(), 1, [A, B], x))
+        await swarm.send(B, FORWARD.name, swarm.forward_request(key(), 1, [A, B], x))
         with pytest.raises(Busy):
-            await swarm.send(B, FORWARD, swarm.forward_request(key(0, 2), 1, [A, B], x))
+            await swarm.send(B, FORWARD.name, swarm.forward_request(key(0, 2), 1, [A, B], x))
         assert all(report.receipt for report in await swarm.backward(key(0, 1), output))
 
     swarm.run(go())
@@ -443,7 +445,7 @@ def test_an_input_that_never_comes_blames_its_sender(make_swarm: MakeSwarm) -> N
     swarm, x = make_swarm("a", "b"), rows(1)
 
     async def go() -> Message:
-        await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
+        await swarm.send(B, FORWARD.name, swarm.forward_request(key(), 1, [A, B], x))
         return await swarm.tickets.fetch(result_of(B, key(), 1, "forward"), timeout=100.0)
 
     with pytest.raises(InputMissing, match="did not come from a"):
@@ -484,7 +486,7 @@ def test_forward_and_backward_share_version_and_generation(make_swarm: MakeSwarm
     for stage, peer in enumerate("ab"):
         message = swarm.backward_request(foreign, stage, [A, B], x)
         with pytest.raises(refusal):
-            swarm.run(swarm.send(PeerId(peer), BACKWARD, message))
+            swarm.run(swarm.send(PeerId(peer), BACKWARD.name, message))
         with pytest.raises(refusal):
             swarm.run(swarm.cancel(foreign, stage, "backward", PeerId(peer)))
 
@@ -511,7 +513,7 @@ def test_a_backward_of_a_later_step_is_refused(make_swarm: MakeSwarm) -> None:
     for accumulate in (True, False):
         message = swarm.backward_request(key(step=1), 0, [A], x, accumulate=accumulate, again=((x,), {}))
         with pytest.raises(ProtocolError, match="that is open, one of \\[0\\]"):
-            swarm.run(swarm.send(A, BACKWARD, message))
+            swarm.run(swarm.send(A, BACKWARD.name, message))
     assert swarm.state() == before
 
 
@@ -521,7 +523,7 @@ def test_a_stage_that_a_peer_does_not_hold_is_refused(make_swarm: MakeSwarm) -> 
         request = swarm.forward_request(key(), 0, [A, B], x)
         body = encode(replaced(decode(request.body, ForwardRequest), stage_index=stage))
         with pytest.raises(ProtocolError, match="this peer serves the stages"):
-            swarm.run(swarm.send(A, FORWARD, Message(body, request.tensors)))
+            swarm.run(swarm.send(A, FORWARD.name, Message(body, request.tensors)))
 
 
 BAD_BACKWARDS: dict[str, dict[str, Any]] = {
@@ -547,7 +549,7 @@ def test_a_malformed_backward_adds_nothing(make_swarm: MakeSwarm, changes: dict[
     output = swarm.run(swarm.forward(key(), x))
     before = swarm.state()
     with pytest.raises(ProtocolError):
-        swarm.run(swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A], output, **dict(changes))))
+        swarm.run(swarm.send(A, BACKWARD.name, swarm.backward_request(key(), 0, [A], output, **dict(changes))))
     swarm.settle()
     assert swarm.state() == before
     assert swarm.run(swarm.backward(key(), output))[0].receipt, "a refused call took what the right one needs"
@@ -572,19 +574,20 @@ def test_a_gradient_of_the_wrong_shape_or_dtype_adds_nothing(make_swarm: MakeSwa
 def weights_of(swarm: Swarm) -> Message:
     """Return the starter's weights of the first stage."""
     stage = swarm.stages[0]
-    return discovery._weights(stage, stage.named_stage_tensors(), swarm.manifest)
+    state, tensors = discovery._weights(stage, stage.named_stage_tensors(), swarm.manifest)
+    return Message(encode(state), tuple(tensors))
 
 
 def test_nothing_is_computed_with_weights_that_are_not_the_starters(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", admit=False), rows(1)
     with pytest.raises(ProtocolError, match="not admitted"):
         swarm.run(swarm.forward(key(), x))
-    swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
+    swarm.run(swarm.trainer.call(A, ADMIT.name, encode(swarm.manifest), timeout=1.0))
     with pytest.raises(ProtocolError, match="no weights yet"):
         swarm.run(swarm.forward(key(), x))
     with pytest.raises(ProtocolError, match="already"):
         swarm.run(discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))
-    swarm.run(swarm.trainer.stream(A, LOAD, weights_of(swarm), timeout=1.0))
+    swarm.run(swarm.trainer.stream(A, LOAD.name, weights_of(swarm), timeout=1.0))
     torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
 
 
@@ -592,7 +595,7 @@ def test_two_admissions_at_once_admit_once(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", admit=False)
 
     async def go() -> list[Any]:
-        calls = (swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0) for _ in range(2))
+        calls = (swarm.trainer.call(A, ADMIT.name, encode(swarm.manifest), timeout=1.0) for _ in range(2))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     first, second = swarm.run(go())
@@ -611,10 +614,10 @@ def test_a_server_is_busy_to_those_that_watch_until_it_coordinates(
 
     async def watch() -> WatchReply:
         request = WatchRequest(term=RunState(swarm.manifest).term, version=0, hold_s=0.0)
-        return decode(await swarm.trainer.call(A, WATCH, encode(request), timeout=1.0), WatchReply)
+        return decode(await swarm.trainer.call(A, WATCH.name, encode(request), timeout=1.0), WatchReply)
 
     async def go() -> None:
-        admitting = asyncio.create_task(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=5.0))
+        admitting = asyncio.create_task(swarm.trainer.call(A, ADMIT.name, encode(swarm.manifest), timeout=5.0))
         await asyncio.sleep(0.5)
         with pytest.raises(Busy, match="not admitted"):
             await watch()
@@ -698,7 +701,7 @@ def test_weights_change_only_by_records(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     before = swarm.state()
     with pytest.raises(ProtocolError, match="takes its initial weights once"):
-        swarm.run(swarm.trainer.stream(A, LOAD, weights_of(swarm), timeout=1.0))
+        swarm.run(swarm.trainer.stream(A, LOAD.name, weights_of(swarm), timeout=1.0))
     assert swarm.state() == before
 
 
@@ -734,7 +737,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
     swarm = make_swarm("a", admit=False)
     changed = replaced(swarm.manifest, **change(swarm.manifest.stages[0]))
     with pytest.raises((ProtocolError, ConfigError), match=words):
-        swarm.run(swarm.trainer.call(A, ADMIT, encode(changed), timeout=1.0))
+        swarm.run(swarm.trainer.call(A, ADMIT.name, encode(changed), timeout=1.0))
     assert not swarm.servers[A].steps.stages
     swarm.run(discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))
 
@@ -744,11 +747,11 @@ def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     stranger = swarm.network.transport("stranger")
     state = StageState(stage_index=0, step=0, generation=0, optimizer=False, names=[], structure=None)
     with pytest.raises(ProtocolError, match="the lead trainer brings weights, not stranger"):
-        swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
+        swarm.run(stranger.stream(A, LOAD.name, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ended by one of"):
-        swarm.run(stranger.call(A, LEAVE, b"", timeout=1.0))
+        swarm.run(stranger.call(A, LEAVE.name, b"", timeout=1.0))
     assert not swarm.servers[A].admission.left.is_set()
-    swarm.run(swarm.trainer.call(A, LEAVE, b"", timeout=1.0))
+    swarm.run(swarm.trainer.call(A, LEAVE.name, b"", timeout=1.0))
     assert swarm.servers[A].admission.left.is_set()
 
 
@@ -759,7 +762,7 @@ def test_who_ends_a_server_that_waits(make_swarm: MakeSwarm) -> None:
     transports = {name: swarm.network.transport(name) for name in (host, stranger)}
 
     def leave(caller: PeerId) -> None:
-        swarm.run(transports[caller].call(A, LEAVE, b"", timeout=1.0))
+        swarm.run(transports[caller].call(A, LEAVE.name, b"", timeout=1.0))
 
     with pytest.raises(ProtocolError, match=r"ended by one of \['host'\], not by stranger"):
         leave(stranger)
@@ -778,9 +781,9 @@ def test_who_ends_a_server_that_asks_to_join(make_swarm: MakeSwarm) -> None:
     async def go() -> None:
         async with admission.asking(coordinator):
             with pytest.raises(ProtocolError, match=r"ended by one of \['coordinator'\], not by host"):
-                await transports[host].call(A, LEAVE, b"", timeout=1.0)
+                await transports[host].call(A, LEAVE.name, b"", timeout=1.0)
             assert not admission.left.is_set()
-            await transports[coordinator].call(A, LEAVE, b"", timeout=1.0)
+            await transports[coordinator].call(A, LEAVE.name, b"", timeout=1.0)
             assert admission.left.is_set()
 
     swarm.run(go())
@@ -789,7 +792,7 @@ def test_who_ends_a_server_that_asks_to_join(make_swarm: MakeSwarm) -> None:
 def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
     """Its lead notifies all servers that it wanted; a server that it did not get goes on waiting."""
     swarm = make_swarm("a", "b", admit=False)
-    swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
+    swarm.run(swarm.trainer.call(A, ADMIT.name, encode(swarm.manifest), timeout=1.0))
     swarm.run(discovery.dismiss(swarm.trainer, RunState(swarm.manifest).servers, timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
 
@@ -800,7 +803,7 @@ def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
 
     def read(step: int) -> Message:
         request = StateRequest(stage_index=0, step=step, optimizer=False, generation=0)
-        return swarm.run(swarm.trainer.stream(A, STATE, Message(encode(request)), timeout=100.0))
+        return swarm.run(swarm.trainer.stream(A, STATE.name, Message(encode(request)), timeout=100.0))
 
     assert len(read(1).tensors) == 2
     for step in (0, 2):

@@ -34,13 +34,7 @@ from lightning_swarm.protocol.messages.inference import (
     SessionStep,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import (
-    SESSION_CLOSE,
-    SESSION_FAILED,
-    SESSION_OUTPUT,
-    SESSION_REPLAY,
-    SESSION_STEP,
-)
+from lightning_swarm.protocol.rpc import SESSION_CLOSE, SESSION_FAILED, SESSION_OUTPUT, SESSION_REPLAY, SESSION_STEP
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, WIDTH, Swarm
 
@@ -82,8 +76,8 @@ class Client:
     def __init__(self, transport: Transport) -> None:
         self.outputs: dict[int, Tensor] = {}
         self.failures: list[SessionFailed] = []
-        transport.handle_stream(SESSION_OUTPUT, self._take)
-        transport.handle_call(SESSION_FAILED, self._fail)
+        transport.handle_stream(SESSION_OUTPUT.name, self._take)
+        transport.handle_call(SESSION_FAILED.name, self._fail)
 
     async def _take(self, caller: PeerId, message: Message) -> Message:
         said = decode(message.body, SessionOutput)
@@ -127,7 +121,7 @@ def message(hidden: Any, *route: PeerId, **changes: Any) -> Message:
 
 def send(swarm: Swarm, sent: Message, *, by: Transport | None = None, to: PeerId | None = None) -> None:
     peer = to or decode(sent.body, SessionStep).route[0]
-    swarm.run((by or swarm.trainer).stream(peer, SESSION_STEP, sent, timeout=5.0, max_bytes=0))
+    swarm.run((by or swarm.trainer).stream(peer, SESSION_STEP.name, sent, timeout=5.0, max_bytes=0))
     swarm.run(asyncio.sleep(1.0))
 
 
@@ -181,7 +175,7 @@ def test_a_server_that_comes_later_gets_all_steps(make_swarm: MakeSwarm) -> None
     for number in (1, 2):
         send(swarm, message(given[number - 1], A, C, number=number))
     request = SessionReplay(session=SESSION, stage_index=0, attempt=1, resume=3, route=[A, D])
-    swarm.run(swarm.trainer.call(A, SESSION_REPLAY, encode(request), timeout=5.0))
+    swarm.run(swarm.trainer.call(A, SESSION_REPLAY.name, encode(request), timeout=5.0))
     swarm.run(asyncio.sleep(1.0))
     assert count(swarm, D) == 2
     send(swarm, message(given[2], A, D, number=3, attempt=1))
@@ -297,13 +291,13 @@ def test_nobody_continues_reads_or_ends_the_session_of_another_one(make_swarm: M
         send(swarm, message(tokens(2), A, C, number=2, client=PeerId("other")), by=other)
     request = SessionReplay(session=SESSION, stage_index=0, attempt=9, resume=2, route=[A, D])
     with pytest.raises(SessionLost, match="no such session of other"):
-        swarm.run(other.call(A, SESSION_REPLAY, encode(request), timeout=5.0))
-    swarm.run(other.call(A, SESSION_CLOSE, encode(SessionClose(session=SESSION)), timeout=5.0))
+        swarm.run(other.call(A, SESSION_REPLAY.name, encode(request), timeout=5.0))
+    swarm.run(other.call(A, SESSION_CLOSE.name, encode(SessionClose(session=SESSION)), timeout=5.0))
     assert swarm.servers[A].sessions.num_open == 1
     stranger = swarm.network.transport("stranger")
     with pytest.raises(PeerError):
         send(swarm, message(tokens(1), A, C), by=stranger)
-    swarm.run(swarm.trainer.call(A, SESSION_CLOSE, encode(SessionClose(session=SESSION)), timeout=5.0))
+    swarm.run(swarm.trainer.call(A, SESSION_CLOSE.name, encode(SessionClose(session=SESSION)), timeout=5.0))
     assert swarm.servers[A].sessions.num_open == 0
     swarm.run(other.close())
     swarm.run(stranger.close())
@@ -364,7 +358,7 @@ def test_texts_that_all_go_on_do_not_drive_each_other_out(make_swarm: MakeSwarm)
             swarm.run(
                 swarm.trainer.stream(
                     A,
-                    SESSION_STEP,
+                    SESSION_STEP.name,
                     message(tokens(number, 50, 1), A, C, number=number, session=session),
                     timeout=5.0,
                     max_bytes=0,
@@ -389,7 +383,7 @@ def test_steps_that_overtake_each_other_are_put_in_order(make_swarm: MakeSwarm) 
     async def go() -> None:
         later = [
             swarm.trainer.stream(
-                A, SESSION_STEP, message(given[number - 1], A, C, number=number), timeout=5.0, max_bytes=0
+                A, SESSION_STEP.name, message(given[number - 1], A, C, number=number), timeout=5.0, max_bytes=0
             )
             for number in range(8, 1, -1)
         ]
@@ -399,7 +393,9 @@ def test_steps_that_overtake_each_other_are_put_in_order(make_swarm: MakeSwarm) 
     swarm.run(go())
     torch.testing.assert_close(client.outputs[8], expected(swarm, given)[-1], rtol=0.0, atol=1e-13)
     with pytest.raises(SessionLost, match="has 8 steps of this session here, got 10"):
-        swarm.run(swarm.trainer.stream(A, SESSION_STEP, message(given[0], A, C, number=10), timeout=30.0, max_bytes=0))
+        swarm.run(
+            swarm.trainer.stream(A, SESSION_STEP.name, message(given[0], A, C, number=10), timeout=30.0, max_bytes=0)
+        )
     with pytest.raises(SessionLost, match="has 8 steps of this session here, got 90"):
         send(swarm, message(given[0], A, C, number=90))
 
@@ -414,7 +410,7 @@ def test_a_server_takes_few_steps_before_it_has_computed_them(make_swarm: MakeSw
 
     async def one(number: int) -> None:
         sent = message(tokens(number), A, C, number=number)
-        await swarm.trainer.stream(A, SESSION_STEP, sent, timeout=30.0, max_bytes=0)
+        await swarm.trainer.stream(A, SESSION_STEP.name, sent, timeout=30.0, max_bytes=0)
         answered.append(number)
 
     async def go() -> None:
@@ -487,7 +483,7 @@ def test_a_cache_is_not_blown_up(make_swarm: MakeSwarm, operation: CacheOperatio
     assert "a cache may have 1048576 bytes" in failure.reason
 
 
-@pytest.mark.parametrize("method", [SESSION_REPLAY, SESSION_CLOSE])
+@pytest.mark.parametrize("method", [SESSION_REPLAY.name, SESSION_CLOSE.name])
 def test_garbage_is_refused(make_swarm: MakeSwarm, method: str) -> None:
     swarm = begun(make_swarm)
     rng = random.Random(0)
@@ -508,7 +504,7 @@ def test_mutated_steps_crash_nothing(make_swarm: MakeSwarm) -> None:
             body[rng.randrange(len(body))] = rng.randrange(256)
         try:
             swarm.run(
-                swarm.trainer.stream(A, SESSION_STEP, Message(bytes(body), good.tensors), timeout=5.0, max_bytes=0)
+                swarm.trainer.stream(A, SESSION_STEP.name, Message(bytes(body), good.tensors), timeout=5.0, max_bytes=0)
             )
         except SwarmError:
             refused += 1

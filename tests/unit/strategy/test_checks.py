@@ -26,7 +26,7 @@ from lightning_swarm.model.boundary_layers import Bottleneck, Maxout, boundary_l
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.peer import process as process_module
 from lightning_swarm.peer.discovery import RunDirectory
-from lightning_swarm.protocol.methods import VIEW
+from lightning_swarm.protocol.rpc import VIEW
 from lightning_swarm.strategy import checks, launcher
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.testing import InMemoryStrategy
@@ -251,7 +251,7 @@ def test_a_second_starter_is_refused_before_anyone_is_told_of_it() -> None:
             async def view(caller: PeerId, body: bytes) -> bytes:
                 return b""
 
-            transport.handle_call(VIEW, view)
+            transport.handle_call(VIEW.name, view)
             assert self.peer is not None
             self.peer.runtime.run(self.directory.announce_run(transport.peer_id))
 

@@ -19,10 +19,9 @@ from lightning_swarm.core.errors import ConfigError, Damaged, DeadlineExceeded, 
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.peer import Peer
-from lightning_swarm.protocol.messages.calls import CancelRequest, Ticket
+from lightning_swarm.protocol.messages.calls import CancelRequest, FetchRequest, Ticket, WaitReply, WaitRequest
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import CANCEL, FORWARD
-from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
+from lightning_swarm.protocol.rpc import CANCEL, FETCH, FORWARD, WAIT
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from lightning_swarm.testing.faults import MessagePoint, read_message
 from lightning_swarm.testing.sabotage import sabotage, strike_in_process
@@ -56,24 +55,24 @@ class Wires:
             self.asked.append(transport.peer_id)
             return message
 
-        transport.handle_call(CANCEL, on_call)
-        transport.handle_stream(FORWARD, on_stream)
+        transport.handle_call(CANCEL.name, on_call)
+        transport.handle_stream(FORWARD.name, on_stream)
 
     async def call(self, caller: PeerId, peer: PeerId) -> float:
         """Return the seconds of a call."""
         begin_s = self.loop.time()
-        assert await self.peers[caller].call(peer, CANCEL, BODY, timeout=60.0) == BODY
+        assert await self.peers[caller].call(peer, CANCEL.name, BODY, timeout=60.0) == BODY
         return self.loop.time() - begin_s
 
     async def stream(self, caller: PeerId, peer: PeerId) -> None:
-        await self.peers[caller].stream(peer, FORWARD, Message(BODY, (rows(0),)), timeout=60.0)
+        await self.peers[caller].stream(peer, FORWARD.name, Message(BODY, (rows(0),)), timeout=60.0)
 
     async def settle(self) -> None:
-        await self.peers[C].call(A, CANCEL, BODY, timeout=60.0)
+        await self.peers[C].call(A, CANCEL.name, BODY, timeout=60.0)
 
 
 def test_what_a_message_says_is_read_off_it() -> None:
-    message = read_message(A, B, CANCEL, BODY, side="request")
+    message = read_message(A, B, CANCEL.name, BODY, side="request")
     assert message == MessagePoint(
         phases=(Phase.CANCEL,), caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3
     )
@@ -88,12 +87,12 @@ def test_what_a_message_says_is_read_off_it() -> None:
         (later, "answer", ()),
         (later, "arrived", ()),
     ):
-        message = read_message(A, B, WAIT_METHOD, wait, side=side, answer=encode(reply))
+        message = read_message(A, B, WAIT.name, wait, side=side, answer=encode(reply))
         assert (message.phases, message.step, message.stage, message.microbatch) == (phases, 7, 2, 3)
     name = "g0.s5.r0.0/average/1/reduced2"
     for method, request, reply in (
-        (FETCH_METHOD, FetchRequest(name=name), None),
-        (WAIT_METHOD, WaitRequest(name=name, hold_s=1.0, take_bytes=9), taken),
+        (FETCH.name, FetchRequest(name=name), None),
+        (WAIT.name, WaitRequest(name=name, hold_s=1.0, take_bytes=9), taken),
     ):
         answer = b"" if reply is None else encode(reply)
         message = read_message(A, B, method, encode(request), side="answer", answer=answer)
@@ -105,7 +104,7 @@ def test_a_fault_strikes_at_its_moment_and_no_other() -> None:
     plan = FaultPlan().kill("b", at=Phase.CANCEL, step=7, microbatch=3, nth=2)
     wrong = FaultPlan().kill("c", at=Phase.CANCEL).kill("b", at=Phase.CANCEL, step=6).kill("b", at=Phase.APPLY)
     wrong.kill("b", at=Phase.CANCEL, of="c").kill("b", at=Phase.CANCEL, stage=1)
-    message = read_message(A, B, CANCEL, BODY, side="request")
+    message = read_message(A, B, CANCEL.name, BODY, side="request")
     assert [len(plan.strike(message, ("kill",))) for _ in range(3)] == [0, 1, 0]
     assert plan.fired == 1
     assert not plan.strike(message, ("freeze",))

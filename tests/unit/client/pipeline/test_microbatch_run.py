@@ -26,7 +26,7 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import CallReport, StageReport, Ticket
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import FORWARD
+from lightning_swarm.protocol.rpc import FORWARD
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, prefer, rows
 
@@ -104,7 +104,7 @@ def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: Ma
         # Its input, or its step, never comes, so it stays.
         blocked = key(100) if busy_stage else key(100, step=1)
         blocking = swarm.forward_request(blocked, busy_stage, [LEAD] * 3, x)
-        await swarm.send(busy, FORWARD, blocking)
+        await swarm.send(busy, FORWARD.name, blocking)
         return await through(make_run(context, x))
 
     output = swarm.run(go())
@@ -119,7 +119,7 @@ def test_when_everyone_is_busy_it_waits(make_swarm: MakeSwarm) -> None:
     context, x = make_context(swarm), rows(1)
 
     async def go() -> torch.Tensor:
-        await swarm.send(PeerId("b"), FORWARD, swarm.forward_request(key(100), 1, swarm.route(), x))
+        await swarm.send(PeerId("b"), FORWARD.name, swarm.forward_request(key(100), 1, swarm.route(), x))
         passing = asyncio.create_task(through(make_run(context, x)))
         await asyncio.sleep(10.0)
         assert not passing.done()
@@ -135,7 +135,7 @@ def test_it_does_not_wait_for_ever(make_swarm: MakeSwarm) -> None:
     context, x = make_context(swarm), rows(1)
 
     async def go() -> float:
-        await swarm.send(PeerId("b"), FORWARD, swarm.forward_request(key(100), 1, swarm.route(), x))
+        await swarm.send(PeerId("b"), FORWARD.name, swarm.forward_request(key(100), 1, swarm.route(), x))
         with pytest.raises(DeadlineExceeded, match="all peers of a stage were busy for 30 s"):
             await through(make_run(context, x))
         return asyncio.get_running_loop().time()

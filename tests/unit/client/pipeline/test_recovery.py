@@ -23,7 +23,7 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import ComputeMode, Receipt, StageReport
 from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import REPLAY
+from lightning_swarm.protocol.rpc import REPLAY
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server import handlers as server_calls
 from lightning_swarm.testing.faults import FaultPlan, Phase
@@ -109,7 +109,7 @@ class Route:
         request = ReplayRequest(generation=0, step=0, work=list(work), avoid=sorted(avoid))
         transport = self.swarm.servers[caller or self.alive[0]]._transport
         target = self.swarm.trainer.peer_id
-        return decode(self.swarm.run(transport.call(target, REPLAY, encode(request), timeout=1e4)), ReplayReply)
+        return decode(self.swarm.run(transport.call(target, REPLAY.name, encode(request), timeout=1e4)), ReplayReply)
 
     def fill(self) -> int:
         """Replay lost gradients at living peers, as the coordinator does; return their number."""
@@ -551,7 +551,7 @@ def test_only_servers_of_the_run_ask_for_replays(make_swarm: MakeSwarm, caller: 
     transport = swarm.network.transport(caller)
     request = ReplayRequest(generation=0, step=0, work=[], avoid=[])
     with pytest.raises(ProtocolError, match="only servers of the run"):
-        swarm.run(transport.call(swarm.trainer.peer_id, REPLAY, encode(request), timeout=1.0))
+        swarm.run(transport.call(swarm.trainer.peer_id, REPLAY.name, encode(request), timeout=1.0))
     assert not route.events.counts
 
 

@@ -16,12 +16,12 @@ from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol import bans
-from lightning_swarm.protocol.bans import BAN, MAX_BANS, banned_among, bans_after, bans_in
+from lightning_swarm.protocol.bans import MAX_BANS, banned_among, bans_after, bans_in
 from lightning_swarm.protocol.invitations import MAX_COUNTED
 from lightning_swarm.protocol.messages.run import MAX_CONVICTED, MAX_KEEPERS, Conviction, UsedInvitation
 from lightning_swarm.protocol.messages.run import MAX_REASON as MAX_WHY
 from lightning_swarm.protocol.messages.wire import encode as wire_bytes
-from lightning_swarm.protocol.methods import VIEW
+from lightning_swarm.protocol.rpc import BAN, VIEW
 from lightning_swarm.trust.certificates import MAX_REASON, MAX_USES, ban
 from lightning_swarm.trust.certificates import encode as signed_bytes
 from lightning_swarm.trust.owner import Owner
@@ -60,7 +60,7 @@ def server_transport(swarm: Swarm, peer: PeerId) -> Any:
 
 async def tell(swarm: Swarm, signed: bytes, *peers: PeerId) -> None:
     for peer in peers:
-        await swarm.trainer.call(peer, BAN, signed, timeout=5.0)
+        await swarm.trainer.call(peer, BAN.name, signed, timeout=5.0)
 
 
 def told(swarm: Swarm) -> list[str]:
@@ -165,7 +165,7 @@ def test_whom_the_owner_bans_does_not_come_back_until_that_is_lifted(make_swarm:
         assert told(swarm) == [invitation]
         for peer in (A, B):
             with pytest.raises(AccessDenied, match="g came by an invitation that was banned from this run"):
-                await server_transport(swarm, G).call(peer, VIEW, b"", timeout=5.0)
+                await server_transport(swarm, G).call(peer, VIEW.name, b"", timeout=5.0)
         await tell(swarm, word(invitation, is_lifted=True), B)
         await swarm.step(rows(1))
         assert told(swarm) == []
@@ -283,7 +283,7 @@ def test_what_the_owner_has_not_signed_changes_nothing(make_swarm: MakeSwarm) ->
         assert run.newest is not None
         for signed in (forged, elsewhere, bytes(changed), b"", b"\x00" * 2000):
             with pytest.raises(SwarmError, match="owner"):
-                await server_transport(swarm, C).call(A, BAN, signed, timeout=5.0)
+                await server_transport(swarm, C).call(A, BAN.name, signed, timeout=5.0)
             record = replaced(run.newest, closing=replaced(run.newest.closing, step=1), bans=[signed])
             with pytest.raises((AccessDenied, ProtocolError), match="owner"):
                 voter._check_record(record)

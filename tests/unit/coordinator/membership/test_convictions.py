@@ -19,7 +19,7 @@ from lightning_swarm.protocol.messages.membership import FollowRequest, JoinRequ
 from lightning_swarm.protocol.messages.run import MAX_CONVICTED, MAX_REASON, Conviction, Member, PullRequest
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, WireMessage, encode
-from lightning_swarm.protocol.methods import FOLLOW, JOIN, MEET, PULL, READY
+from lightning_swarm.protocol.rpc import FOLLOW, JOIN, MEET, PULL, READY
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.membership.test_invitations import step_on
@@ -95,7 +95,7 @@ def asks_to_join(swarm: Swarm) -> None:
     join = JoinRequest(
         protocol_version=PROTOCOL_VERSION, boot_id=77, addresses=[f"/ip4/1.1.1.1/tcp/1/p2p/{B}"], stage_index=None
     )
-    for method, message in ((JOIN, join), (READY, ReadyRequest(generation=0, version=1))):
+    for method, message in ((JOIN.name, join), (READY.name, ReadyRequest(generation=0, version=1))):
         with pytest.raises(AccessDenied, match=DENIED):
             call(swarm, A, method, message)
 
@@ -133,7 +133,7 @@ def test_another_coordinator_knows_of_it(make_swarm: MakeSwarm, audits: dict[Pee
     assert swarm.servers[C].admission.leadership.coordinator is not None
     join = JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=77, addresses=["/x/p2p/b"], stage_index=0)
     with pytest.raises(AccessDenied, match=DENIED):
-        call(swarm, C, JOIN, join)
+        call(swarm, C, JOIN.name, join)
 
 
 def test_servers_answer_it_as_one_of_no_run(make_swarm: MakeSwarm, audits: dict[PeerId, str]) -> None:
@@ -142,7 +142,7 @@ def test_servers_answer_it_as_one_of_no_run(make_swarm: MakeSwarm, audits: dict[
     swarm.run(convicted(swarm, audits, B))
     for peer in (A, C, D):
         with pytest.raises(ProtocolError, match="records are for the run's servers, and b is none"):
-            call(swarm, peer, PULL, PullRequest(generation=0, step=1))
+            call(swarm, peer, PULL.name, PullRequest(generation=0, step=1))
         assert not swarm.servers[peer].membership.knows_server(B)
 
 
@@ -160,10 +160,10 @@ def test_one_that_comes_back_meanwhile_is_forgotten(make_swarm: MakeSwarm, audit
     transport = swarm.servers[G]._transport
     follow = FollowRequest(stage_index=0, version=None, hold_s=0.0)
     with pytest.raises((ProtocolError, NotMember, PeerError), match="was not introduced"):
-        swarm.run(transport.stream(C, FOLLOW, Message(encode(follow)), timeout=30.0))
+        swarm.run(transport.stream(C, FOLLOW.name, Message(encode(follow)), timeout=30.0))
     candidate = Candidate(member=Member(peer_id=G, boot_id=1), stage_index=0, addresses=["/x/p2p/g"])
     with pytest.raises(ProtocolError, match="introduced by the coordinator"):
-        swarm.run(transport.call(C, MEET, encode(candidate), timeout=30.0))
+        swarm.run(transport.call(C, MEET.name, encode(candidate), timeout=30.0))
 
 
 def test_a_keeper_whose_work_is_false_goes_and_is_not_convicted(

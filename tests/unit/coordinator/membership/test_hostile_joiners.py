@@ -34,7 +34,7 @@ from lightning_swarm.protocol.messages.membership import (
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
-from lightning_swarm.protocol.methods import APPLY, DRAIN, FOLLOW, JOIN, LISTEN, MEET, NEXT, READY
+from lightning_swarm.protocol.rpc import APPLY, DRAIN, FOLLOW, JOIN, LISTEN, MEET, NEXT, READY
 from lightning_swarm.server.state_transfer import donor
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from tests.unit.conftest import MakeSwarm
@@ -56,28 +56,28 @@ class Stranger:
         async def nothing(caller: PeerId, body: bytes) -> bytes:
             return b""
 
-        self.transport.handle_call(MEET, nothing)
-        self.transport.handle_call(APPLY, nothing)
-        self.transport.handle_call(LISTEN, self._listen)
+        self.transport.handle_call(MEET.name, nothing)
+        self.transport.handle_call(APPLY.name, nothing)
+        self.transport.handle_call(LISTEN.name, self._listen)
 
     async def join(self) -> int:
         """Ask to join; return the stage that it is assigned."""
         addresses = list(await self.transport.addresses())
         request = JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=1, addresses=addresses, stage_index=0)
-        return decode(await self.transport.call(A, JOIN, encode(request), timeout=10.0), JoinReply).stage_index
+        return decode(await self.transport.call(A, JOIN.name, encode(request), timeout=10.0), JoinReply).stage_index
 
     async def follow(self) -> FollowReply:
         """Return a member's description of its state; the state itself is not downloaded."""
         request = Message(encode(FollowRequest(stage_index=0, version=None, hold_s=0.0)))
-        return decode((await self.transport.stream(A, FOLLOW, request, timeout=10.0)).body, FollowReply)
+        return decode((await self.transport.stream(A, FOLLOW.name, request, timeout=10.0)).body, FollowReply)
 
     async def next(self, version: int) -> None:
         request = NextRequest(generation=0, stage_index=0, version=version, hold_s=0.0)
-        await self.transport.stream(A, NEXT, Message(encode(request)), timeout=10.0)
+        await self.transport.stream(A, NEXT.name, Message(encode(request)), timeout=10.0)
 
     async def say_ready(self) -> None:
         version = self.swarm.servers[A].steps.version
-        await self.transport.call(A, READY, encode(ReadyRequest(generation=0, version=version)), timeout=10.0)
+        await self.transport.call(A, READY.name, encode(ReadyRequest(generation=0, version=version)), timeout=10.0)
 
     async def _listen(self, caller: PeerId, body: bytes) -> bytes:
         self.listened += 1
@@ -271,7 +271,7 @@ def test_a_donor_whose_word_does_not_fit_what_it_sends_ends_no_joiner(
 def test_records_that_were_not_decided_are_not_followed(make_swarm: MakeSwarm, how: str) -> None:
     def lie(swarm: Swarm) -> list[Any]:
         transport: Any = swarm.servers[B]._transport
-        handler, *bounds = transport._stream_handlers[NEXT]
+        handler, *bounds = transport._stream_handlers[NEXT.name]
         lies = list[Any]()
 
         async def answer(caller: PeerId, message: Message) -> Message:
@@ -283,16 +283,16 @@ def test_records_that_were_not_decided_are_not_followed(make_swarm: MakeSwarm, h
             false, tensors = altered(head, reply.tensors, how)
             return Message(encode(false), tuple(tensors))
 
-        transport._stream_handlers[NEXT] = answer, *bounds
+        transport._stream_handlers[NEXT.name] = answer, *bounds
         coordinator: Any = swarm.servers[A]._transport
-        ready = coordinator._call_handlers[READY]
+        ready = coordinator._call_handlers[READY.name]
 
         async def later(caller: PeerId, body: bytes) -> bytes:
             """Hold the joiner's report that it is ready until it has followed a record."""
             answer: bytes = await ready(caller, body) if lies else b""
             return answer
 
-        coordinator._call_handlers[READY] = later
+        coordinator._call_handlers[READY.name] = later
         return lies
 
     swarm = joined_beside_a_liar(make_swarm, lie)
@@ -302,7 +302,7 @@ def test_records_that_were_not_decided_are_not_followed(make_swarm: MakeSwarm, h
 def test_members_come_from_the_coordinator(make_swarm: MakeSwarm) -> None:
     def lie(swarm: Swarm) -> list[Any]:
         transport: Any = swarm.servers[B]._transport
-        handler, *bounds = transport._stream_handlers[NEXT]
+        handler, *bounds = transport._stream_handlers[NEXT.name]
         lies = list[Any]()
 
         async def answer(caller: PeerId, message: Message) -> Message:
@@ -314,7 +314,7 @@ def test_members_come_from_the_coordinator(make_swarm: MakeSwarm) -> None:
             false = replaced(head.seats, voters=[Member(peer_id=B, boot_id=101)])
             return Message(encode(replaced(head, seats=false)), reply.tensors)
 
-        transport._stream_handlers[NEXT] = answer, *bounds
+        transport._stream_handlers[NEXT.name] = answer, *bounds
         return lies
 
     joined_beside_a_liar(make_swarm, lie)
@@ -385,5 +385,5 @@ def test_a_stranger_draws_no_other_stage_under_other_names(
         stranger = Stranger(swarm, f"z{number}")
         drawn.add(swarm.run(stranger.join()))
         leave = encode(DrainRequest(generation=0, boot_id=1))
-        swarm.run(stranger.transport.call(A, DRAIN, leave, timeout=10.0))
+        swarm.run(stranger.transport.call(A, DRAIN.name, leave, timeout=10.0))
     assert len(drawn) == 1

@@ -20,8 +20,7 @@ from lightning_swarm.protocol.invitations import check_invited, check_used, has_
 from lightning_swarm.protocol.messages.run import InvitedBy, UsedInvitation
 from lightning_swarm.protocol.messages.step import Proposal, Record, Vote
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import PROPOSE
-from lightning_swarm.protocol.queries import HANDSHAKE
+from lightning_swarm.protocol.rpc import HELLO, PROPOSE
 from lightning_swarm.server.server import Server
 from lightning_swarm.trust.certificates import MAX_USES
 from tests.access import InvitedNetwork, OwnedNetwork
@@ -76,7 +75,7 @@ def test_who_announces_a_run_and_keeps_silent_holds_no_joiner_up(make_swarm: Mak
         return b""
 
     for stranger in strangers:
-        swarm.network.transport(stranger).handle_call(HANDSHAKE, silent)
+        swarm.network.transport(stranger).handle_call(HELLO.name, silent)
     joiner = swarm.add_server("j")
     begun_s = swarm.loop.time()
     entering(swarm, joiner, *strangers, A)
@@ -275,7 +274,7 @@ def test_voters_refuse_a_record_that_lets_in_who_is_not_invited(make_swarm: Make
     swarm = invited_swarm(make_swarm, "a b c", "d b c", uses=2, voters="a b c", trainers=LEAD)
     swarm.join("g")
     calls = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
-    vote, num_refused = calls[PROPOSE], 0
+    vote, num_refused = calls[PROPOSE.name], 0
 
     def forged(record: Record) -> list[Record]:
         assert isinstance(record.invited, dict)
@@ -305,7 +304,7 @@ def test_voters_refuse_a_record_that_lets_in_who_is_not_invited(make_swarm: Make
         assert decode(answer, Vote).accepted
         return answer
 
-    calls[PROPOSE] = tempted
+    calls[PROPOSE.name] = tempted
     swarm.run(swarm.step(rows(0)))
     assert num_refused == 5
     assert used(swarm) == [G]

@@ -19,7 +19,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.calls import CallKey, Ticket
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.methods import ARMED, BACKWARD, DONE, FENCE, FORWARD
+from lightning_swarm.protocol.rpc import ARMED, BACKWARD, DONE, FENCE, FORWARD
 from lightning_swarm.protocol.tickets import TicketStore
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
@@ -54,7 +54,7 @@ class Run:
         k, route = self.key_of(grant), self.swarm.route()
         for stage, peer in enumerate(route):
             message = self.swarm.forward_request(k, stage, route, x, trainer=OTHER)
-            await self.swarm.send_as(OTHER, peer, FORWARD, message)
+            await self.swarm.send_as(OTHER, peer, FORWARD.name, message)
         last = result_of(route[-1], k, len(route) - 1, "forward", OTHER)
         return grant, (await self.swarm.tickets.fetch(last, timeout=30.0)).tensors[0]
 
@@ -65,7 +65,7 @@ class Run:
             message = self.swarm.backward_request(
                 self.key_of(grant), stage, route, output, weight=grant.weight, trainer=OTHER
             )
-            await self.swarm.send_as(OTHER, route[stage], BACKWARD, message)
+            await self.swarm.send_as(OTHER, route[stage], BACKWARD.name, message)
 
     async def lead(self, *seeds: int) -> None:
         """Run batches of the lead."""
@@ -174,7 +174,7 @@ def test_a_trainer_that_thaws_while_the_step_closes_hears_it_of_a_server_that_do
         raise Unreachable("lost")
 
     async def go() -> None:
-        run.servers[B]._transport._call_handlers[FENCE] = lose
+        run.servers[B]._transport._call_handlers[FENCE.name] = lose
         grant, output = await run.begin(1)
         run.network.freeze(OTHER)
         await run.lead(2, 3, 4)
@@ -184,7 +184,7 @@ def test_a_trainer_that_thaws_while_the_step_closes_hears_it_of_a_server_that_do
         assert lost == [A]
         run.network.thaw(OTHER)
         await run.swarm.send_as(
-            OTHER, B, BACKWARD, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output, trainer=OTHER)
+            OTHER, B, BACKWARD.name, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output, trainer=OTHER)
         )
         with pytest.raises(LeaseRevoked, match="its closing does not name"):
             await run.tickets.wait(result_of(B, run.key_of(grant), 1, "backward", OTHER), timeout=5.0)
@@ -248,7 +248,7 @@ def test_an_armed_batch_may_be_said_again_after_servers_completed_it(make_swarm:
     """It was received, but the answer was lost with the link, which was down until the trainer seemed gone."""
     run = Run(make_swarm)
     coordinator = run.servers[A]._transport
-    handler = coordinator._call_handlers[ARMED]
+    handler = coordinator._call_handlers[ARMED.name]
     cut = []
 
     async def cutting(caller: PeerId, body: bytes) -> bytes:
@@ -259,7 +259,7 @@ def test_an_armed_batch_may_be_said_again_after_servers_completed_it(make_swarm:
         return answer
 
     async def go() -> Record:
-        coordinator._call_handlers[ARMED] = cutting
+        coordinator._call_handlers[ARMED.name] = cutting
         grant, output = await run.begin(1)
         await run.send_backward(grant, output)
         saying = asyncio.create_task(run.other.report_armed(grant.lease, [run.key_of(grant).receipt]))
@@ -316,7 +316,7 @@ def test_an_armed_batch_that_cannot_be_completed_is_struck(make_swarm: MakeSwarm
         await run.swarm.send_as(
             OTHER,
             B,
-            BACKWARD,
+            BACKWARD.name,
             run.swarm.backward_request(run.key_of(grant), 1, [A, B], output, weight=2.0, trainer=OTHER),
         )
         await run.other.report_armed(grant.lease, [run.key_of(grant).receipt])
@@ -330,7 +330,7 @@ def test_an_armed_batch_that_cannot_be_completed_is_struck(make_swarm: MakeSwarm
 
 
 @pytest.mark.parametrize("when", ["answered"])
-@pytest.mark.parametrize("method", [ARMED, DONE])
+@pytest.mark.parametrize("method", [ARMED.name, DONE.name])
 def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(
     make_swarm: MakeSwarm, method: str, when: str
 ) -> None:
@@ -353,7 +353,7 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(
 
     async def say(grant: Grant) -> None:
         receipts = [run.key_of(grant).receipt]
-        if method == ARMED:
+        if method == ARMED.name:
             await run.other.report_armed(grant.lease, receipts)
         await run.other.done(grant.lease, receipts)
 
@@ -427,7 +427,7 @@ def test_a_fence_ends_what_is_under_way_and_refuses_what_comes(make_swarm: MakeS
         grant, output = await run.begin(1)
         # The last stage's call never comes, so this one waits for its gradient.
         message = run.swarm.backward_request(run.key_of(grant), 0, [A, B], output, trainer=OTHER)
-        await run.swarm.send_as(OTHER, A, BACKWARD, message)
+        await run.swarm.send_as(OTHER, A, BACKWARD.name, message)
         waiting = asyncio.create_task(
             run.swarm.tickets.wait(result_of(A, run.key_of(grant), 0, "backward", OTHER), timeout=100.0)
         )

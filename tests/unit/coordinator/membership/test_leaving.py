@@ -21,7 +21,7 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.membership import DrainReply, DrainRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import APPLY, DRAIN, LEAVE
+from lightning_swarm.protocol.rpc import APPLY, DRAIN, LEAVE
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, Swarm, key, make_module, plain_steps, rows
 
@@ -297,7 +297,7 @@ def test_who_enters_by_the_record_that_is_being_decided_leaves_by_a_later_one(ma
 async def drain(swarm: Swarm, peer: PeerId, boot_id: int, generation: int = 0) -> list[int]:
     request = encode(DrainRequest(generation=generation, boot_id=boot_id))
     transport = swarm.servers[peer]._transport if peer in swarm.servers else swarm.trainer
-    return decode(await transport.call(A, DRAIN, request, timeout=10.0), DrainReply).alone
+    return decode(await transport.call(A, DRAIN.name, request, timeout=10.0), DrainReply).alone
 
 
 def test_only_a_member_that_holds_nothing_else_may_leave(make_swarm: MakeSwarm) -> None:
@@ -344,7 +344,7 @@ def deaf(swarm: Swarm, monkeypatch: pytest.MonkeyPatch, peer: PeerId) -> Iterato
         return b""
 
     with monkeypatch.context() as patch:
-        patch.setitem(swarm.servers[peer]._transport._call_handlers, APPLY, ignore)  # type: ignore[attr-defined]
+        patch.setitem(swarm.servers[peer]._transport._call_handlers, APPLY.name, ignore)  # type: ignore[attr-defined]
         yield
 
 
@@ -422,8 +422,8 @@ def test_the_lead_ends_a_server_that_is_on_its_way_back(make_swarm: MakeSwarm, m
         assert not swarm.servers[B].membership.is_member
         await swarm.servers[B].step_out()  # the moment between two attempts
         with pytest.raises(ProtocolError, match="is ended by"):
-            await swarm.servers[C]._transport.call(B, LEAVE, b"", timeout=1.0)
-        await swarm.trainer.call(B, LEAVE, b"", timeout=1.0)
+            await swarm.servers[C]._transport.call(B, LEAVE.name, b"", timeout=1.0)
+        await swarm.trainer.call(B, LEAVE.name, b"", timeout=1.0)
         await asyncio.wait_for(b.task, 30.0)
 
     swarm.run(go())

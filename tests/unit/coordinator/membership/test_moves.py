@@ -19,7 +19,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import lifecycle
 from lightning_swarm.protocol.messages.step import Departure, Record
-from lightning_swarm.protocol.methods import APPLY, TAKE_OVER
+from lightning_swarm.protocol.rpc import APPLY, TAKE_OVER
 from lightning_swarm.server.stage import StageLoad
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.membership.test_leaving import A, B, C, Staying, assert_plain, step
@@ -85,7 +85,7 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
     b = Staying(swarm, B)
     send(swarm, B, 1, monkeypatch)
     handlers = swarm.network.find(C)._call_handlers
-    apply, num_waits, is_late = handlers[APPLY], 0, False
+    apply, num_waits, is_late = handlers[APPLY.name], 0, False
 
     async def late(caller: PeerId, body: bytes) -> bytes:
         nonlocal is_late
@@ -94,7 +94,7 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
             await asyncio.sleep(3 * lifecycle._LINGER_S)
         return await apply(caller, body)
 
-    handlers[APPLY] = late
+    handlers[APPLY.name] = late
     first_of = tasks.first_of
 
     async def counted(*waits: Any, **options: Any) -> Any:
@@ -171,7 +171,7 @@ def test_where_nobody_takes_over_who_coordinates_stays_and_another_one_moves(mak
             asked.append(caller)
             raise Busy("not now")
 
-        swarm.network.find(name)._call_handlers[TAKE_OVER] = refuses
+        swarm.network.find(name)._call_handlers[TAKE_OVER.name] = refuses
     Staying(swarm, A)
     balance = swarm.coordinator.balancer
     balance._rule, balance._interval_s = "gain", 60.0

@@ -21,7 +21,7 @@ from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.messages.membership import FollowRequest, JoinRequest, ReadyRequest
 from lightning_swarm.protocol.messages.run import Selection, StepChange
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
-from lightning_swarm.protocol.methods import ADMIT, APPLY, FOLLOW, FREEZE, JOIN, LISTEN, NEXT, PROPOSE, READY
+from lightning_swarm.protocol.rpc import ADMIT, APPLY, FOLLOW, FREEZE, JOIN, LISTEN, NEXT, PROPOSE, READY
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer import snapshots, stage_copy
@@ -54,7 +54,7 @@ def test_a_server_that_is_never_let_in_says_so(make_swarm: MakeSwarm) -> None:
         asked_s.append(swarm.loop.time())
         raise Unreachable("its cable is cut.")
 
-    swarm.network.find(A)._call_handlers[JOIN] = refuse
+    swarm.network.find(A)._call_handlers[JOIN.name] = refuse
 
     async def go() -> None:
         with pytest.raises(PeerError) as refusal:
@@ -130,7 +130,7 @@ def test_an_admission_does_not_wait_for_a_join(make_swarm: MakeSwarm) -> None:
     async def go() -> None:
         await asyncio.sleep(1.0)
         with pytest.raises(ProtocolError, match="is joining the run of a already"):
-            await starter.call(J, ADMIT, encode(structs.replace(swarm.manifest, lead="starter")), timeout=1.0)
+            await starter.call(J, ADMIT.name, encode(structs.replace(swarm.manifest, lead="starter")), timeout=1.0)
         swarm.network.thaw(B)
         await asyncio.sleep(10.0)
         await swarm.step(rows(0))
@@ -189,7 +189,7 @@ def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(mak
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
     handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
-    propose = handlers[PROPOSE]
+    propose = handlers[PROPOSE.name]
 
     async def late(caller: PeerId, body: bytes) -> bytes:
         swarm.servers[A].donor._state.followers.clear()
@@ -197,10 +197,10 @@ def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(mak
         answer: bytes = await propose(caller, body)
         return answer
 
-    handlers[PROPOSE] = late
+    handlers[PROPOSE.name] = late
     record = swarm.run(swarm.step(rows(0)))
     assert [newcomer.member.peer_id for newcomer in record.newcomers] == [J]
-    handlers[PROPOSE] = propose
+    handlers[PROPOSE.name] = propose
     swarm.run(swarm.step(rows(1)))
     assert joiner.steps.version == 2
 
@@ -212,14 +212,14 @@ def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(
     waiting = swarm.coordinator.generation.server_membership._waiting[J]
     waiting.ready = False
     handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
-    freeze = handlers[FREEZE]
+    freeze = handlers[FREEZE.name]
 
     async def and_be_ready(caller: PeerId, body: bytes) -> bytes:
         waiting.ready = True
         answer: bytes = await freeze(caller, body)
         return answer
 
-    handlers[FREEZE] = and_be_ready
+    handlers[FREEZE.name] = and_be_ready
     assert swarm.run(swarm.step(rows(0))).newcomers == []
     assert waiting.asked is None
     record = swarm.run(swarm.step(rows(1)))
@@ -265,7 +265,7 @@ def test_ready_may_arrive_after_the_record_that_lets_it_in(make_swarm: MakeSwarm
     call, held = joiner._transport.call, asyncio.Event()
 
     async def late(peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
-        if method == READY:
+        if method == READY.name:
             held.set()
             await asyncio.sleep(0.5)
         return await call(peer, method, body, timeout=timeout)
@@ -285,26 +285,26 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
     """Its donor applies the record before the coordinator does."""
     swarm = make_swarm("a a2", "b")
     handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
-    apply = handlers[APPLY]
+    apply = handlers[APPLY.name]
 
     async def late(caller: PeerId, body: bytes) -> bytes:
         await asyncio.sleep(0.3)
         answer: bytes = await apply(caller, body)
         return answer
 
-    handlers[APPLY] = late
+    handlers[APPLY.name] = late
     joiner = swarm.add_server("j")
     stream = joiner._transport.stream
 
     async def slow_download(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
         answer = await stream(peer, method, message, **more)
-        if method == FOLLOW:
+        if method == FOLLOW.name:
             await asyncio.sleep(5.0)
         return answer
 
     joiner._transport.stream = slow_download  # type: ignore[method-assign]
     ahead = 0
-    ready = handlers[READY]
+    ready = handlers[READY.name]
 
     async def counted(caller: PeerId, body: bytes) -> bytes:
         nonlocal ahead
@@ -312,7 +312,7 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
         answer: bytes = await ready(caller, body)
         return answer
 
-    handlers[READY] = counted
+    handlers[READY.name] = counted
     task = entering(swarm, joiner)
 
     async def go() -> None:
@@ -333,7 +333,7 @@ def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) ->
     stream = joiner._transport.stream
 
     async def slow_download(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
-        if method == FOLLOW:
+        if method == FOLLOW.name:
             await asyncio.sleep(20.0)
         return await stream(peer, method, message, **more)
 
@@ -375,14 +375,14 @@ def test_who_joins_anew_and_is_silent_again_delays_ever_fewer_steps(make_swarm: 
         await asyncio.sleep(1000.0)
         return b""
 
-    stranger.handle_call(LISTEN, be_silent)
+    stranger.handle_call(LISTEN.name, be_silent)
 
     async def go() -> int:
         num_delayed = 0
         for step in range(40):
             with contextlib.suppress(Busy):
                 await say_it_joins(stranger)
-                await stranger.call(A, READY, encode(ReadyRequest(generation=0, version=step)), timeout=5.0)
+                await stranger.call(A, READY.name, encode(ReadyRequest(generation=0, version=step)), timeout=5.0)
             before_s = swarm.loop.time()
             await swarm.step(rows(0))
             num_delayed += swarm.loop.time() - before_s > 1.0
@@ -401,7 +401,7 @@ def test_a_stage_is_copied_once_for_a_follower(make_swarm: MakeSwarm, monkeypatc
 
     async def follow() -> None:
         with contextlib.suppress(Busy):
-            await joiner._transport.stream(A, FOLLOW, body, timeout=5.0)
+            await joiner._transport.stream(A, FOLLOW.name, body, timeout=5.0)
 
     swarm.run(gather(follow() for _ in range(100)))
     assert num_copies() == 1
@@ -416,7 +416,7 @@ def test_few_download_at_once_and_share_a_copy(make_swarm: MakeSwarm, monkeypatc
         await say_it_joins(stranger)
         body = encode(FollowRequest(stage_index=0, version=None, hold_s=0.0))
         try:
-            await stranger.stream(A, FOLLOW, Message(body), timeout=5.0)
+            await stranger.stream(A, FOLLOW.name, Message(body), timeout=5.0)
         except Busy:
             return False
         return True
@@ -447,7 +447,7 @@ def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm, re
     async def slow_download(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
         nonlocal num_downloads
         answer = await stream(peer, method, message, **more)
-        if method == FOLLOW:
+        if method == FOLLOW.name:
             num_downloads += 1
             await asyncio.sleep(400.0 if num_downloads == 1 else 0.0)
         return answer
@@ -484,14 +484,14 @@ async def expected_busy(joining: Coroutine[Any, Any, None]) -> None:
 async def say_it_joins(transport: Transport) -> None:
     addresses = list(await transport.addresses())
     request = JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=1, addresses=addresses, stage_index=0)
-    await transport.call(A, JOIN, encode(request), timeout=5.0)
+    await transport.call(A, JOIN.name, encode(request), timeout=5.0)
 
 
 def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     copies: list[Stage] = []
     copied = snapshots.copied
 
-    def counted(stage: Stage, generation: int) -> Message:
+    def counted(stage: Stage, generation: int) -> Any:
         copies.append(stage)
         return copied(stage, generation)
 
@@ -543,7 +543,7 @@ def test_the_next_attempt_asks_another_donor(make_swarm: MakeSwarm) -> None:
     stream = joiner._transport.stream
 
     async def watched(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
-        if method == FOLLOW:
+        if method == FOLLOW.name:
             asked.append(peer)
         return await stream(peer, method, message, **more)
 
@@ -569,7 +569,7 @@ def test_a_donor_that_freezes_does_not_hold_its_joiner(make_swarm: MakeSwarm) ->
 
     async def watched(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
         asked.append((peer, method))
-        if method == NEXT and len({peer for peer, _ in asked}) == 1:
+        if method == NEXT.name and len({peer for peer, _ in asked}) == 1:
             await asyncio.sleep(more["timeout"])
             raise DeadlineExceeded("the donor did not answer")
         return await stream(peer, method, message, **more)
@@ -600,7 +600,7 @@ def test_a_mover_takes_its_former_stage_where_the_other_is_not_to_be_had(
     if not to_be_had:
         for peer in (A, B):
             handlers = swarm.network.find(peer)._stream_handlers
-            handlers[FOLLOW] = (refuse, *handlers[FOLLOW][1:])
+            handlers[FOLLOW.name] = (refuse, *handlers[FOLLOW.name][1:])
     joiner = swarm.add_server("j")
     joiner.joiner.move_to(0, former=1)
 

@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.membership import EnlistRequest
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
-from lightning_swarm.protocol.methods import ENLIST, GRANT, RETIRE
+from lightning_swarm.protocol.rpc import ENLIST, GRANT, RETIRE
 from lightning_swarm.protocol.run_state import RunState
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
@@ -125,7 +125,9 @@ def test_a_trainer_that_comes_has_places_from_the_next_step_on(make_swarm: MakeS
         await asyncio.sleep(1.0)
         await run.bring(run.lead)
         with pytest.raises(NotEnlisted):
-            await run.transport().call(A, GRANT, encode(GrantRequest(step=0, num_samples=2, generation=0)), timeout=1.0)
+            await run.transport().call(
+                A, GRANT.name, encode(GrantRequest(step=0, num_samples=2, generation=0)), timeout=1.0
+            )
         assert not coming.done()
         record = await run.step(run.lead)
         assert (record.enlisted, record.retired) == ([NEW], [])
@@ -178,7 +180,7 @@ def test_another_version_of_the_protocol_is_refused(make_swarm: MakeSwarm) -> No
     run = Run(make_swarm)
     request = encode(EnlistRequest(protocol_version=PROTOCOL_VERSION + 1, generation=None))
     with pytest.raises(ConfigError, match=rf"is {PROTOCOL_VERSION + 1} there and {PROTOCOL_VERSION} in"):
-        run.swarm.run(run.transport().call(A, ENLIST, request, timeout=1.0))
+        run.swarm.run(run.transport().call(A, ENLIST.name, request, timeout=1.0))
 
 
 def test_the_number_of_trainers_is_bounded(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +277,7 @@ def test_the_batch_in_hand_of_one_that_retires_is_struck(make_swarm: MakeSwarm) 
 def test_the_lead_does_not_retire(make_swarm: MakeSwarm) -> None:
     run = Run(make_swarm)
     with pytest.raises(ProtocolError, match="it ends the run by dismissing"):
-        run.swarm.run(run.swarm.trainer.call(A, RETIRE, encode(RetireRequest(reason="x")), timeout=1.0))
+        run.swarm.run(run.swarm.trainer.call(A, RETIRE.name, encode(RetireRequest(reason="x")), timeout=1.0))
 
 
 def test_one_that_dies_in_its_first_step_leaves_the_list(make_swarm: MakeSwarm) -> None:

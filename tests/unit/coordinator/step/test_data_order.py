@@ -18,7 +18,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import Grant, GrantRequest, Lease
 from lightning_swarm.protocol.messages.run import MAX_PLANS, EpochPlan, PlanRequest, RandomNumbers, TakePlanRequest
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.methods import GRANT, PLAN, TAKE_PLAN
+from lightning_swarm.protocol.rpc import GRANT, PLAN, TAKE_PLAN
 from lightning_swarm.protocol.run_state import lanes_of, next_in_lane, owner_of
 from lightning_swarm.strategy.data import loader
 from lightning_swarm.strategy.data.shared import EpochListing
@@ -298,11 +298,15 @@ def test_the_end_of_an_epoch_is_passed_with_its_last_record(make_swarm: MakeSwar
 @pytest.mark.parametrize(
     ("method", "request_", "words"),
     [
-        (GRANT, GrantRequest(step=0, num_samples=2, generation=0), "all batches of step 0 are named"),
-        (GRANT, GrantRequest(step=0, num_samples=2, generation=0, batch=(0, 5)), "epoch 0 has 4 batches, got number 5"),
-        (PLAN, PlanRequest(generation=0, plan=plan(0, (3, 3)), position=(0, 0)), "epoch 0 has its order already"),
-        (PLAN, PlanRequest(generation=7, plan=plan(1, (3, 3)), position=(0, 0)), "generation"),
-        (TAKE_PLAN, TakePlanRequest(generation=7, epoch=0), "generation"),
+        (GRANT.name, GrantRequest(step=0, num_samples=2, generation=0), "all batches of step 0 are named"),
+        (
+            GRANT.name,
+            GrantRequest(step=0, num_samples=2, generation=0, batch=(0, 5)),
+            "epoch 0 has 4 batches, got number 5",
+        ),
+        (PLAN.name, PlanRequest(generation=0, plan=plan(0, (3, 3)), position=(0, 0)), "epoch 0 has its order already"),
+        (PLAN.name, PlanRequest(generation=7, plan=plan(1, (3, 3)), position=(0, 0)), "generation"),
+        (TAKE_PLAN.name, TakePlanRequest(generation=7, epoch=0), "generation"),
     ],
 )
 def test_a_liar_gets_an_error_and_changes_nothing(
@@ -312,7 +316,7 @@ def test_a_liar_gets_an_error_and_changes_nothing(
     swarm.run(bring(swarm, swarm.steps, (0, 0)))
     books = swarm.coordinator.generation.step_state
     before = (books.order.plans, books.open.free, books.open.num_granted)
-    caller = swarm.trainer if method == PLAN else swarm.network.find(OTHER)
+    caller = swarm.trainer if method == PLAN.name else swarm.network.find(OTHER)
     with pytest.raises(ProtocolError, match=words):
         swarm.run(caller.call(PeerId("a"), method, encode(request_), timeout=1.0))
     assert (books.order.plans, books.open.free, books.open.num_granted) == before
@@ -322,7 +326,7 @@ def test_only_the_lead_says_the_order(make_swarm: MakeSwarm) -> None:
     swarm, _ = planned(make_swarm)
     request = encode(PlanRequest(generation=0, plan=plan(1, (3, 3)), position=(0, 0)))
     with pytest.raises(ProtocolError, match="says in which order batches come, not other"):
-        swarm.run(swarm.network.find(OTHER).call(PeerId("a"), PLAN, request, timeout=1.0))
+        swarm.run(swarm.network.find(OTHER).call(PeerId("a"), PLAN.name, request, timeout=1.0))
     assert [one.epoch for one in swarm.coordinator.generation.step_state.order.plans] == [0]
 
 

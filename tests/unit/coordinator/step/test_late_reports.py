@@ -27,8 +27,8 @@ from lightning_swarm.protocol.messages.batches import (
     ReportReply,
     ReportRequest,
 )
-from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import GRANT, REGISTER, REPORT_METRICS
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.rpc import GRANT, REGISTER, REPORT_METRICS
 from tests.unit.swarm import Swarm
 
 A, B, OTHER = PeerId("a"), PeerId("b"), PeerId("other")
@@ -54,14 +54,13 @@ def test_who_said_that_it_has_nothing_takes_no_place_of_an_older_term(num_turns:
     async def report() -> None:
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        body = encode(ReportRequest(term=(2, "b", 101), generation=0))
-        reports.append(decode(await steps._handle_report(B, body), ReportReply))
+        reports.append(await steps._handle_report(B, ReportRequest(term=(2, "b", 101), generation=0)))
 
     async def calling(peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
-        if method == GRANT and peer == A:
+        if method == GRANT.name and peer == A:
             reporting.append(asyncio.create_task(report()))
             return encode(GrantReply(grant=lease(1, 0).grant))
-        if method == GRANT:
+        if method == GRANT.name:
             await asyncio.sleep(1e6)
         return await call(peer, method, body, timeout=timeout)
 
@@ -109,7 +108,7 @@ def test_a_batch_that_no_coordinator_before_granted_is_refused(number: int) -> N
         await swarm.steps.grant(2)
         before = swarm.state()
         with pytest.raises(ProtocolError):
-            await other.call(A, REGISTER, request, timeout=5.0)
+            await other.call(A, REGISTER.name, request, timeout=5.0)
         assert swarm.state() == before
 
     try:
@@ -141,7 +140,7 @@ def test_what_one_trainer_registers_keeps_no_place_from_the_lead(forged: str) ->
     report = ReportReply(begun=True, leases=[FORGED[forged]], closed=[])
 
     async def go() -> None:
-        await other.call(A, REGISTER, encode(RegisterRequest(generation=0, step=0, report=report)), timeout=60.0)
+        await other.call(A, REGISTER.name, encode(RegisterRequest(generation=0, step=0, report=report)), timeout=60.0)
         grant = await swarm.steps.grant(2)
         assert grant.first < 1 << 33
         await swarm.steps.withdraw(grant.lease)
@@ -192,7 +191,7 @@ def test_metrics_that_a_new_coordinator_fetches_are_checked(answer: Message, num
         return answer
 
     async def go() -> int:
-        other.handle_stream(REPORT_METRICS, answering, max_bytes=0)
+        other.handle_stream(REPORT_METRICS.name, answering, max_bytes=0)
         leases = [replaced(lease(number, 2 * number), has_metrics=True) for number in range(1, 3)]
         reports = {OTHER: ReportReply(begun=True, leases=leases, closed=[])}
         try:

@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.step import (
     NamedReceipts,
 )
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.methods import AVERAGE, EXAMINE, FREEZE, PROJECT, REPLACE_MEAN, VECTOR
+from lightning_swarm.protocol.rpc import AVERAGE, EXAMINE, FREEZE, PROJECT, REPLACE_MEAN, VECTOR
 from lightning_swarm.server.audit.kept_work import sum_digest
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, Swarm, closing, key, rows
@@ -51,9 +51,9 @@ def stream(swarm: Swarm, caller: PeerId, method: str, request: WireMessage, *ten
 def averaged(swarm: Swarm) -> bytes:
     """Let `b` hold the mean of a round, without `c`; return the digest that it committed to."""
     swarm.run(swarm.through(key(), rows(1), route=[A, B]))
-    frozen = call(swarm, A, B, FREEZE, FreezeRequest(generation=0, step=0))
+    frozen = call(swarm, A, B, FREEZE.name, FreezeRequest(generation=0, step=0))
     named = NamedReceipts(stage_index=1, receipts=[(0, 0, b"\x01")], origins=[(1.0, LEAD, 1)])
-    call(swarm, A, B, AVERAGE, AverageRequest(closing=CLOSING, named=[named]))
+    call(swarm, A, B, AVERAGE.name, AverageRequest(closing=CLOSING, named=[named]))
     (ledger,) = decode(frozen, FreezeReply).ledgers
     digest = ledger.sum_digest
     assert isinstance(digest, bytes)
@@ -72,11 +72,11 @@ def swarm(make_swarm: MakeSwarm) -> Swarm:
 def test_a_server_shows_what_it_committed_to(swarm: Swarm) -> None:
     digest = averaged(swarm)
     asked = VectorRequest(closing=CLOSING, stage_index=1, of="sum")
-    (values,) = stream(swarm, A, VECTOR, asked).tensors
+    (values,) = stream(swarm, A, VECTOR.name, asked).tensors
     assert sum_digest(values) == digest
-    (mean,) = stream(swarm, A, VECTOR, replaced(asked, of="mean")).tensors
+    (mean,) = stream(swarm, A, VECTOR.name, replaced(asked, of="mean")).tensors
     torch.testing.assert_close(mean, values / CLOSING.total_weight)
-    (answer,) = decode(call(swarm, A, B, PROJECT, ProjectRequest(closing=CLOSING, seed=7)), ProjectReply).stages
+    (answer,) = decode(call(swarm, A, B, PROJECT.name, ProjectRequest(closing=CLOSING, seed=7)), ProjectReply).stages
     assert answer.squared_norm == pytest.approx(float(mean.square().sum()))
     assert sum(norm**2 for norm in answer.norms) == pytest.approx(float(values.square().sum()))
 
@@ -86,21 +86,21 @@ def test_without_audits_a_server_commits_to_nothing_and_shows_nothing(make_swarm
     with pytest.raises(AssertionError):
         averaged(swarm)
     with pytest.raises(ProtocolError, match="sums and means of this run are not checked"):
-        call(swarm, A, B, PROJECT, ProjectRequest(closing=CLOSING, seed=7))
+        call(swarm, A, B, PROJECT.name, ProjectRequest(closing=CLOSING, seed=7))
     with pytest.raises(ProtocolError, match="sums and means of this run are not checked"):
-        stream(swarm, A, VECTOR, VectorRequest(closing=CLOSING, stage_index=1, of="sum"))
+        stream(swarm, A, VECTOR.name, VectorRequest(closing=CLOSING, stage_index=1, of="sum"))
 
 
 ASKS: dict[str, Callable[[Swarm, PeerId, Closing, int], object]] = {
-    "project": lambda swarm, caller, one, _: call(swarm, caller, B, PROJECT, ProjectRequest(closing=one, seed=7)),
+    "project": lambda swarm, caller, one, _: call(swarm, caller, B, PROJECT.name, ProjectRequest(closing=one, seed=7)),
     "sum": lambda swarm, caller, one, stage: stream(
-        swarm, caller, VECTOR, VectorRequest(closing=one, stage_index=stage, of="sum")
+        swarm, caller, VECTOR.name, VectorRequest(closing=one, stage_index=stage, of="sum")
     ),
     "mean": lambda swarm, caller, one, stage: stream(
-        swarm, caller, VECTOR, VectorRequest(closing=one, stage_index=stage, of="mean")
+        swarm, caller, VECTOR.name, VectorRequest(closing=one, stage_index=stage, of="mean")
     ),
     "replace": lambda swarm, caller, one, stage: stream(
-        swarm, caller, REPLACE_MEAN, MeanReplacement(closing=one, stage_index=stage), MEAN
+        swarm, caller, REPLACE_MEAN.name, MeanReplacement(closing=one, stage_index=stage), MEAN
     ),
 }
 
@@ -134,17 +134,17 @@ def test_a_mean_is_replaced_by_one_of_its_kind_and_stays_replaced(swarm: Swarm) 
     state, request = swarm.state(), MeanReplacement(closing=CLOSING, stage_index=1)
     for tensors in ((), (MEAN, MEAN), (MEAN[1:],), (MEAN.float(),), (MEAN.view(1, -1),)):
         with pytest.raises(ProtocolError, match="a mean of stage 1 is"):
-            stream(swarm, A, REPLACE_MEAN, request, *tensors)
+            stream(swarm, A, REPLACE_MEAN.name, request, *tensors)
         assert swarm.state() == state
-    stream(swarm, A, REPLACE_MEAN, request, MEAN)
+    stream(swarm, A, REPLACE_MEAN.name, request, MEAN)
     assert torch.equal(held(swarm), MEAN)
     named = NamedReceipts(stage_index=1, receipts=[(0, 0, b"\x01")], origins=[(1.0, LEAD, 1)])
-    call(swarm, A, B, AVERAGE, AverageRequest(closing=CLOSING, named=[named]))  # a late copy
+    call(swarm, A, B, AVERAGE.name, AverageRequest(closing=CLOSING, named=[named]))  # a late copy
     assert torch.equal(held(swarm), MEAN)
 
 
 def examine(swarm: Swarm, **changes: Any) -> ExamineRequest:
-    (answer,) = decode(call(swarm, A, B, PROJECT, ProjectRequest(closing=CLOSING, seed=7)), ProjectReply).stages
+    (answer,) = decode(call(swarm, A, B, PROJECT.name, ProjectRequest(closing=CLOSING, seed=7)), ProjectReply).stages
     fields: dict[str, Any] = {
         "closing": CLOSING,
         "seed": 7,
@@ -162,29 +162,29 @@ def test_a_server_examines_others_only_for_itself(swarm: Swarm) -> None:
     request = examine(swarm, digest=averaged(swarm))
     for caller, peer in ((A, B), (B, A), (LEAD, A), (B, B)):
         with pytest.raises((ProtocolError, NotCoordinator)):
-            call(swarm, caller, peer, EXAMINE, request)
+            call(swarm, caller, peer, EXAMINE.name, request)
     with pytest.raises(ProtocolError, match="the members are"):
-        call(swarm, A, A, EXAMINE, replaced(request, answers={}))
+        call(swarm, A, A, EXAMINE.name, replaced(request, answers={}))
     for change in ({"sums": []}, {"norms": [-1.0] * 1024}, {"parts": []}, {"given": []}):
         with pytest.raises(ProtocolError):
-            call(swarm, A, A, EXAMINE, replaced(request, answers={B: replaced(request.answers[B], **change)}))
+            call(swarm, A, A, EXAMINE.name, replaced(request, answers={B: replaced(request.answers[B], **change)}))
     for changes in ({"length": 1 << 50}, {"commitments": {}}):
-        reply = decode(call(swarm, A, A, EXAMINE, replaced(request, **changes)), ExamineReply)
+        reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, **changes)), ExamineReply)
         assert "shows another sum" in reply.lies[B]
     for changes in ({"length": 0}, {"dtype": "float32"}):  # more bytes than allowed
-        reply = decode(call(swarm, A, A, EXAMINE, replaced(request, **changes)), ExamineReply)
+        reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, **changes)), ExamineReply)
         assert (reply.lies, [*reply.unreached]) == ({}, [B])
-    reply = decode(call(swarm, A, A, EXAMINE, request), ExamineReply)
+    reply = decode(call(swarm, A, A, EXAMINE.name, request), ExamineReply)
     assert (reply.lies, reply.contradictions, reply.unreached) == ({}, [], {})
     assert reply.squared_norm == pytest.approx(request.answers[B].squared_norm)
-    drawn = decode(call(swarm, A, A, EXAMINE, replaced(request, drawn=[B])), ExamineReply)
+    drawn = decode(call(swarm, A, A, EXAMINE.name, replaced(request, drawn=[B])), ExamineReply)
     assert (drawn.lies, drawn.squared_norm) == ({}, None)
 
 
 def lied(swarm: Swarm, change: Callable[[PartProjections], PartProjections]) -> dict[PeerId, str]:
     request = examine(swarm, digest=averaged(swarm))
     request = replaced(request, answers={B: change(request.answers[B])})
-    return decode(call(swarm, A, A, EXAMINE, request), ExamineReply).lies
+    return decode(call(swarm, A, A, EXAMINE.name, request), ExamineReply).lies
 
 
 def test_rounding_is_no_lie(swarm: Swarm) -> None:
@@ -199,16 +199,16 @@ def test_a_commitment_to_another_sum_is_a_lie(swarm: Swarm) -> None:
     averaged(swarm)
     request = examine(swarm, digest=bytes(32))
     for drawn in (None, [B]):
-        reply = decode(call(swarm, A, A, EXAMINE, replaced(request, drawn=drawn)), ExamineReply)
+        reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, drawn=drawn)), ExamineReply)
         assert "shows another sum" in reply.lies[B]
-    reply = decode(call(swarm, A, A, EXAMINE, replaced(request, drawn=[])), ExamineReply)
+    reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, drawn=[])), ExamineReply)
     assert reply.lies == {}
 
 
 def test_who_is_gone_is_told_apart_from_who_lies(swarm: Swarm) -> None:
     request = examine(swarm, digest=averaged(swarm))
     swarm.network.kill(B)
-    reply = decode(call(swarm, A, A, EXAMINE, request), ExamineReply)
+    reply = decode(call(swarm, A, A, EXAMINE.name, request), ExamineReply)
     assert reply.unreached.keys() == {B}
     assert reply.lies == {}
 

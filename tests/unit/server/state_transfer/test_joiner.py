@@ -20,7 +20,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import queries, serialization
 from lightning_swarm.protocol.messages.membership import FollowReply, TensorLayout
 from lightning_swarm.protocol.messages.state import Snapshot
-from lightning_swarm.protocol.methods import FOLLOW, PIECE
+from lightning_swarm.protocol.rpc import FOLLOW, PIECE
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.state_transfer import donor, stage_copy
 from lightning_swarm.server.state_transfer.donor import Throttle
@@ -160,7 +160,7 @@ def sent_pieces(swarm: Swarm) -> Counter[PeerId]:
     """Return the bytes that each sender sent the joiner."""
     found = Counter[PeerId]()
     for peer, server in swarm.servers.items():
-        found[peer] = server._transport.traffic.sent_bytes[J, PIECE]
+        found[peer] = server._transport.traffic.sent_bytes[J, PIECE.name]
     return +found
 
 
@@ -232,7 +232,7 @@ def test_a_helper_that_dies_is_done_without(make_swarm: MakeSwarm, monkeypatch: 
             raise Unreachable("it died")
         return message
 
-    intercept(swarm.servers[helper], PIECE, fail)
+    intercept(swarm.servers[helper], PIECE.name, fail)
 
     async def find() -> Sequence[PeerId]:
         return [A]
@@ -259,7 +259,7 @@ def test_a_helper_that_sends_something_else_is_asked_no_more(
         return Message(message.body, tuple(tensor ^ 1 for tensor in message.tensors)) if spoiling else message
 
     spoiling = True
-    intercept(swarm.servers[helper], PIECE, spoil)
+    intercept(swarm.servers[helper], PIECE.name, spoil)
     swarm.join(J)
     assert "sent in pieces is not that of one version" in caplog.text
     spoiling = False
@@ -286,7 +286,7 @@ def test_members_at_another_version_do_not_help(make_swarm: MakeSwarm, monkeypat
         except TicketGone as error:
             refused.append(str(error))
             raise
-        if method == FOLLOW:
+        if method == FOLLOW.name:
             await swarm.step(rows(2), rows(3))  # a record is applied before the second member is asked
         return answer
 

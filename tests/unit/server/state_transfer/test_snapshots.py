@@ -24,8 +24,9 @@ from lightning_swarm.protocol.messages.run import HeldSnapshot, Member
 from lightning_swarm.protocol.messages.state import HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
 from lightning_swarm.protocol.queries import newest_complete, newest_safe, only_told, taken_alike, version_to_keep
+from lightning_swarm.protocol.rpc import KEEP, SNAPSHOT
+from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
 from tests.unit.conftest import MakeSwarm, needs_full_disk, on_a_full_disk
 from tests.unit.model.forged import forged
@@ -165,11 +166,11 @@ def test_what_is_kept_is_the_stage_to_the_bit_with_its_momenta(make_swarm: MakeS
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
     stage = swarm.servers[B].steps.stage(1)
-    print_of_it, kept = stage.fingerprint(), copied(stage, 0)
+    print_of_it, kept = stage.fingerprint(), sent_copy(stage, 0)
     swarm.run(steps(swarm, 2, 3))
     assert stage.fingerprint() != print_of_it
     message = swarm.run(
-        swarm.trainer.stream(A, SNAPSHOT, Message(encode(SnapshotRequest(stage_index=1, version=1))), timeout=1.0)
+        swarm.trainer.stream(A, SNAPSHOT.name, Message(encode(SnapshotRequest(stage_index=1, version=1))), timeout=1.0)
     )
     head = decode(message.body, Snapshot)
     assert (head.version, head.stage_index, head.version_hash) == (1, 1, print_of_it)
@@ -178,7 +179,9 @@ def test_what_is_kept_is_the_stage_to_the_bit_with_its_momenta(make_swarm: MakeS
     assert all(map(torch.equal, message.tensors, kept.tensors))
     with pytest.raises(TicketGone):
         swarm.run(
-            swarm.trainer.stream(A, SNAPSHOT, Message(encode(SnapshotRequest(stage_index=1, version=2))), timeout=1.0)
+            swarm.trainer.stream(
+                A, SNAPSHOT.name, Message(encode(SnapshotRequest(stage_index=1, version=2))), timeout=1.0
+            )
         )
 
 
@@ -229,7 +232,7 @@ def test_an_older_one_stays_until_the_newer_one_is_through(make_swarm: MakeSwarm
     stream = swarm.servers[B]._transport.stream
 
     async def lost(peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = 0) -> Message:
-        if method == KEEP:
+        if method == KEEP.name:
             raise ProtocolError("lost")
         return await stream(peer, method, message, timeout=timeout, max_bytes=max_bytes)
 
@@ -246,19 +249,19 @@ def test_an_older_one_stays_until_the_newer_one_is_through(make_swarm: MakeSwarm
 def test_a_copy_that_came_damaged_is_not_kept(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
-    message = copied(swarm.servers[B].steps.stage(1), 0)
+    message = sent_copy(swarm.servers[B].steps.stage(1), 0)
     swarm.servers[A].snapshots.store.keep_only(None)
     head = decode(message.body, Snapshot)
     future = Message(encode(replaced(head, version=head.version + 2)), message.tensors)
     begun_s = swarm.loop.time()
     with pytest.raises(ProtocolError, match="is at version 1, and waits for the next one; got 3"):
-        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, future, timeout=LIMITS.call_timeout))
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, future, timeout=LIMITS.call_timeout))
     assert swarm.loop.time() - begun_s < 1.0, "its tensors take memory"
     damaged = Message(message.body, tuple(tensor + 1 for tensor in message.tensors))
     with pytest.raises(ProtocolError, match="not what its sender took"):
-        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, damaged, timeout=1.0))
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, damaged, timeout=1.0))
     assert swarm.servers[A].snapshots.store.held == []
-    swarm.run(swarm.servers[B]._transport.stream(A, KEEP, message, timeout=1.0))
+    swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, message, timeout=1.0))
     assert [one.stage_index for one in swarm.servers[A].snapshots.store.held] == [1]
 
 
@@ -361,8 +364,8 @@ def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -
 
     assert gather() is not None
     for server in swarm.servers.values():
-        message = copied(swarm.servers[B].steps.stage(1), 3)
-        put = server.snapshots.store.put(decode(message.body, Snapshot), message.tensors, wanted=lambda: True)
+        head, tensors = copied(swarm.servers[B].steps.stage(1), 3)
+        put = server.snapshots.store.put(head, tensors, wanted=lambda: True)
         swarm.run(put)
     with pytest.raises(Unreachable, match="the snapshot of stage 1"):
         gather()
@@ -461,15 +464,15 @@ def test_a_copy_that_a_keeper_made_up_is_not_loaded(make_swarm: MakeSwarm) -> No
 def test_what_a_record_tells_is_kept_whatever_a_member_sends_later(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
-    message = copied(swarm.servers[B].steps.stage(1), 0)
+    message = sent_copy(swarm.servers[B].steps.stage(1), 0)
     swarm.run(steps(swarm, 2))
     store, told = swarm.servers[A].snapshots.store, swarm.steps.run.digest_of(1, 1)
     assert told in [one.digest for one in store.held]
     tensors = tuple(tensor + 1 for tensor in message.tensors)
     head = replaced(decode(message.body, Snapshot), version_hash=fingerprint(tensors))
     with pytest.raises(ProtocolError, match="a record tells the BLAKE3 digest of stage 1 at version 1"):
-        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, Message(encode(head), tensors), timeout=1.0))
-    swarm.run(swarm.servers[B]._transport.stream(A, KEEP, message, timeout=1.0))
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, Message(encode(head), tensors), timeout=1.0))
+    swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, message, timeout=1.0))
     assert told in [one.digest for one in store.held]
 
 
@@ -518,9 +521,14 @@ def test_copies_count_if_records_tell_them() -> None:
     assert left[B] == held[B]
 
 
+def sent_copy(stage: Stage, generation: int) -> Message:
+    head, tensors = copied(stage, generation)
+    return Message(encode(head), tuple(tensors))
+
+
 def forged_copy(swarm: Swarm, peer: PeerId, stage_index: int) -> Message:
     """Return a forged snapshot of the server's stage with the same fingerprint."""
-    message = copied(swarm.servers[peer].steps.stage(stage_index), 0)
+    message = sent_copy(swarm.servers[peer].steps.stage(stage_index), 0)
     tensors = tuple(forged(message.tensors))
     assert not all(map(torch.equal, tensors, message.tensors))
     assert fingerprint(tensors) == fingerprint(message.tensors)
@@ -542,10 +550,10 @@ def test_a_keeper_that_was_sent_a_false_copy_gets_another_ones(make_swarm: MakeS
         store.discard(1, 1)  # simulates a snapshot that has not arrived yet
         swarm.run(steps(swarm, 2))
         with pytest.raises(ProtocolError, match="a record tells the BLAKE3 digest of stage 1"):
-            swarm.run(swarm.servers[B]._transport.stream(A, KEEP, false, timeout=1.0))
+            swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, false, timeout=1.0))
         swarm.run(asyncio.sleep(1.0))
     else:
-        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, false, timeout=1.0))
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, false, timeout=1.0))
         swarm.run(steps(swarm, 2))
     assert swarm.steps.run.digest_of(1, 1) in [one.digest for one in store.held]
     assert unconfirmed(swarm.servers[A].events) == ["b"]
@@ -560,7 +568,7 @@ def test_of_a_lost_stage_nothing_is_read_that_no_record_tells(make_swarm: MakeSw
     swarm.run(steps(swarm, 1))
     expected = {name: tensor.clone() for name, tensor in swarm.weights().items()}
     swarm.run(steps(swarm, 2))
-    swarm.run(swarm.servers[B]._transport.stream(A, KEEP, forged_copy(swarm, B, 1), timeout=1.0))
+    swarm.run(swarm.servers[B]._transport.stream(A, KEEP.name, forged_copy(swarm, B, 1), timeout=1.0))
     for peer in (B, C):
         swarm.network.kill(peer)
     assert [one.version for one in swarm.steps.run.snapshots] == [1, 1], "no record tells yet what the newest is"
@@ -592,9 +600,9 @@ def test_who_is_no_keeper_of_a_stage_reads_no_snapshot_of_it(make_swarm: MakeSwa
     swarm = make_swarm("a", "b c", limits=LIMITS, audit_share=0.0, trainers=LEAD)
     swarm.run(steps(swarm, 1))
     request = Message(encode(SnapshotRequest(stage_index=1, version=1)))
-    assert swarm.run(swarm.servers[A]._transport.stream(B, SNAPSHOT, request, timeout=1.0)).tensors
+    assert swarm.run(swarm.servers[A]._transport.stream(B, SNAPSHOT.name, request, timeout=1.0)).tensors
     with pytest.raises(NotEnlisted):
-        swarm.run(swarm.servers[C]._transport.stream(B, SNAPSHOT, request, timeout=1.0))
+        swarm.run(swarm.servers[C]._transport.stream(B, SNAPSHOT.name, request, timeout=1.0))
 
 
 def test_an_interval_is_a_time_or_nothing() -> None:
