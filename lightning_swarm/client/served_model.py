@@ -41,13 +41,7 @@ from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.protocol.messages.serving import (
-    CardRequest,
-    ModelCard,
-    PartRequest,
-    ServerOffer,
-    WeightsDigest,
-)
+from lightning_swarm.protocol.messages.serving import CardRequest, ModelCard, PartRequest, ServerOffer, WeightsDigest
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.rpc import MODEL_CARD, MODEL_PART, SESSION_STEP
 

@@ -51,12 +51,7 @@ from lightning_swarm.model.random.philox import key_seed
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
-from lightning_swarm.protocol.messages.tuning import (
-    SEED_BITS,
-    TuneBackward,
-    TuneForward,
-    TuneOutput,
-)
+from lightning_swarm.protocol.messages.tuning import SEED_BITS, TuneBackward, TuneForward, TuneOutput
 from lightning_swarm.protocol.rpc import TUNE_BACKWARD, TUNE_FORWARD
 
 _T = TypeVar("_T")

@@ -24,10 +24,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Rpc
 from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.bans import heed
-from lightning_swarm.protocol.messages.audits import (
-    AuditOrder,
-    AuditOrderReply,
-)
+from lightning_swarm.protocol.messages.audits import AuditOrder, AuditOrderReply
 from lightning_swarm.protocol.messages.parts import ExamineReply, ExamineRequest
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
 from lightning_swarm.protocol.messages.step import (

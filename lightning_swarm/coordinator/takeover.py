@@ -14,12 +14,7 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.messages.batches import (
-    Lease,
-    LeaseMetricsRequest,
-    ReportReply,
-    ReportRequest,
-)
+from lightning_swarm.protocol.messages.batches import Lease, LeaseMetricsRequest, ReportReply, ReportRequest
 from lightning_swarm.protocol.messages.run import InheritRequest, StepChange
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.queries import Held, ask_each, ask_held, holders_of, in_turn

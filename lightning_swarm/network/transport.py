@@ -44,16 +44,7 @@ from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.repeats import RepeatedSend, RunningAnswers, repeated_id
-from lightning_swarm.network.rpc import (
-    Channel,
-    ServedMethod,
-    Tap,
-    answer_to,
-    ask,
-    check_answer,
-    hold_all,
-    serve,
-)
+from lightning_swarm.network.rpc import Channel, ServedMethod, Tap, answer_to, ask, check_answer, hold_all, serve
 
 _T = TypeVar("_T")
 

@@ -23,14 +23,7 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.rpc import AVERAGE
-from lightning_swarm.server.averaging.all_reduce import (
-    AveragingFailed,
-    Compute,
-    Group,
-    GroupParts,
-    for_joiners,
-    taken,
-)
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts, for_joiners, taken
 from lightning_swarm.server.averaging.averager import (
     Averager,
     AveragingResult,

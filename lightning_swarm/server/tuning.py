@@ -18,13 +18,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
-from lightning_swarm.protocol.messages.tuning import (
-    AdapterUpload,
-    TuneBackward,
-    TuneForward,
-    TuneGradients,
-    TuneOutput,
-)
+from lightning_swarm.protocol.messages.tuning import AdapterUpload, TuneBackward, TuneForward, TuneGradients, TuneOutput
 from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD, WithTensors
 from lightning_swarm.server.adapters import Adapter, AdapterStore, LayersOfStage, checked
 from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph, check_gradients

@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.core.errors import (
-    AccessDenied,
-    ProtocolError,
-    SwarmError,
-    Uncertified,
-    Unreachable,
-    Untrusted,
-)
+from lightning_swarm.core.errors import AccessDenied, ProtocolError, SwarmError, Uncertified, Unreachable, Untrusted
 from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, Message, PeerId
 from lightning_swarm.network.access import CERTIFY, OPEN_METHODS, PING, Role
 from lightning_swarm.network.admission import StreamSlot

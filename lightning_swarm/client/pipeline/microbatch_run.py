@@ -21,14 +21,7 @@ from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatc
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import (
-    DeadlineExceeded,
-    LeaseRevoked,
-    PeerError,
-    ProtocolError,
-    SwarmError,
-    TicketGone,
-)
+from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, PeerError, ProtocolError, SwarmError, TicketGone
 from lightning_swarm.core.tasks import gather, gather_bounded, nothing
 from lightning_swarm.model.fingerprint import tree_digest
 from lightning_swarm.network import PeerId

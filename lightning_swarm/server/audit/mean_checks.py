@@ -30,13 +30,7 @@ from lightning_swarm.protocol.patience import MOST_SLOWER, Durations
 from lightning_swarm.protocol.rpc import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
 from lightning_swarm.server.audit.examination import Examination
 from lightning_swarm.server.averaging.all_reduce import squared_norm
-from lightning_swarm.server.averaging.projection import (
-    bucket_norms,
-    part_digests,
-    parts_of,
-    project_parts,
-    sum_parts,
-)
+from lightning_swarm.server.averaging.projection import bucket_norms, part_digests, parts_of, project_parts, sum_parts
 from lightning_swarm.server.averaging_round import HeldRound
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage

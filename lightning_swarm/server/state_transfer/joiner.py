@@ -25,12 +25,7 @@ from lightning_swarm.protocol.messages.membership import (
     NextRequest,
     ReadyRequest,
 )
-from lightning_swarm.protocol.messages.run import (
-    NO_CHANGE,
-    RecordDigestRequest,
-    RunView,
-    SeatedMembers,
-)
+from lightning_swarm.protocol.messages.run import NO_CHANGE, RecordDigestRequest, RunView, SeatedMembers
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.rpc import JOIN, LISTEN, NEXT, READY, RECORD_DIGEST, VIEW

@@ -24,13 +24,7 @@ from lightning_swarm.network.addresses import host_of
 from lightning_swarm.protocol import plain_values, serialization
 from lightning_swarm.protocol.messages.batches import TravellingLoop
 from lightning_swarm.protocol.messages.run import HeldSnapshot, Manifest
-from lightning_swarm.protocol.messages.state import (
-    HeldSnapshots,
-    KeptLoop,
-    OrderedSnapshots,
-    Snapshot,
-    SnapshotRequest,
-)
+from lightning_swarm.protocol.messages.state import HeldSnapshots, KeptLoop, OrderedSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.rpc import HELD, KEEP, KEEP_LOOP, SNAPSHOT, WithTensors

@@ -15,13 +15,7 @@ from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.arrivals import Arrivals
-from lightning_swarm.peer.discovery import (
-    RunDirectory,
-    ServerAnnouncement,
-    WantedServers,
-    assign,
-    dismiss,
-)
+from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement, WantedServers, assign, dismiss
 from lightning_swarm.protocol.messages.reports import PeerReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.wire import encode

@@ -20,13 +20,7 @@ from lightning_swarm.protocol.messages.parts import (
     ProjectRequest,
     VectorRequest,
 )
-from lightning_swarm.protocol.messages.step import (
-    AverageRequest,
-    Closing,
-    FreezeReply,
-    FreezeRequest,
-    NamedReceipts,
-)
+from lightning_swarm.protocol.messages.step import AverageRequest, Closing, FreezeReply, FreezeRequest, NamedReceipts
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.rpc import AVERAGE, EXAMINE, FREEZE, PROJECT, REPLACE_MEAN, VECTOR
 from lightning_swarm.server.audit.kept_work import sum_digest
