@@ -65,17 +65,15 @@ class CoordinatorCalls:
 
     async def call(self, method: Call[Q, A], request: Q) -> A:
         """Call the coordinator and return its answer; raise its error, or a `SwarmError` if no answer can come."""
-        timeout = self._patience.answer_s
-        return await self._repeat(method.name, lambda peer: method.ask(self._transport, peer, request, timeout=timeout))
+        ask = partial(method.ask, self._transport, request=request, timeout=self._patience.answer_s)
+        return await self._repeat(method.name, ask)
 
     async def stream(
         self, method: Stream[Q, A], request: Q, tensors: Sequence[Tensor] = (), *, max_bytes: int
     ) -> tuple[A, tuple[Tensor, ...]]:
         """Send tensors to the coordinator; raise the same errors as `call`."""
-        ask = partial(
-            method.ask, request=request, tensors=tensors, timeout=self._patience.answer_s, max_bytes=max_bytes
-        )
-        return await self._repeat(method.name, lambda peer: ask(self._transport, peer))
+        ask = partial(method.ask, self._transport, request=request, tensors=tensors, max_bytes=max_bytes)
+        return await self._repeat(method.name, partial(ask, timeout=self._patience.answer_s))
 
     async def find_coordinator(self) -> Collection[PeerId]:
         """Follow the highest term that servers know and voters promised; return the servers that answered."""

@@ -254,8 +254,7 @@ class StageServers:
 
     async def backward(self, peer: PeerId, request: TuneBackward, tensors: Sequence[Tensor]) -> serialization.Tree:
         """Send a backward to a server; return its gradients."""
-        transport, timeout = self._models.transport, self._timeout
-        said, found = await TUNE_BACKWARD.ask(transport, peer, request, tensors, timeout=timeout)
+        said, found = await TUNE_BACKWARD.ask(self._models.transport, peer, request, tensors, timeout=self._timeout)
         return serialization.unflatten(said.structure, list(found))
 
 
@@ -329,9 +328,8 @@ class Chain:
             request = TuneBackward(model=plan.model, stage=plan.index, call=self.id, structure=structure)
             sent = [tensor.detach().cpu().contiguous() for tensor in tensors]
             backward = partial(self.servers.backward, request=request, tensors=sent)
-            gradients, own[plan.index] = _gradients_of(
-                await self._backward(plan, call, backward), call.num_inputs, count
-            )
+            tree = await self._backward(plan, call, backward)
+            gradients, own[plan.index] = _gradients_of(tree, call.num_inputs, count)
         return list(gradients), own
 
     async def _backward(

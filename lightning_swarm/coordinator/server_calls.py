@@ -277,31 +277,28 @@ class ServerCalls:
                 timeout = self._deadline_s(method, self._timeout, peer)
             if peer == self.own:  # it is no stranger, and the step fails with it
                 timeout = max(timeout, self._timeout)
-            return await self._call_undamaged(peer, method, request, timeout=timeout)
+            ask = partial(method.ask, self._transport, peer, request, timeout=timeout)
+            for _ in range(_MAX_DAMAGED):
+                with contextlib.suppress(Damaged):  # on its way; a repeated call takes effect only once
+                    return await self._as_coordinator(peer, ask)
+            return await self._as_coordinator(peer, ask)
         except Unreachable as error:
             held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
             stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
-    async def _call_undamaged(self, peer: PeerId, method: Call[Q, A], request: Q, *, timeout: float) -> A:
-        """Call again if a message was damaged on its way; a repeated call takes effect only once."""
-        for _ in range(_MAX_DAMAGED):
-            with contextlib.suppress(Damaged):
-                return await self._call_as_coordinator(peer, method, request, timeout=timeout)
-        return await self._call_as_coordinator(peer, method, request, timeout=timeout)
-
-    async def _call_as_coordinator(self, peer: PeerId, method: Call[Q, A], request: Q, *, timeout: float) -> A:
+    async def _as_coordinator(self, peer: PeerId, ask: Callable[[], Awaitable[_T]]) -> _T:
         """Call a peer; if it does not know this coordinator yet, announce the term and call again.
 
         Raises NotCoordinator if the peer knows a coordinator under a higher term.
         """
         try:
-            return await method.ask(self._transport, peer, request, timeout=timeout)
+            return await ask()
         except NotCoordinator:
             run = self._run
             leading = CoordinatorTerm(term=self._term, generation=run.manifest.generation, version=run.version)
             await rpc.LEAD.ask(self._transport, peer, leading, timeout=self._timeout)
-            return await method.ask(self._transport, peer, request, timeout=timeout)
+            return await ask()
 
 
 class _AverageWaits:

@@ -83,8 +83,7 @@ class StandbyLeads:
     async def _keeps(self, peer: PeerId, head: KeptLoop, tensors: Sequence[Tensor]) -> bool:
         self._unresponsive.add(peer)  # removed by its answer; sending the next snapshot's state cancels this call
         try:
-            timeout = self._limits.call_timeout
-            await KEEP_LOOP.ask(self._transport, peer, head, tensors, timeout=timeout, max_bytes=0)
+            await KEEP_LOOP.ask(self._transport, peer, head, tensors, timeout=self._limits.call_timeout, max_bytes=0)
         except SwarmError as error:
             _log.info("%s does not keep the state of this trainer's loop: %s", peer, error)
             return False

@@ -51,13 +51,11 @@ def _start(
     from lightning_swarm.network import hivemind  # takes a second, which tests can do without
 
     certify = None if entry is None else partial(entry.credentials, now_s=time.time())
-    maddrs = [address.maddr for address in initial_peers]
+    neighbours, maddrs = talks_to_neighbours(), [address.maddr for address in initial_peers]
     try:
         doctor.check_answering(initial_peers)
         transport, directory = runtime.run(
-            hivemind.start(
-                initial_peers=maddrs, certify=certify, rpcs=RPCS, neighbours=talks_to_neighbours(), **options
-            )
+            hivemind.start(initial_peers=maddrs, certify=certify, rpcs=RPCS, neighbours=neighbours, **options)
         )
     except BaseException as error:
         runtime.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, Generic, TypeAlias
 
 from typing_extensions import TypeVar
 
@@ -33,12 +33,8 @@ from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 if TYPE_CHECKING:
     from torch import Tensor
 
-Q = TypeVar("Q", bound="WireMessage | bytes | None", default=None)
-"""The type of a request."""
-
-A = TypeVar("A", bound="WireMessage | bytes | None", default=None)
-"""The type of an answer."""
-
+Q = TypeVar("Q", bound="WireMessage | bytes | None", default=None)  # type of a request
+A = TypeVar("A", bound="WireMessage | bytes | None", default=None)  # type of an answer
 WithTensors: TypeAlias = "tuple[A, Sequence[Tensor]]"
 
 
@@ -155,14 +151,17 @@ def packed(record: WireMessage | bytes | None) -> bytes:
 
 def _unpacked(body: bytes, kind: type[A] | None) -> A:
     if kind is None or kind is bytes:
-        return cast(A, None if kind is None else body)
+        return None if kind is None else body  # type: ignore[return-value]
     return decode(body, kind)
 
 
+_EMPTY: Final = Message()  # made once, because the most frequent calls have no answer
+
+
 def _message(found: Message | WithTensors[A] | None) -> Message:
-    if isinstance(found, Message):
-        return found
-    return Message() if found is None else Message(packed(found[0]), tuple(found[1]))
+    if found is None:
+        return _EMPTY
+    return found if isinstance(found, Message) else Message(packed(found[0]), tuple(found[1]))
 
 
 _OBSERVER, _SERVER, _TRAINER = Role.OBSERVER, Role.SERVER, Role.TRAINER
@@ -285,5 +284,4 @@ TUNE_ADAPTER: Final = Upload("tune.adapter", tuning.AdapterUpload, by=_TRAINER)
 TUNE_FORWARD: Final = Upload("tune.forward", tuning.TuneForward, tuning.TuneOutput, by=_TRAINER)
 TUNE_BACKWARD: Final = Upload("tune.backward", tuning.TuneBackward, tuning.TuneGradients, by=_TRAINER)
 
-RPCS: Final[Sequence[Call | Stream]] = [value for value in globals().values() if isinstance(value, Call | Stream)]
-"""All methods above."""
+RPCS: Final[Sequence[Call | Stream]] = [one for one in globals().values() if isinstance(one, Call | Stream)]

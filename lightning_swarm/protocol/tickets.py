@@ -129,18 +129,14 @@ class TicketStore:
 
     async def _wait(self, ticket: Ticket, take_bytes: int | None, timeout: float) -> tuple[WaitReply, Message]:
         """Wait for another peer's tensors, and return its reply, with the tensors if they are small enough."""
-        deadline = now_s() + timeout
+        deadline, max_bytes = now_s() + timeout, take_bytes or 0
         while (left_s := deadline - now_s()) > 0:
             hold_s = min(left_s, _HOLD_S)
             asked = WaitRequest(name=ticket.name, ticket_key=ticket.key, hold_s=hold_s, take_bytes=take_bytes)
             held_s = now_s() + hold_s
             try:
                 reply, tensors = await WAIT.ask(
-                    self._transport,
-                    ticket.peer_id,
-                    asked,
-                    timeout=hold_s + _REPLY_MARGIN_S,
-                    max_bytes=take_bytes or 0,
+                    self._transport, ticket.peer_id, asked, timeout=hold_s + _REPLY_MARGIN_S, max_bytes=max_bytes
                 )
             except DeadlineExceeded:
                 if now_s() < held_s + _REPLY_MARGIN_S:

@@ -58,11 +58,8 @@ class Leadership:
         self._limits = limits
         self._events = context.events
         self._announce = context.announce
-        self._role = RoleTransport(
-            transport,
-            [rpc.name for rpc in RPCS if rpc.only_coordinator and isinstance(rpc, Call)],
-            {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0},
-        )
+        calls = [one.name for one in RPCS if one.only_coordinator and isinstance(one, Call)]
+        self._role = RoleTransport(transport, calls, {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0})
         self._run: RunState | None = None  # the run that is followed; None while the coordinator's work begins here
         self._tasks = TaskOwner()  # tasks of the run
         self._changed = asyncio.Event()

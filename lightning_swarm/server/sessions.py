@@ -73,9 +73,8 @@ class SessionHandlers:
         self._forgetting = False
         self.num_steps = 0  # computed so far
         self._busy_s = MovingAverage(_SMOOTHING)
-        rpc.SESSION_STEP.serve(
-            transport, self._handle_step, max_bytes=self._limits.max_message_bytes, admit=self._check_caller
-        )
+        max_bytes, admit = limits.max_message_bytes, self._check_caller
+        rpc.SESSION_STEP.serve(transport, self._handle_step, max_bytes=max_bytes, admit=admit)
         rpc.SESSION_REPLAY.serve(transport, self._handle_replay, admit=host.check_client)
         rpc.SESSION_CLOSE.serve(transport, self._handle_close, admit=host.check_client)
 

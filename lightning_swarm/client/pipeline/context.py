@@ -77,9 +77,8 @@ async def send(
     with answers_of(peer):
         if not message.tensors:
             return method.read_reply(await transport.call(peer, method.name, message.body, timeout=timeout))
-        return method.read_reply(
-            (await transport.stream(peer, method.name, message, timeout=timeout, max_bytes=0)).body
-        )
+        answer = await transport.stream(peer, method.name, message, timeout=timeout, max_bytes=0)
+        return method.read_reply(answer.body)
 
 
 @dataclass

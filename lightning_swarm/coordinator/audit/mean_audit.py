@@ -93,9 +93,8 @@ class MeanAudit:
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         request = ProjectRequest(closing=closing, seed=draw_challenge())
         answers: list[dict[PeerId, Answer]] = [{} for _ in rosters]
-        for peer, reply in (
-            await self._servers.ask_all(PROJECT, sorted(set[PeerId]().union(*rosters)), request)
-        ).items():
+        replies = await self._servers.ask_all(PROJECT, sorted(set[PeerId]().union(*rosters)), request)
+        for peer, reply in replies.items():
             try:
                 self._take(peer, reply, rosters, answers)
             except SwarmError as error:

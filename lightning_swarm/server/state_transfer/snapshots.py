@@ -43,9 +43,8 @@ class KeptLoops:
         self._ordered = ordered  # returns the versions of the ordered snapshots
         self._kept: dict[int, Message] = {}
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
-        KEEP_LOOP.serve(
-            context.transport, self._handle_keep, max_bytes=context.limits.loop_bytes, admit=self._check_says
-        )
+        max_bytes = context.limits.loop_bytes
+        KEEP_LOOP.serve(context.transport, self._handle_keep, max_bytes=max_bytes, admit=self._check_says)
 
     @property
     def versions(self) -> list[int]:
