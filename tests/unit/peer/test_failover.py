@@ -18,7 +18,7 @@ from lightning_swarm.peer import discovery, failover
 from lightning_swarm.protocol.messages.batches import GrantRequest
 from lightning_swarm.protocol.messages.run import LoopRequest, Manifest, Member, ReleaseRequest
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.rpc import GRANT, RELEASE, VIEW
+from lightning_swarm.protocol.rpc import GRANT, LOOP, RELEASE, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_rollback import step
@@ -165,7 +165,7 @@ def test_only_the_lead_asks_for_loops(make_swarm: MakeSwarm) -> None:
     beside(swarm, B)
     request = encode(LoopRequest(versions=[1]))
     with pytest.raises(ProtocolError, match="the lead trainer sends a run back"):
-        swarm.run(swarm.servers[A]._transport.call(B, failover.LOOP, request, timeout=1.0))
+        swarm.run(swarm.servers[A]._transport.call(B, LOOP.name, request, timeout=1.0))
 
 
 def test_the_next_run_waits_for_the_trainers(make_swarm: MakeSwarm) -> None:
