@@ -194,7 +194,7 @@ CANCEL: Final = Call("stage.cancel", calls.CancelRequest, calls.CancelReply, by=
 
 # A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If user code selected
 # other parameters or wrote weights, `change -> settle` come first. So each granted sample is in exactly one decided
-# record. Trainers call the coordinator:
+# record. Trainers call the coordinator, whose answer to `TAKE_METRICS` is empty if it lost the `BatchMetrics`:
 CHANGE: Final = Call("step.change", batches.ChangeRequest, by=_TRAINER, only_coordinator=True)
 PLAN: Final = Call("step.plan", run.PlanRequest, by=_TRAINER, only_coordinator=True)
 TAKE_PLAN: Final = Call("step.take_plan", run.TakePlanRequest, run.TakePlanReply, by=_TRAINER, only_coordinator=True)
