@@ -513,7 +513,7 @@ def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
     swarm.run(go())
     (event,) = swarm.events(A)
     assert (event.kind, event.peer, event.step) == ("strike", OTHER, 0)
-    assert "not through 30 s after its step was full. Raise `Limits.call_timeout`" in event.reason
+    assert "not finished 30 s after its step was full. Raise `Limits.call_timeout`" in event.reason
 
 
 # ---------------------------------------------------------------------- between freeze and record

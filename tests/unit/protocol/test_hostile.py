@@ -886,6 +886,8 @@ def no_messages(body: bytes) -> Iterator[bytes]:
     }
     by_place: dict[tuple[Any, ...], set[str]] = {
         ("change",): {"selection", "written"},
+        ("plan",): {"metrics"},
+        ("plans",): {"metrics"},
         ("leases",): {"completed", "armed", "withdrawn", "has_metrics"},
     }
     for path, value in paths(message):
