@@ -73,9 +73,9 @@ def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPat
     calls: list[tuple[str, int, bool]] = []
     send = PipelineContext.send
 
-    async def noted(self: PipelineContext, peer: Any, method: str, request: Any, tensors: Any) -> bytes:
+    async def noted(self: PipelineContext, peer: Any, method: Any, request: Any, tensors: Any) -> Any:
         if not request.key.is_probe:
-            calls.append((method, request.stage_index, getattr(request, "keep", True)))
+            calls.append((method.name, request.stage_index, getattr(request, "keep", True)))
         return await send(self, peer, method, request, tensors)
 
     monkeypatch.setattr(PipelineContext, "send", noted)

@@ -327,7 +327,7 @@ def test_a_malformed_report_is_shown_as_a_problem(loop: VirtualLoop, lie: str) -
 
     asked.handle_call(PEER_REPORT.name, answer)
     asked.handle_call(OTHERS.name, others)
-    [found] = loop.run_until_complete(survey.look(asking, asked.peer_id, "x", timeout=7.0))
+    [found] = loop.run_until_complete(survey.ask_all(asking, asked.peer_id, "x", timeout=7.0))
     assert found.report is None
     assert "must hold one PeerReport" in str(found.problem)
 
@@ -353,7 +353,7 @@ def test_a_peer_says_its_role_and_whom_it_refused(loop: VirtualLoop) -> None:
     for _ in range(2):
         with pytest.raises(Uncertified):
             loop.run_until_complete(stranger.call(PeerId("asked"), PEER_REPORT.name, b"", timeout=5.0))
-    found = loop.run_until_complete(survey.look(network.transport("looks"), PeerId("asked"), "x", timeout=7.0))
+    found = loop.run_until_complete(survey.ask_all(network.transport("looks"), PeerId("asked"), "x", timeout=7.0))
     assert [(one.role, one.report and one.report.refused) for one in found] == [("server", 2)]
     peer.close()
 

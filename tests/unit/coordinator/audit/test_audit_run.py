@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_swarm.coordinator.audit.audit_run import AuditRun
 from lightning_swarm.coordinator.audit.policy import Unit
-from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.access import Rpc
 from lightning_swarm.protocol.messages.audits import (
     CLAIM_BYTES,
     DIGEST_BYTES,
@@ -23,6 +23,7 @@ from lightning_swarm.protocol.messages.audits import (
     StageSketch,
 )
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts
+from lightning_swarm.protocol.rpc import FINDINGS, SKETCH
 
 A, B = PeerId("a"), PeerId("b")
 MANY: Receipts = [(first, 0, b"\xff" * 512) for first in range(100)]
@@ -48,15 +49,13 @@ def finding(audited: PeerId, stage_index: int, refused: Receipts) -> AuditFindin
 class Servers:
     """Answer with more findings than requested."""
 
-    async def findings(
-        self, auditors: Iterable[PeerId], request: FindingsRequest
-    ) -> dict[PeerId, FindingsReply | SwarmError]:
+    async def ask_all(
+        self, method: Rpc, peers: Iterable[PeerId], request: FindingsRequest | SketchRequest
+    ) -> dict[PeerId, FindingsReply | SketchReply]:
         told = [finding(A, 0, []), *(finding(A, stage, MANY) for stage in range(1, 5)), finding(B, 0, MANY)]
-        return {peer: FindingsReply(findings=told) for peer in auditors}
-
-    async def sketch(self, peers: Iterable[PeerId], request: SketchRequest) -> dict[PeerId, SketchReply | SwarmError]:
         stages = [StageSketch(stage_index=index, values=[0.0] * SKETCH_LENGTH) for index in range(3)]
-        return {peer: SketchReply(stages=stages) for peer in peers}
+        replies = {FINDINGS: FindingsReply(findings=told), SKETCH: SketchReply(stages=stages)}
+        return dict.fromkeys(peers, replies[method])
 
 
 def run() -> AuditRun:

@@ -241,6 +241,18 @@ def test_normals_have_the_moments_of_normals(dtype: torch.dtype) -> None:
     assert abs(float(shifted.std()) - 0.5) < 0.01
 
 
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(-(7 << 60), 1 << 62), (-(2**63), 2**63 - 1), (-(2**63), 1), (-5, 2**63 - 1), (-(2**62) - 7, 2**62 + 9)],
+)
+def test_integers_of_most_of_int64_are_in_their_range(low: int, high: int) -> None:
+    integers = drawn(lambda: torch.randint(low, high, (MANY,)))
+    assert low <= int(integers.min())
+    assert int(integers.max()) < high
+    shares = torch.histc(integers.double(), 10, low, high)
+    assert abs(chi_square(shares)) < 4
+
+
 def test_other_distributions_are_what_they_are_called() -> None:
     exponential = drawn(lambda: torch.empty(MANY).exponential_(2.0))
     assert float(exponential.min()) > 0
