@@ -112,7 +112,8 @@ def _fill_integers(key: int, self: Tensor, low: int, high: int) -> Tensor:
         values.bitwise_and_(2**63 - 1)
         return _fill(self, (values if span == 2**63 else values.remainder_(span)).add_(low))
     # More than half of all int64 numbers. As unsigned numbers, values are less than twice the span, so one subtraction
-    # takes the remainder. Arithmetic of int64 wraps around; the flipped sign bit compares its numbers as unsigned ones.
+    # takes the remainder, as torch does. Arithmetic of int64 wraps around; with the sign bit flipped, its numbers
+    # compare as unsigned ones.
     sign_bit, span = -(2**63), span - 2**64
     is_below = values.bitwise_xor(sign_bit) < (span ^ sign_bit)
     return _fill(self, values.where(is_below, values - span).add_(low))
