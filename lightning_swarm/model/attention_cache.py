@@ -1,7 +1,7 @@
 """Key-value caches of Hugging Face models whose blocks run on servers.
 
 A model's forward reads lengths from its `transformers.Cache` to build masks and positions, and passes it to the blocks.
-If the blocks are on servers, this object stays with the forward, with its layers on the meta device. Each server has a
+If the blocks are on servers, the forward's cache has only lengths: its layers are on the meta device. Each server has a
 cache of its own, in which only the layers of its blocks hold tensors. Only this module and `joint_attention` depend on
 how transformers implements caches and attention.
 """
@@ -22,7 +22,8 @@ from lightning_swarm.protocol.messages.inference import CacheLayer, CacheOperati
 IN_SESSION: Final = "the session's cache"
 """Replaces the cache in a call's extras, because the cache itself is never sent."""
 
-_HANDLE: Final = "_swarm_handle"
+_HANDLE: Final = "_swarm_handle"  # attribute of a cache that holds its `CacheHandle`
+# class of a layer in transformers -> `CacheLayer.kind` that is sent to servers
 _LAYERS: Final[dict[str, LayerKind]] = {
     "DynamicLayer": "full",
     "DynamicSlidingWindowLayer": "sliding",
@@ -119,7 +120,7 @@ class CacheHandle:
         return taken
 
     def grow(self, cache: Any, *, rows: int, length: int, num_layers: int) -> None:
-        """Extend the lengths by a step of `length` tokens in `rows` rows."""
+        """Extend the lengths by a step of `length` tokens in `rows` rows; the cache then has at least `num_layers`."""
         _grow(cache, range(max(len(cache.layers), num_layers)), rows=rows, length=length)
         self.length = length_of(cache)
 
@@ -145,9 +146,9 @@ class _Noted:
         assert cache is not None
         value = next(iter((*args, *kwargs.values())), None)  # each of these methods has at most one argument
         if isinstance(value, Tensor) and value.dtype == torch.bool:
-            value = value.nonzero()
+            value = value.nonzero()  # a mask of rows; their numbers are sent
         if self._kind == "crop" and value is not None and value > 0:
-            type(cache).crop(cache, value)  # raises
+            type(cache).crop(cache, value)  # raises transformers' own error: tokens to remove are a negative number
         if isinstance(value, Tensor):
             values = [int(one) for one in value.flatten().tolist()]
         else:
@@ -162,6 +163,7 @@ class _Noted:
 
 
 def _recipe_of(cache: Any) -> CacheRecipe:
+    """Describe an empty cache so that servers can build one like it; refuse caches that servers cannot build."""
     from transformers import cache_utils
 
     kind, remedy = type(cache).__name__, "Leave `cache_implementation` out, or pass `use_cache=False`"
@@ -263,13 +265,14 @@ class Shadow:
     def __init__(self, cache: Any, *, first_block: int, rows: int, length: int) -> None:
         """Before a step: extend the lengths of earlier blocks' layers, as a single machine would have by now."""
         self._cache, self._first, self._rows, self._length = cache, first_block, rows, length
+        # A cache that makes its layers when they are used may lack these; any other cache has all of its layers.
         number = first_block if cache.layer_class_to_replicate is not None else min(first_block, len(cache.layers))
         _grow(cache, [index for index in range(number) if not self._is_own(index)], rows=rows, length=length)
         self._before = self._lengths()
 
     def follow(self) -> None:
         """After the step: extend the lengths of later blocks' layers."""
-        now = self._lengths()
+        now = self._lengths()  # of all layers; the step extended those of this stage's blocks
         behind = [i for i in range(self._first, len(now)) if i >= len(self._before) or now[i] == self._before[i]]
         grown = [index for index in behind if not self._is_own(index)]
         _grow(self._cache, grown, rows=self._rows, length=self._length)
@@ -280,6 +283,7 @@ class Shadow:
         return isinstance(keys, Tensor) and keys.device.type != "meta"
 
     def _lengths(self) -> list[int]:
+        """Return the length of each layer; -1 for a layer that has states only."""
         return [layer.get_seq_length() if _has_length(layer) else -1 for layer in self._cache.layers]
 
 
@@ -321,6 +325,7 @@ def _tensors_of(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _grow(cache: Any, indices: Iterable[int], *, rows: int, length: int) -> None:
+    """Extend the lengths of some layers by a step, with tensors on meta instead of its keys and values."""
     update: Callable[..., Any] = type(cache).update
     nothing = torch.empty(rows, 1, length, 1, device="meta")
     grown: dict[int, Tensor] = {}  # length -> shared tensor, which is never read or changed
@@ -333,7 +338,7 @@ def _grow(cache: Any, indices: Iterable[int], *, rows: int, length: int) -> None
                 grown[total] = torch.empty(rows, 1, total, 1, device="meta")
             layer.keys = layer.values = grown[total]  # type: ignore[union-attr]
             continue
-        if layer is not None and hasattr(layer, "has_previous_state"):
+        if layer is not None and hasattr(layer, "has_previous_state"):  # linear attention has processed tokens now
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
         if layer is None or _has_length(layer):
             update(cache, nothing, nothing, index)

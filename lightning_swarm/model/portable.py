@@ -1,8 +1,8 @@
 """Arithmetic that has the same bits on every machine, so that unlike machines step equal weights to equal weights.
 
 Additions, subtractions, multiplications, divisions and square roots are rounded as IEEE 754 says, one by one, on every
-processor and GPU. Kernels of other operations are not. Some round a product and a sum together, and some add in the
-order of their vector units. `PortableArithmetic` computes these by single operations in a fixed order.
+processor and GPU. Kernels of other operations round differently: some round a product and a sum together, and some add
+in the order of their vector units. `PortableArithmetic` replaces such kernels by single operations in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_swarm.model.portable_products import exact_product, tree_sum
 
 _Number: TypeAlias = Tensor | float
 
-_WIDE: Final = (torch.float32, torch.float64)
-_NARROW: Final = (torch.float16, torch.bfloat16)
-_MAX_POWER: Final = 64
+_WIDE: Final = (torch.float32, torch.float64)  # computed in their own dtype
+_NARROW: Final = (torch.float16, torch.bfloat16)  # computed in float32
+_MAX_POWER: Final = 64  # largest whole exponent, for which a number is multiplied as many times
 _MAX_COUNT: Final = 1 << 53  # float64 holds all integers up to it
 # Operations that round nothing, or each number by itself: they move, compare or choose numbers.
 _EXACT: Final = frozenset(
@@ -41,7 +41,7 @@ _EXACT: Final = frozenset(
     transpose tril triu trunc unbind unfold unsqueeze view where zero zeros zeros_like
     """.split()  # noqa: SIM905 - one line for each would take a hundred
 )
-_EXACT_SPACES: Final = ("profiler", "prim")
+_EXACT_SPACES: Final = ("profiler", "prim")  # namespaces whose operations round nothing
 
 
 class Unportable(ConfigError):
@@ -67,11 +67,11 @@ class PortableArithmetic(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         schema, kwargs, (exact, is_aten, rule) = func._schema, dict(kwargs or {}), _way(func)
-        if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):
+        if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):  # integers are not rounded
             return func(*args, **kwargs)
         if rule is None:
             raise Unportable(schema.name)
-        into = kwargs.pop("out", None)
+        into = kwargs.pop("out", None)  # where results go: `out`, or the first argument of an in-place operation
         if into is None:
             if (at_once := list_rule(func, args)) is not None:
                 lists = at_once(*args, **kwargs, in_place=schema.is_mutable)
@@ -134,9 +134,14 @@ def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any
 
 # ---------------------------------------------------------------------- the rules
 
+# A rule takes the arguments of torch's operation. `found` is its result.
+
 
 def _wide(value: _Number, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return a number or tensor in the dtype in which results of `dtype` are computed."""
+    """Convert a number or tensor to the dtype in which results of `dtype` are computed.
+
+    A tensor without dimensions also moves to `device`, because torch combines such tensors with tensors of a GPU.
+    """
     if dtype.is_complex:
         raise Unportable("complex numbers")
     wide = torch.float32 if dtype in _NARROW else dtype
@@ -169,8 +174,8 @@ def _are_plain(first: Tensor, others: Sequence[_Number | None], compute: Callabl
         if isinstance(other, Tensor):
             if other.dtype != first.dtype or other.device != first.device:
                 return False
-        elif other is not None and compute is torch.div:  # a GPU multiplies by the inverse of a number
-            return False
+        elif other is not None and compute is torch.div:
+            return False  # a GPU would multiply by the number's inverse, which is rounded, too
     return True
 
 
@@ -207,7 +212,7 @@ def _combined(
 ) -> Tensor:
     """Add the product or quotient of two tensors, times a number, to the first."""
     term = _scaled(left, value)
-    is_free = term is not left and term.shape == right.shape
+    is_free = term is not left and term.shape == right.shape  # a new tensor, which may hold the result
     return _plus(first, combine(term, right, out=term if is_free else None), out=out)
 
 

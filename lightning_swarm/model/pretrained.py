@@ -77,14 +77,21 @@ class PretrainedModel:
     """A Hugging Face model on meta, in eval mode, and the blocks between which it is cut."""
 
     def __init__(self, config: str, generation_config: str, *, dtype: str, blocks: str | None = None) -> None:
-        """Build the model of a config; `blocks` is the name of its list of blocks, which is searched for if None."""
+        """Build the model of a config.
+
+        Args:
+            config: The contents of config.json.
+            generation_config: The contents of generation_config.json; empty if there is none.
+            dtype: The name of the weights' dtype, such as ``bfloat16``.
+            blocks: The name of the model's list of blocks; None: search for it.
+        """
         require_transformers()
         import transformers
 
-        self._record = InitRecord(draws=False)
+        self._record = InitRecord(draws=False)  # weights come from files
         try:
             self.config = transformers.AutoConfig.for_model(**_plain(json.loads(config)))
-            if dtype == "float64":  # grouped products of experts do not support it
+            if dtype == "float64":  # for which there are no grouped products of experts
                 self.config._experts_implementation = "eager"
             with self._record.recording(torch.device("cpu")), torch.device("meta"):
                 self.module: Any = transformers.AutoModelForCausalLM.from_config(
@@ -92,7 +99,7 @@ class PretrainedModel:
                 )
         except ConfigError:
             raise
-        except Exception as error:  # its libraries may raise any error
+        except Exception as error:  # transformers may raise any error
             raise ConfigError(
                 f"a served model must be one that transformers {transformers.__version__} builds from its config.json "
                 f"for generating text, and it says: {error}. Use another version, or another model."
@@ -122,7 +129,7 @@ class PretrainedModel:
         )
 
     def stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
-        """Cut the blocks into stages."""
+        """Cut the blocks into stages, without the further stage that `build_stages` makes of parameters in no block."""
         return build_stages(self.module, self.blocks, ranges)[: len(ranges)]
 
     @cached_property
@@ -145,7 +152,10 @@ class PretrainedModel:
         return sorted(set(tensors) - self._unsaved)
 
     def fill(self, tensors: Mapping[str, Tensor], read: Read, device: torch.device) -> dict[str, Tensor]:
-        """Replace tensors on meta by their values; return the values that were read, by name."""
+        """Replace tensors of the model by their values on a device; return the values that were read, by name.
+
+        The values of tensors that no file has follow from the config, and are computed.
+        """
         values = {name: self._checked(name, tensors[name], read(name)) for name in self.saved(tensors)}
         made: dict[int, Tensor] = {}
         for name, tensor in tensors.items():
@@ -243,6 +253,7 @@ def device_of(name: str | torch.device) -> torch.device:
 
 
 def _find_list(module: nn.Module, config: Any) -> str:
+    """Return the name of the least nested list with as many modules as the config has layers."""
     number = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists: list[str] = [
         name for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one) == number
@@ -256,7 +267,7 @@ def _find_list(module: nn.Module, config: Any) -> str:
 
 
 def weights_digest(values: Mapping[str, Tensor]) -> WeightsDigest:
-    """Return the digest of weights, in whichever order they are."""
+    """Return the digest of weights, which does not depend on their order in the mapping."""
     return _digest_of(values, values.__getitem__)
 
 
@@ -326,7 +337,7 @@ class PretrainedFolder:
                 return files
             with safe_open(self.path / _WEIGHTS, "pt") as file:
                 return dict.fromkeys(file.keys(), _WEIGHTS)
-        except RuntimeError as error:  # torch's
+        except RuntimeError as error:  # torch cannot map the file into memory
             raise ConfigError(_too_large(self.path / _WEIGHTS, error)) from error
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ConfigError(
@@ -369,11 +380,11 @@ class PretrainedFolder:
         try:
             with safe_open(self.path / self._files[name], "pt") as file:
                 tensor: Tensor = file.get_tensor(name)
-        except RuntimeError as error:  # torch's
+        except RuntimeError as error:  # torch cannot map the file into memory
             raise ConfigError(_too_large(self.path / self._files[name], error)) from error
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self.path / self._files[name]} cannot be read: {error}.") from error
-        return tensor.clone()  # otherwise each tensor maps its whole file, and changes with the file
+        return tensor.clone()  # otherwise the tensor would keep its whole file mapped, and change with the file
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
         """Describe a model of this folder, cut into stages; reads all weights once, one at a time."""
@@ -409,15 +420,17 @@ class _FolderReader:
     def __init__(self, folder: PretrainedFolder, model: PretrainedModel) -> None:
         self._folder, self._model = folder, model
         self._prefix = f"{model.module.base_model_prefix}."
-        self._aliases: dict[int, list[str]] = {}  # tied tensors have several names, of which a file has one
+        # `id` of a parameter -> its names. A tied one has several, of which the files may have only some.
+        self._aliases: dict[int, list[str]] = {}
         for name, tensor in model.module.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(tensor), []).append(name)
-        self._same = {name: names for names in self._aliases.values() for name in names}
+        self._same = {name: names for names in self._aliases.values() for name in names}  # name -> all names
         self._read: set[str] = set()  # names in the files, of tensors that were read
-        self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})  # part converted last: block, tensors
+        # The part that was converted last: the index of its block (-1: tensors in no block), and its tensors by name.
+        self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})
 
     def __call__(self, name: str) -> Tensor:
-        # A base model's file has no prefix.
+        # If the files hold a base model, without a head for generating text, their names lack the prefix.
         aliases = [one for alias in self._same.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))]
         names = [one for one in dict.fromkeys(aliases) if self._folder.has(one)]
         if not names:
@@ -438,6 +451,7 @@ class _FolderReader:
         index = blocks.names.index(name.removeprefix(root).split(".")[0]) if name.startswith(root) else -1
         if self._loaded[0] != index:
             self._loaded = index, self._load(index)
+        # In the small model that `_load` fills, the block has the number 0.
         key = name if index < 0 else f"{root}0.{name.removeprefix(f'{root}{blocks.names[index]}.')}"
         like, found = self._model.module.state_dict()[name], self._loaded[1].get(key)
         if found is None or found.shape != like.shape:
@@ -482,6 +496,7 @@ class _FolderReader:
         for name in self._folder.names:
             if not self._named(name).startswith(place):
                 continue
+            # Another part of the name may equal the block's number. Take the replacement that gives a name in block 0.
             parts = name.split(".")
             moved = (".".join([*parts[:at], "0", *parts[at + 1 :]]) for at, part in enumerate(parts) if part == own)
             found[name] = next(one for one in moved if self._named(one).startswith(f"{root}0."))
@@ -527,7 +542,7 @@ def _loaded_names(module: Any) -> Callable[[str], str]:
 
 
 def _small_class(model: PretrainedModel, index: int) -> type:
-    """Return the model's class with one block: a copy of block `index`, or any block if `index` is -1."""
+    """Return the model's class with one block: a copy of block `index`; -1: the block that the class makes."""
     kind, root = type(model.module), model.blocks.root_name
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -549,15 +564,15 @@ def _copy_on_meta(module: nn.Module) -> nn.Module:
 
 
 def _small_config(config: Any, index: int) -> Any:
-    """Return the config of a model that has only block `index`; -1: any block."""
+    """Return the config of a model that has only block `index`; -1: only the first block."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     number, first = text.num_hidden_layers, max(index, 0)
     text.num_hidden_layers = 1
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == number:
+        if isinstance(value, list) and len(value) == number:  # one entry for each block, such as its kind of attention
             setattr(text, name, value[first : first + 1])
-    if index >= 0:  # embeddings are not used
+    if index >= 0:  # embeddings are not loaded, so make them small
         text.vocab_size, text.pad_token_id = 8, None
     return small
 
