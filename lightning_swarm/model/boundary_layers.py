@@ -25,12 +25,13 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 
-_NEW: Final[dict[str, Any]] = {"device": "cpu", "dtype": torch.float32}  # equal on all peers, whichever the defaults
+# Arguments of new layers, which must be equal on all peers, whatever the defaults of their processes are.
+_NEW: Final[dict[str, Any]] = {"device": "cpu", "dtype": torch.float32}
 SCALE: Final = 8.0
-"""Initial scale of the matrices. It changes their output little, because norms surround them.
+"""Initial scale of a layer's matrices. Norms around the matrices undo most of it.
 
-But an optimizer like Adam turns large matrices more slowly, and later blocks' output outweighs theirs less. See
-`benchmarks.boundary`.
+But an optimizer like Adam turns large matrices more slowly, and later blocks' output outweighs the layer's output less.
+See `benchmarks.boundary`.
 """
 
 
@@ -136,7 +137,7 @@ class Bottleneck(Boundary):
 
 
 class Maxout(Boundary):
-    """``h = LN(max over each ratio neighbouring features of LN(x))`` travels, and ``y = W2 h + b2`` goes on.
+    """``h = LN(max(LN(x)))`` travels, with maxima over `ratio` neighbouring features; ``y = W2 h + b2`` goes on.
 
     Initially `W2` copies each maximum to all the features over which it was taken.
     """
@@ -210,6 +211,7 @@ def _checked_hidden(hidden: object, norm: nn.LayerNorm) -> Tensor:
 
 
 _CONTAINER: Final = "boundary_layers"
+# A layer's full name: the module that owns the container, and the path from there to the module before the layer.
 _LAYER: Final = re.compile(rf"(?:(?P<owner>.+)\.)?{_CONTAINER}\.(?P<path>.+)")
 _PARAMETER: Final = re.compile(r"(?P<layer>.+)\.(?P<rest>(?:de)?compress\.(?:norm|linear|norm_out)\.(?:weight|bias))")
 
@@ -243,7 +245,7 @@ def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> Non
 
     Args:
         module: The model. If it has boundary layers already, nothing happens.
-        state_dict: The checkpoint's state; only names and shapes are read. Without such layers nothing happens.
+        state_dict: The checkpoint's state; only names and shapes are read. If it has no layers, nothing happens.
 
     Raises:
         ConfigError: The model lacks a module that a layer stands after.
@@ -325,6 +327,7 @@ def _check_size(module: nn.Module, wanted: Mapping[str, Boundary]) -> None:
 
 
 def _with_known_features(module: nn.Module, name: str, boundary: Boundary) -> Boundary:
+    """Return the kind of the layer after a module, with the number of features that the user gave or the module has."""
     block = _submodule(module, name)
     features = boundary.features or _features(block)
     if features is None:
@@ -337,6 +340,7 @@ def _with_known_features(module: nn.Module, name: str, boundary: Boundary) -> Bo
 
 
 def _new_layer(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
+    """Make the layer after a module, drawn from the seed and the module's name, on the model's device and dtype."""
     assert boundary.features is not None
     block = _submodule(module, name)
     seed = (torch.initial_seed() + zlib.crc32(name.encode())) % (1 << 63)

@@ -22,7 +22,7 @@ INITIALISERS: Final = {
     function.__code__: function
     for function in (init._no_grad_trunc_normal_, init.orthogonal_, init.dirac_, init.sparse_)
 }
-"""Torch's initialisers that read values, and therefore silently do nothing on meta."""
+"""Torch's initialisers, by their code, that read values, and therefore silently do nothing on meta."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class RecordedCall:
     writes: frozenset[int]
     fills: frozenset[int]  # the part of `writes` whose old content does not matter
     dtype: torch.dtype  # the default dtype during the call
-    # The generators that it may have drawn from, with their states before; an explicit one comes first. None: the call
-    # is random, and drawing was disabled.
+    # The generators that the call may have drawn from, with their states before; an explicit one comes first. Empty:
+    # the call is not random. None: the call is random, and drawing was disabled.
     drawn: Sequence[tuple[torch.Generator, Tensor]] | None
 
 
@@ -66,9 +66,9 @@ class CallReplay:
     """Repeats recorded calls on a device."""
 
     _device: torch.device
-    _meta_storages: dict[int, torch.UntypedStorage]
+    _meta_storages: dict[int, torch.UntypedStorage]  # address of a storage on meta -> the storage, which has its size
     _sources: dict[int, Callable[[], Tensor]]  # storage -> function that reads its values from elsewhere
-    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # the same addresses -> on the device
 
     def replay(self, calls: Sequence[RecordedCall], kept: Collection[int]) -> None:
         """Repeat calls, and drop each storage after its last use, unless it is among `kept`."""
@@ -105,7 +105,7 @@ class CallReplay:
             )
         result = _draw_again(call, call.drawn, args, kwargs) if call.drawn else call.function(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for view, tensor in zip(call.made, tensors, strict=bool(call.made)):
+        for view, tensor in zip(call.made, tensors, strict=bool(call.made)):  # empty for an initialiser
             if view is not None:
                 self._put(view, tensor)
 
@@ -151,7 +151,7 @@ def _draw_again(
 def _with_generator(function: Any) -> Any:
     """Return a variant of a function that draws only from the generator that it is given, or None."""
     if function in INITIALISERS.values():
-        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # it also shuffles
+        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # shuffles without it
         return function if takes_one else None
     if any(argument.name == "generator" for argument in function._schema.arguments):
         return function
@@ -184,7 +184,7 @@ class InitRecord:
         self._draws = draws
         self._calls: list[RecordedCall] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other storage gets its address
-        self._sources: dict[int, Callable[[], Tensor]] = {}
+        self._sources: dict[int, Callable[[], Tensor]] = {}  # storage of a stand-in -> function that returns its values
         self._device = torch.device("cpu")
 
     @contextmanager
@@ -242,6 +242,7 @@ class InitRecord:
             if tensor.is_meta:
                 storage = self.view(tensor).storage
                 writes.add(storage)
+                # A storage is filled if all of it is written, and none of it is read.
                 covers = tensor.numel() * tensor.itemsize == self._storages[storage].nbytes()
                 others = {self.view(other).storage for other in inputs if other is not tensor and other.is_meta}
                 if covers and function._schema.name in _FILLING and storage not in others:

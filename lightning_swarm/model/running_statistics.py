@@ -111,6 +111,7 @@ class RunningStatistics:
                 "a `BatchNorm` that is used in `training_step` must count on from its last batch, got one whose "
                 "`num_batches_tracked` was set back there. Leave out `reset_running_stats()`."
             )
+        # The share of a norm's old statistics in its new ones. Without a momentum, statistics are means over all uses.
         kept = torch.where(momenta < 0.0, before[:num] / after[:num].clamp(min=1.0), (1.0 - momenta) ** uses)
         owners = self._owners.to(kept.device)
         old, new = kept[owners], (1.0 - kept)[owners]
@@ -142,6 +143,7 @@ class RunningStatistics:
         for _, values in sorted(seen.items(), key=lambda item: _order(item[0])):
             values, fixed = values.to(state).split([numbers, num])  # noqa: PLW2901
             state[:num] += values[:num]
+            # The share of the batch statistics in each norm's new statistics; `fixed` are the norms' momenta.
             counted = torch.where(
                 fixed < 0.0, values[:num] / state[:num].clamp(min=1.0), 1.0 - _powers(1.0 - fixed, values[:num])
             )

@@ -21,11 +21,13 @@ OUTPUT: Final = "output"
 _DIFFERENTIABLE: Final = "left with a gradient"
 _OTHERS: Final = "left without a gradient"
 _REFUSED: Final = "left and not sent"
-_IN_OUTPUT: Final = "is the output"
+_IN_OUTPUT: Final = "is the output"  # stands for a module's name, with the result of `note_output`
 _CONTAINERS_AT: Final = -1  # stands for the place of a list or dict
 _KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
 
 OF_TORCH: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
+"""Names of attributes that torch itself sets on modules."""
+
 _CONTAINERS: Final = (list, dict, set)
 
 Values: TypeAlias = dict[str, dict[str, Tree]]
@@ -36,9 +38,9 @@ _Absent: Final = object()
 
 @dataclass
 class Left:
-    """Values that forwards left on modules, as they travel behind a stage's output."""
+    """Values that forwards left on modules, which travel with a stage's output."""
 
-    differentiable: Values = field(default_factory=dict)
+    differentiable: Values = field(default_factory=dict)  # with a tensor that requires a gradient
     others: Values = field(default_factory=dict)
     refused: dict[str, dict[str, str]] = field(default_factory=dict)  # the types of values that cannot travel
 
@@ -154,9 +156,9 @@ class ForwardWatch:
         self._modules = [module for _, module in inside] + [module for _, module in around]
         self._num_inside = len(inside)
         self._ignored = [_of_torch(module) for module in self._modules]
-        self._known: set[tuple[int, str]] = set()
-        self._constants: set[tuple[int, str]] = set()  # set to equal constants each time
-        self._looked: set[object] = set()
+        self._known: set[tuple[int, str]] = set()  # attributes (module's place, name) that each forward sets anew
+        self._constants: set[tuple[int, str]] = set()  # attributes that each forward sets to equal constants
+        self._looked: set[object] = set()  # kinds of forwards
 
     def is_first(self, kind: object) -> bool:
         """Return whether no forward of this kind was looked at before."""

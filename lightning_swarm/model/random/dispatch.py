@@ -21,7 +21,7 @@ from lightning_swarm.model.random.philox import key_seed
 # its random operations, so an operation that this package does not know is noticed, too.
 Rule: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
-# Tagged as random, but these only choose a kernel, or use numbers that another operation drew.
+# These operations are tagged as random, but only choose a kernel, or use numbers that another operation drew.
 _DRAWS_NOTHING: Final = frozenset({"aten::_fused_sdp_choice", "aten::_nested_tensor_softmax_with_shape"})
 
 
@@ -39,6 +39,7 @@ RULES: Final = _Rules()
 
 
 def _rule_of(func: Any) -> Rule | None:
+    """Return the rule of an operation, or None if it draws nothing."""
     if func in HANDLERS:
         return _drawn_by(HANDLERS[func])
     name: str = func._schema.name
@@ -84,6 +85,7 @@ def _seeded(place: int) -> Rule:
 
 
 def _refused_if_drawn(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation whose random numbers cannot be replaced; raise `ConfigError` unless its dropout is off."""
     values = {
         argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         for i, argument in enumerate(func._schema.arguments)
@@ -134,10 +136,10 @@ class KeyedRandom(TorchDispatchMode):
         """Prepare a stream of a 64-bit seed that skips `first_draw` draws and begins when entered."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
-        self.draw = self._first_draw = first_draw
+        self.draw = self._first_draw = first_draw  # number of the latest draw
         self._attention: AbstractContextManager[object] = nullcontext()
         self._depth = 0
-        self._graph_task = -1
+        self._graph_task = -1  # the backward inside which the mode was entered; -1: none
 
     def __enter__(self) -> Self:
         # While the mode is suspended, a rule enters it again to run the parts of a composite operation.

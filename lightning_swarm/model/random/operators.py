@@ -70,6 +70,7 @@ _PLAIN: Final[Mapping[Any, Callable[..., Any]]] = {
 Handler = Callable[..., Any]
 """Draws from the stream; called with ``(key, *arguments as in torch's schema)``."""
 
+# dtype -> bits of its mantissa, which holds all integers of so many bits
 _MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
@@ -120,7 +121,10 @@ def _fill_integers(key: int, self: Tensor, low: int, high: int) -> Tensor:
 
 
 def _random(key: int, self: Tensor, *bounds: int | None, **_: Any) -> Tensor:
-    """Fill with integers: below `high`, in `low`..`high`, or without bounds any that the dtype holds exactly."""
+    """Fill with integers of ``low <= number < high``; a single bound is `high`, and `low` is 0 by default.
+
+    Without `high`, the largest integer is the last up to which the dtype holds all integers.
+    """
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     if high is None:
         if self.dtype == torch.bool:
@@ -219,7 +223,8 @@ HANDLERS: Final[dict[Any, Handler]] = {
     _aten.rrelu_with_noise.default: _rrelu,
     _aten.rrelu_with_noise_.default: lambda key, target, *args: target.copy_(_rrelu(key, target, *args)),
 }
-_USUAL: Final = ("default", "generator", "out", "generator_out")
+_USUAL: Final = ("default", "generator", "out", "generator_out")  # names of an operation's overloads
+# operation -> handler, and the overloads that it handles
 _VARIANTS: Final[dict[str, tuple[Handler, Sequence[str]]]] = {
     "rand": (_new(_fill_uniform), _USUAL),
     "randn": (_new(_fill_normal), _USUAL),

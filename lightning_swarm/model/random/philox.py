@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 _MASK64: Final = 2**64 - 1
-_ROW: Final = 4096
-_DIGITS: Final = {torch.float16: 11, torch.bfloat16: 8}
+_ROW: Final = 4096  # elements of a row in `bits`
+_DIGITS: Final = {torch.float16: 11, torch.bfloat16: 8}  # dtype -> bits of its mantissa
 
 
 def key_seed(*parts: int) -> int:
@@ -49,7 +49,7 @@ def bits(key: int, count: int, device: torch.device) -> Tensor:
         rows = rows.mul_(_signed(_FIRST * _ROW)).add_(start).unsqueeze(1)
         columns = torch.arange(_ROW, dtype=torch.int32, device=device).mul_(_FIRST)
         x = torch.add(rows, columns).flatten()[:count]
-    # The shift is arithmetic, so x and ~x collide. It is no bijection, but has no more collisions than chance.
+    # The shift is arithmetic, so x and ~x collide. The function is no bijection, but collides no more than by chance.
     x.bitwise_xor_(x >> 16).mul_(keyed)
     x.bitwise_xor_(x >> 15).mul_(_THIRD)
     x.bitwise_xor_(x >> 16).mul_(_FIRST)
@@ -67,7 +67,7 @@ def uniform(key: int, count: int, dtype: torch.dtype, device: torch.device) -> T
     if dtype == torch.float64:
         return (long_bits(key, count, device) >> 11).to(torch.float64).mul_(2.0**-53).add_(0.5)
     digits = _DIGITS.get(dtype, 24)
-    # Signed integers, so half is added. All three steps are exact.
+    # The integers are signed, so they are scaled to [-1/2, 1/2), and half is added. All three steps are exact.
     return (bits(key, count, device) >> (32 - digits)).to(torch.float32).mul_(2.0**-digits).add_(0.5)
 
 
