@@ -13,11 +13,13 @@ from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode, MatmulPrecision
 
 _Flags: TypeAlias = tuple[torch.dtype, bool, bool, bool, MatmulPrecision]
+"""The arguments of `_set_flags`."""
+
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -> ComputeMode:
-    """Read the calling thread's modes."""
+    """Return the calling thread's modes, and the arguments, as `ComputeMode` explains them."""
     autocast = torch.is_autocast_enabled(device_type)
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -26,11 +26,12 @@ _LIBRARIES: Final = {
     *("transformers", "timm", "diffusers", "accelerate", "peft", "bitsandbytes", "einops", "numpy", "scipy"),
     *("xformers", "flash_attn", "triton", "sklearn"),
 }
+# name of an instruction -> name under which it is counted
 _KINDS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
 _FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
-_OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")
+_OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")  # methods of `torch.autograd.Function`
 _MAX_DEPTH: Final = 4  # nested calls of functions
-NOTHING: Final = object()
+NOTHING: Final = object()  # stands for the value of an empty closure variable
 NAMESPACES: Final = (Namespace, SimpleNamespace)
 """Standard library classes whose objects hold users' settings."""
 
@@ -61,7 +62,7 @@ class Reads:
     globals: frozenset[str]  # without names that the function sets itself, also in `attributes`
     attributes: frozenset[str]
     modes_of: frozenset[str]  # names before `.training`, except the function's own `self`; "" for other expressions
-    a_class: bool
+    a_class: bool  # reads the class of an object, and so perhaps attributes of the class
     fills_containers: bool  # changes containers, such as a cache, which are then not watched
 
 

@@ -59,6 +59,7 @@ class Confirmation:
             kind=kind,
             challenge=challenge,
         )
+        # The proof that a server with the received state gives.
         came = await asyncio.to_thread(lambda: StateDigests(parts()).proof(challenge, [kind]))
         proofs: dict[PeerId, bytes] = {}
         for judge in (peer for peer in believed if peer in others):

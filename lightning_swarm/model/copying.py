@@ -42,7 +42,7 @@ def _counterpart(value: Any, counterparts: dict[int, Any]) -> Any:
 
 
 def _rebound(function: FunctionType, counterparts: dict[int, Any]) -> FunctionType:
-    """Copy a function so that its closure refers to counterparts; all else stays shared, so it writes where it did."""
+    """Copy a function so that its closure refers to counterparts; other objects stay shared with the original."""
     counterparts[id(function)] = function  # it may refer to itself
     cells = []
     for cell in function.__closure__ or ():

@@ -21,7 +21,7 @@ from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.model.unsaved_buffers import unsaved_buffers
 
-_MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
+_MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)  # functions that move a tensor to another device
 
 
 # A model that is too large for any machine is built as its author wrote it. Each part gets the same values, also random
@@ -45,7 +45,7 @@ class InitialWeights:
         """Yield a checkpoint's state to be loaded inside, with stand-ins for the module's tensors on meta."""
 
         def stand_in(value: Any) -> Any:
-            # Its value is read from the checkpoint when it is needed. A tensor on meta is a stand-in already.
+            # The stand-in's value is read when it is needed. A tensor on meta in `state` is a stand-in already.
             has_values = isinstance(value, Tensor) and not value.is_meta
             return self._record.stand_in(value, lambda: value) if has_values else value
 
@@ -87,7 +87,7 @@ class InitialWeights:
         inside = {id(tensor) for block in blocks.modules for tensor in (*block.parameters(), *block.buffers())}
         outside = [(name, tensor) for name, tensor in _tensors(module) if tensor.is_meta and id(tensor) not in inside]
         if not outside:
-            return  # registers of compiled modules are no dicts and cannot be updated
+            return  # because `put_tensors` cannot update the registers of compiled modules, which are no dicts
         # One new tensor for each old one, however many modules share it.
         made: dict[int, Any] = {}
         for (_, tensor), value in zip(outside, self._values(outside, device), strict=True):

@@ -82,7 +82,7 @@ def export_folder(checkpoint: Path, folder: Path) -> int:
                 f"a checkpoint must have the shapes of config.json: {name!r} has {tuple(value.shape)}, and "
                 f"{tuple(shape)} was expected. Write the config of the module that was trained."
             )
-    # `save_pretrained` may rename tensors in files, and writes tied weights once.
+    # Not written directly, because `save_pretrained` may rename tensors in files, and writes tied weights once.
     values = {name: weights[f"{complete[0]}{name}"] for name in wanted}
     model.module.save_pretrained(folder, state_dict=values)
     return len(wanted)
@@ -104,7 +104,7 @@ def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint without executing code in it; a sharded one in the form of the same run's single file."""
+    """Read a checkpoint without executing code in it. A sharded checkpoint is returned as if it were a single file."""
     if is_folder(checkpoint):
         content, parts = _read(checkpoint / REST), ShardedCheckpoint(checkpoint).read_all()
         content["state_dict"] = parts.get(WEIGHTS, {})

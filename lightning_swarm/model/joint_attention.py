@@ -24,15 +24,16 @@ class CannotJoin(Exception):
 
 
 class PerText(tuple[Any, ...]):
-    """One value for each text, where they cannot be rows of one tensor."""
+    """One value for each text, if the values cannot be rows of one tensor."""
 
     __slots__ = ()
 
 
 class JointCache:
-    """Presents the caches of several texts as one to which blocks append the rows of all. It supports only `update`."""
+    """Presents the caches of several texts to blocks as one cache, of which only the method `update` is supported."""
 
     def __init__(self, caches: Sequence[Any], rows: Sequence[int]) -> None:
+        """Present the caches of texts with these numbers of rows."""
         self._caches, self._rows = caches, list(rows)
 
     def update(self, keys: Tensor, values: Tensor, *place: Any, **options: Any) -> tuple[PerText, PerText]:
@@ -80,7 +81,7 @@ def _attend(
     if isinstance(masks, Tensor) and len(masks) > 1:
         masks = masks.split(sizes)
     elif not isinstance(masks, PerText):
-        masks = [masks] * len(sizes)
+        masks = [masks] * len(sizes)  # one mask, or None, for all texts
     texts = zip(query.split(sizes), key, value, masks, strict=True)
     return torch.cat([base(module, *text, **options)[0] for text in texts]), None
 
@@ -98,7 +99,7 @@ def _implementation(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def join_rows(trees: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Join the arguments of several texts: concatenate rows, keep equal values once, make the rest `PerText`.
+    """Join the arguments of several texts: concatenate rows, keep equal values once, make unlike masks `PerText`.
 
     Args:
         trees: The arguments of each text, of one structure. The first dimension of tensors is the text's rows, or 1.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 
-_SAMPLE: Final = 256
+_SAMPLE: Final = 256  # compared values of a parameter
 
 
 class GradientClosure:

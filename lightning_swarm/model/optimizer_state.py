@@ -106,6 +106,7 @@ def as_state_dict(
     """Convert state by parameter name to the state dict that `optimizer.state_dict()` returns in one process."""
     copy = dict if shared else copied_state  # a copy shares no memory with `state`
     states = {p: copy(state[names[id(p)]]) for p in _all(optimizer) if names[id(p)] in state}
+    # A parameter may have values for its group and no state of its own, and then none is saved for it.
     group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
     before = dict(optimizer.state)  # restored below
     try:

@@ -17,12 +17,12 @@ _SPACE: Final = "aten::_foreach_"
 
 
 def list_rule(func: Any, operands: Sequence[Any]) -> Callable[..., _Tensors] | None:
-    """Return the rule that computes torch's operation on whole lists at once, or None to go one by one."""
+    """Return the rule that computes torch's operation on whole lists at once; None: compute tensors one by one."""
     rule = _rule(func)
     if rule is None or not _are_alike(operands):
         return None
-    if rule is _RULES["div"] and not _are_tensors(operands[1]):  # a GPU multiplies by the inverse of a number
-        return None
+    if rule is _RULES["div"] and not _are_tensors(operands[1]):
+        return None  # a GPU would multiply by the number's inverse, which is rounded, too
     return rule if rule is not _lerp or isinstance(operands[2], (int, float)) else None
 
 

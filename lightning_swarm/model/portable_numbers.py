@@ -18,6 +18,7 @@ _AT_ONCE: Final = (Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop
 _MAX_AT_ONCE: Final = 1 << 24  # elements of all tensors
 _MAX_MEAN: Final = 1 << 16  # mean number of elements per tensor
 _DIGITS: Final = decimal.Context(prec=40)
+# operations of `PortableFloat` whose results are of this class again
 _CLOSED: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
 
 

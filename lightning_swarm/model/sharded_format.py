@@ -153,6 +153,7 @@ class ShardedCheckpoint:
     @cached_property
     def _keys(self) -> dict[str, dict[str, list[str]]]:
         """The keys of each weight, and of each parameter's optimizer state."""
+        # Paths begin with (WEIGHTS, name) or (OPTIMIZER, "state", parameter, key).
         found: dict[str, dict[str, list[str]]] = {WEIGHTS: {}, OPTIMIZER: {}}
         for key, path in self._paths.items():
             if (path[0] == WEIGHTS and len(path) > 1) or (path[:2] == (OPTIMIZER, "state") and len(path) > 3):

@@ -74,7 +74,7 @@ _STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
 """The only names in an index, and the harmless objects that unpickling makes of them. No name is looked up."""
 
 
-# `pickle.Unpickler` allocates an array of any length that a file names: twenty bytes would take gigabytes.
+# Not `pickle.Unpickler`, in C, which allocates an array of any length that a file names: twenty bytes take gigabytes.
 class _Unpickler(pickle._Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
@@ -109,10 +109,12 @@ class _Malformed(Exception):
 
 
 def _metadata(raw: Any) -> Metadata:
+    """Convert an unpickled index to torch's own form, and check that its parts fit together."""
     index = _fields(raw, _METADATA, state_dict_metadata=dict, storage_data=dict, planner_data=dict)
     tensors = {_text(key): _entry(value) for key, value in index["state_dict_metadata"].items()}
     stored = {_place(place): _stored(value) for place, value in index["storage_data"].items()}
     paths = {_text(key): _path(value) for key, value in index["planner_data"].items()}
+    # All paths must differ, and none may lead through another one's value.
     prefixes = {path[:length] for path in paths.values() for length in range(1, len(path))}
     if paths.keys() != tensors.keys() or len({*paths.values()} - prefixes) != len(paths):
         raise _Malformed("its values and their paths do not fit together")

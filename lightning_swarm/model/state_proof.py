@@ -60,7 +60,7 @@ class StateDigests:
 
     def advance(self) -> bool:
         """Hash one more piece, and return whether there are more."""
-        self._is_done = self._is_done or next(self._pieces, self) is self
+        self._is_done = self._is_done or next(self._pieces, self) is self  # `self` stands for the end
         return not self._is_done
 
     def proof(self, challenge: int, kinds: Iterable[StateKind], more: Any = None) -> bytes:

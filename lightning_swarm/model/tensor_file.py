@@ -16,7 +16,7 @@ from torch import Tensor
 class TensorPlace(NamedTuple):
     """A tensor's place in a file."""
 
-    begin: int
+    begin: int  # bytes
     dtype: torch.dtype
     shape: torch.Size
 

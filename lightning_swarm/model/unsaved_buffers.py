@@ -19,7 +19,7 @@ def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Restore the values of such buffers, as far as the module still has them."""
+    """Restore the values of a module's unsaved buffers from `state`; names that only one of the two has are ignored."""
     with torch.no_grad():
         for name, buffer in unsaved_buffers(module).items():
             if name not in state:

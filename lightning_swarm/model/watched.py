@@ -66,6 +66,7 @@ class WatchedBuffer(_WatchedTensor, Tensor):
     """A buffer of the module, while it is watched."""
 
 
+# class of a tensor -> class while it is watched
 _KINDS: Final[Mapping[type, type]] = {nn.Parameter: WatchedParameter, Tensor: WatchedBuffer, nn.Buffer: WatchedBuffer}
 
 

@@ -26,7 +26,7 @@ class Blocks:
     root: nn.Module  # the module whose forward the chain replaces, or the list whose blocks are called one by one
     root_name: str  # its dotted name in the model; empty for the model itself
     names: tuple[str, ...]  # unique
-    modules: tuple[nn.Module, ...]  # they need not be registered under these names, only their parameters must be
+    modules: tuple[nn.Module, ...]  # the model may hold them under other names; it must hold their parameters
 
     @property
     def are_none(self) -> bool:
@@ -103,6 +103,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
+    """Find the outermost `Sequential` with all parameters but those of boundary layers; refuse none or several."""
     layers = {id(parameter) for layer in boundary_layers(model).values() for parameter in layer.parameters()}
     parameters = {id(parameter) for parameter in model.parameters()} - layers
     if not parameters:
@@ -126,6 +127,7 @@ def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
 
 
 def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:
+    """Return the blocks that `configure_stages` lists, which replace the forward of `root`."""
     if isinstance(root, nn.ModuleList):
         raise ConfigError(
             f"`{_HOOK}` says by which blocks a forward is replaced, and a `ModuleList` has none: got "

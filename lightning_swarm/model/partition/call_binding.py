@@ -15,9 +15,12 @@ CALLS: Final = "calls of the blocks"
 """Key of the blocks' calls in the extras, beside the values. No argument has this name."""
 
 CARRIED: Final = "carried with the hidden state"
-"""Key of the names of values that travel with the hidden state, and of the last block, which does not return them."""
+"""Key of a pair: the names of values that travel with the hidden state, and the name of the last block.
 
-_NTH: Final = "#"
+After the last block, only the hidden state is returned.
+"""
+
+_NTH: Final = "#"  # stands between an argument's name and the number of a further value for the argument
 
 Pick: TypeAlias = int | str | tuple[int, int]
 """An index, a key, or (place, required number of parts)."""

@@ -22,7 +22,7 @@ from lightning_swarm.model.partition.stages import Named, Run, Slot
 
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
-    """Refuse calls of submodules of the blocks that have parameters, until the handles are removed."""
+    """Refuse calls of modules in blocks, if the modules have parameters, until the returned handles are removed."""
     blocks = list(blocks)
     parts = {
         id(part): part

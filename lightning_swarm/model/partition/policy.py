@@ -6,6 +6,7 @@ from itertools import accumulate
 from lightning_swarm.core.errors import ConfigError
 
 _Score = tuple[int, int]
+"""Sums over stages: of their squared costs, and of their squared numbers of blocks. Less is better."""
 
 
 def balanced_ranges(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:

@@ -98,7 +98,10 @@ def parameter_costs(blocks: Blocks) -> tuple[int, ...]:
 
 
 def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
-    """Build a stage for each range of a LightningModule's blocks, without changing it; parameters may be on meta."""
+    """Build a stage for each range of a LightningModule's blocks, without changing it; parameters may be on meta.
+
+    If there are parameters in no block, one more stage follows, on the trainers.
+    """
     if not blocks.are_none:
         checks.check_ranges(ranges, len(blocks.modules))
     layers = layers_by_block(model, blocks)
@@ -109,7 +112,7 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
     parameters = _slots(model, lambda module: module._parameters)
     buffers = _slots(model, lambda module: module._buffers)
-    held = [_ids(block.parameters() for _, block in run) for run in runs]
+    held = [_ids(block.parameters() for _, block in run) for run in runs]  # each stage's parameters, by `id`
     checks.check_registered(blocks, set(parameters) | set(buffers))
     tied = {key for key in parameters if sum(key in ids for ids in held) > 1}
     checks.check_dtypes(parameters, held, tied)
@@ -164,6 +167,7 @@ def _ids(groups: Iterable[Iterator[Tensor]]) -> set[int]:
 
 
 def _run(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) -> Run:
+    """Return the modules of a stage: its blocks and boundary layers, of which a layer at a cut is halved."""
     before = layers.get(indices.start - 1)
     run: list[tuple[str | None, nn.Module]] = [] if before is None else [(None, before.decompress)]
     for index in indices:
@@ -203,6 +207,7 @@ def choose_ranges(
 
 
 def _ranges_at_seams(costs: Sequence[int], num_stages: int, seams: Collection[int]) -> tuple[range, ...]:
+    """Choose balanced ranges that end only at seams, by treating the blocks between two seams as one."""
     ends = sorted({*seams, len(costs) - 1})
     if not 1 <= num_stages <= len(ends):
         raise ConfigError(

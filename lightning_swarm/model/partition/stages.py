@@ -46,7 +46,7 @@ class StageModule(nn.Module):
         """Hold blocks; see `build_stages`."""
         super().__init__()
         self.spec = spec
-        # Modules outside of all blocks: no part of the stage, unless the model is not cut.
+        # Modules outside of all blocks. They belong to the stage only if the model is not cut.
         self.around = tuple(around)
         self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
@@ -89,7 +89,7 @@ class StageModule(nn.Module):
         return [*self.modules(), *(module for _, module in self.around if self.spec.on_trainers)]
 
     def compile_by(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace the forward by its compiled version, of ``torch.compile`` with the user's options."""
+        """Replace the forward by the result of `compiler`, which is ``torch.compile`` with the user's options."""
         self.forward = compiler(self.forward)  # type: ignore[method-assign]
 
     def uncompiled(self, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:

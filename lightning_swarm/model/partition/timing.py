@@ -58,6 +58,7 @@ def example_arguments(example: Any) -> Arguments:
 
 
 def _inputs(model: nn.Module, blocks: Blocks, example: Arguments) -> list[Arguments]:
+    """Return the arguments that each block gets for an example."""
     if blocks.root is model:
         return _chained(blocks, example)
     if not blocks.one_by_one:
@@ -66,6 +67,7 @@ def _inputs(model: nn.Module, blocks: Blocks, example: Arguments) -> list[Argume
 
 
 def _chained(blocks: Blocks, arguments: Arguments) -> list[Arguments]:
+    """Run the blocks one after the other, and return the arguments of each."""
     args, extras = arguments
     inputs = []
     for block in blocks.modules:
@@ -98,7 +100,7 @@ def _run_forward(model: nn.Module, modules: list[nn.Module], blocks: Blocks, exa
             model(*example[0], **example[1])
         except NotImplementedError:  # the model defines no forward
             if not blocks.one_by_one:
-                return [example]
+                return [example]  # which is then for the pipelined module
     missing = [module for module in modules if id(module) not in calls]
     if missing:
         raise ConfigError(
@@ -138,7 +140,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device, *, evaluating: bool = True) -> Iterator[None]:
-    """Restore generators, train flags and running statistics afterwards."""
+    """Restore generators and train flags afterwards, and buffers, too, unless the model is `evaluating` inside."""
     flags = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not evaluating]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():

@@ -43,6 +43,7 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor | None]:
 def _fill(
     twin: nn.Module, module: nn.Module, twins: Mapping[int, nn.Module], known: dict[int, Any], *, deep: bool
 ) -> None:
+    """Set a twin's attributes to those of its module; with `deep`, the values are copied, too."""
     state = {}
     for name, value in vars(module).items():
         if name == "_modules":

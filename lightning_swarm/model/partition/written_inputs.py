@@ -15,7 +15,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.serialization import Tree
 
 WRITTEN: Final = "written argument "
-"""Prefix of an argument's name, used instead of an attribute's name where writes into the argument are collected."""
+"""Stands before an argument's name among the values that a forward left, for writes into the argument."""
 
 POSITIONAL: Final = ""
 """The name of all positional arguments together."""
@@ -23,7 +23,7 @@ POSITIONAL: Final = ""
 Given: TypeAlias = Mapping[str, tuple[Any, Sequence[Tensor]]]
 """A call's arguments by name: the tuple or dict that has an argument, and the tensors in it, in order."""
 
-_TENSORS: Final = "tensors"
+_TENSORS: Final = "tensors"  # keys of the writes into one argument
 _REPLACED: Final = "replaced"
 _MISSING: Final = object()
 
@@ -32,7 +32,7 @@ class CallWatch:
     """Finds writes into the arguments of a stage, from construction until `written`."""
 
     def __init__(self, inputs: Any, keywords: Mapping[str, Any]) -> None:
-        """Record the arguments, before any write into their tensors."""
+        """Record the arguments, whose tensors are new copies: a later `_version` above 0 shows a write."""
         arguments = {POSITIONAL: inputs, **{name: {name: keywords[name]} for name in arguments_in(keywords)}}
         self.tensors = {name: serialization.flatten(value)[1] for name, value in arguments.items()}  # name -> tensors
         self._containers = {
@@ -134,7 +134,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if one is other or not start or start != other.untyped_storage().data_ptr() or not one.numel() * other.numel():
         return one is other
     if one.dtype != other.dtype:
-        return True
+        return True  # in one storage; their offsets are in different units, and are not compared
     first = min(one.storage_offset(), other.storage_offset())
     marks = torch.zeros(max(map(_end, (one, other))) - first, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
