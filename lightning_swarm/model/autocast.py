@@ -19,7 +19,7 @@ _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16,
 
 
 def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -> ComputeMode:
-    """Return the calling thread's modes, and the arguments, as `ComputeMode` explains them."""
+    """Return the calling thread's modes, together with the arguments; `ComputeMode` explains them."""
     autocast = torch.is_autocast_enabled(device_type)
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

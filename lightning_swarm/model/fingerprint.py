@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_swarm.model.random.philox import long_bits
 from lightning_swarm.protocol import serialization
 
-_ROW: Final = 1 << 15  # words in a row; each has a multiplier of its own, and rows are combined by `_PRIME`
+_ROW: Final = 1 << 15  # words in a row, each with its own multiplier
 _MASK: Final = (1 << 64) - 1
 _PRIME: Final = 0x9E3779B97F4A7C15
 _PIECE: Final = 1 << 21  # words that are hashed at once, in some milliseconds

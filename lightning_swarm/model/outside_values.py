@@ -90,6 +90,7 @@ class OutsideValues:
         for block in blocks:
             _refuse_weights(block)
             for source in _sources(block):
+                # Blocks may read the same values, which are compared once, for the first of the blocks.
                 found.setdefault((id(source.values), ",".join(sorted(map(str, source.first)))), source)
         self._sources = [source for source in found.values() if source.first]
         self._comparison = Comparison([one.values for one in self._sources], [one.first for one in self._sources])

@@ -74,6 +74,7 @@ def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) ->
     """Refuse values that a peer cannot have written for these parameters and buffers, with a `ProtocolError`."""
     for value in written:
         place = value.path[:1] if value.path[0] == WEIGHTS else value.path[:2]
+        # After `place`, the path goes on with a name, which must be one of `names`.
         named = place in ([WEIGHTS], [OPTIMIZER, "state"]) and value.path[len(place) : len(place) + 1]
         if not named or named[0] not in names or not re.fullmatch(rf"__{part}_\d+\.distcp", value.file):
             raise ProtocolError(f"part {part} of a checkpoint has state of its own, in files of its own; got {value}")

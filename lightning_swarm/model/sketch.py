@@ -15,7 +15,7 @@ from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH
 
 NUM_BUCKETS: Final = SKETCH_LENGTH
 _SLICE: Final = 1 << 20  # elements that are projected at once; a multiple of the buckets and of the bits of a word
-_WORD: Final = 32
+_WORD: Final = 32  # bits of a drawn number, each of which gives one sign
 
 
 def project(values: Tensor, seed: int, *, num_buckets: int = NUM_BUCKETS) -> Tensor:
