@@ -31,6 +31,7 @@ Trust = Literal["open", "invited", "audited"]
 
 DEFAULT_RUN_ID: Final = "swarm"
 DEFAULT_LISTEN: Final = "127.0.0.1"
+# Defaults of `role`, `run_id`, `listen` and `state_dict_type`.
 _FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full")
 
 
@@ -40,13 +41,14 @@ def audited_share(trust: Trust | None, share: float | None) -> float | None:
 
 
 def _nearest(split: str) -> str:
+    """Return the advice for an unknown text as `split`."""
     near = difflib.get_close_matches(split, ("parameters", "time"), n=1)
     return f"Did you mean {near[0]!r}? " if near else f"Write [{split!r}] if a block has that name. "
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmConfig:
-    """The arguments of `SwarmStrategy`, checked."""
+    """The arguments of `SwarmStrategy`, checked. The docstring of `SwarmStrategy` explains each of them."""
 
     num_stages: int | None
     pipeline: str | None
@@ -65,7 +67,7 @@ class SwarmConfig:
     state_dict_type: StateDictType = "full"
     offload_optimizer: bool = False
     preemption: Preemption | None
-    settings: RunSettings  # all peers of the run share these
+    settings: RunSettings  # settings that all peers of the run share
     limits: Limits
 
     def __post_init__(self) -> None:
@@ -161,7 +163,7 @@ class SwarmConfig:
 
     def leaves_whole(self, num_devices: int) -> bool:
         """Return whether this process, on so many devices, may begin a run of a model that is not cut."""
-        # A user that sets how to cut wants a cut, and so does a user with devices that bring no data.
+        # A user who sets how to cut wants a cut, and so does a user with several devices, of which one reads data.
         settings = self.settings
         says_how = (self.pipeline, self.boundary, settings.microbatch_size, settings.audit_share, self.shared or None)
         if any(one is not None for one in says_how) or self.split != "parameters":

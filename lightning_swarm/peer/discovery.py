@@ -40,9 +40,9 @@ class ServerAnnouncement(WireMessage, frozen=True):
 
     boot_id: int
     addresses: list[str]
-    trains: bool = False  # it reads data, too
-    inherits: bool | UnsetType = UNSET  # it has data, and could lead the run if the lead died
-    arithmetic: ShortText = ""  # see `FreezeReply`
+    trains: bool = False  # its peer reads data, too
+    inherits: bool | UnsetType = UNSET  # its peer has data, and could lead the run if the lead died
+    arithmetic: ShortText = ""  # the kind of machine; servers of one kind compute the same bits
 
 
 class RunAnnouncement(WireMessage, frozen=True):
@@ -76,14 +76,15 @@ class WantedServers:
     """The servers that a run waits for before it begins."""
 
     num_servers: int
-    num_trainers: int  # the number of them that must read data, too
-    among: Collection[PeerId] | None = None  # take only these; None takes any
+    num_trainers: int  # the number of these servers that must read data, too
+    among: Collection[PeerId] | None = None  # the only servers to accept; None accepts any
 
     def suffice(self, found: Mapping[PeerId, ServerAnnouncement]) -> bool:
         """Return whether enough servers are found; a server without data is no substitute for a trainer."""
         return len(found) >= self.num_servers and _num_trainers(found) >= self.num_trainers
 
 
+# Returns those of the announced servers that may be first members of the run.
 Invited = Callable[[Mapping[PeerId, ServerAnnouncement]], Awaitable[dict[PeerId, ServerAnnouncement]]]
 
 
@@ -194,7 +195,10 @@ class RunDirectory:
         arithmetic: str = "",
         among: str = "servers",
     ) -> None:
-        """Announce that this server waits for its run; retry for `timeout` seconds, as other peers may be starting."""
+        """Announce under `among` that this server waits for its run.
+
+        Retry for `timeout` seconds, because the peers that store announcements may still be starting.
+        """
         addresses = list(await self.transport.addresses())
         peer = ServerAnnouncement(
             boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET, arithmetic=arithmetic
@@ -222,13 +226,14 @@ class RunDirectory:
             await asyncio.sleep(_POLL_S)
 
     def _said(self, launch_id: str, what: str) -> str:
-        # With the launch's id, because the directory may still hold another run of the same run id.
+        """Return the directory's key of an event of this launch; an earlier run may have had the same run id."""
         return f"{self.run_id}.{what}.{launch_id}"
 
     async def _announce(self, key: str, value: bytes) -> None:
         await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
 
     async def _publish(self, key: str, value: bytes, *, timeout: float) -> None:
+        """Announce a value, and try again for `timeout` seconds while no peer stores the announcement."""
         deadline = now_s() + timeout
         while True:
             try:
@@ -251,8 +256,8 @@ class RunDirectory:
             found = await self.announced()
             if wanted.among is not None:
                 found = {peer: server for peer, server in found.items() if peer in wanted.among}
-            if wanted.suffice(found):  # announcements of an earlier run may be among them
-                found = await invited(await self._connect(found))
+            if wanted.suffice(found):
+                found = await invited(await self._connect(found))  # drops peers that are gone, and uninvited peers
             if wanted.suffice(found):
                 return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
             if now_s() > deadline:

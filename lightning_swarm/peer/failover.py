@@ -26,33 +26,35 @@ from lightning_swarm.server.admission import Admission
 
 _log = logging.getLogger(__name__)
 
-# The lead decides the version to which a run rolls back. By this method it asks the other trainers at which versions
-# their loops could continue. Servers learn its choice when it releases them, and trainers learn it from their servers.
+# The lead decides the version to which a run rolls back. Before, it asks the other trainers by the method `LOOP` at
+# which versions their loops could continue. Servers learn the version when the lead releases them, and trainers learn
+# it from their servers.
 
 _NUM_STANDBYS: Final = 3  # peers that keep the loop's state; several, because a copy is lost with its peer
-_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # most peers tried for one snapshot; peers that failed come last for the next
-_POLL_S: Final = 1.0
-_POLL_START_S: Final = 0.1
+_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # most peers tried for one state; peers that failed are tried last with the next
+_POLL_S: Final = 1.0  # between two questions whether a run can continue
+_POLL_START_S: Final = 0.1  # between two questions whether a trainer waits for the next run
 
-# Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if it cannot be sent.
+# Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if the state cannot be sent.
 PackLoop = Callable[[], Sequence[Tensor]]
-# Whether a loop could continue at a version; the second argument returns whether a step's record counts batches.
+# Returns whether a loop could continue at a version. The second argument, called with a step and the places of batches,
+# returns whether the step's record counts these batches.
 CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
 
 
 @dataclass(eq=False)
 class StandbyLeads:
-    """The lead's view of the run's standbys, servers that may lead, to which it sends the state of its loop."""
+    """At the lead: sends the state of the lead's loop to the run's standbys, the servers that could take over."""
 
     _transport: Transport
     _candidates: Callable[[], Awaitable[Collection[PeerId]]]  # peers that announced that they could take a run over
     _limits: Limits
     _warned: bool = field(default=False, init=False)
-    _unresponsive: set[PeerId] = field(default_factory=set, init=False)  # peers that did not take the latest state
-    holding: Collection[PeerId] = field(default=(), init=False)  # peers that have the newest state
+    _unresponsive: set[PeerId] = field(default_factory=set, init=False)  # peers that did not accept the latest state
+    holding: Collection[PeerId] = field(default=(), init=False)  # peers with the newest state that any peer accepted
 
     async def send(self, run: RunState, version: int, pack: PackLoop) -> None:
-        """Send the loop's state at this version of the weights; a peer that does not take it is no standby."""
+        """Send the loop's state at this version of the weights; a peer that does not accept the state is no standby."""
         generation, candidates = run.manifest.generation, set(await self._candidates()) - {self._transport.peer_id}
         chosen = sorted((peer for peer in seniority(run) if peer in candidates), key=self._unresponsive.__contains__)
         if not chosen:
@@ -81,7 +83,7 @@ class StandbyLeads:
         return holding
 
     async def _keeps(self, peer: PeerId, head: KeptLoop, tensors: Sequence[Tensor]) -> bool:
-        self._unresponsive.add(peer)  # removed by its answer; sending the next snapshot's state cancels this call
+        self._unresponsive.add(peer)  # before the call, which is cancelled once the next snapshot's state is sent
         try:
             await KEEP_LOOP.ask(self._transport, peer, head, tensors, timeout=self._limits.call_timeout, max_bytes=0)
         except SwarmError as error:
@@ -99,7 +101,7 @@ class StandbyLeads:
 
 
 async def release(transport: Transport, run: RunState, first_step: int, *, timeout: float) -> list[PeerId]:
-    """Release all servers from a void run, to wait for the next run at `first_step`; return the servers that answer."""
+    """Release all servers of a run, to wait for its next generation at `first_step`; return the servers that answer."""
     request = ReleaseRequest(generation=run.manifest.generation, first_step=first_step)
     # The call is repeated, because a server whose answer is lost would wait for the next run, which begins without it.
     return list(await ask_each(transport, run.servers, RELEASE, request, timeout=timeout, tries=MAX_TRIES))
@@ -115,7 +117,7 @@ async def what_is_lost(
         # Not by pings, because a server that was started again answers them, too, but is in no run.
         alive = set(await ask_held(transport, servers, timeout=silence_s))
         found = lost(run, alive)
-        # Do not wait for processes of this machine that are known to have ended.
+        # If all missing peers are processes of this machine that have ended, waiting is pointless.
         if not found or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
             return found
         await asyncio.sleep(_POLL_S)
@@ -133,7 +135,7 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
 
 
 async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:
-    """Return the manifest of the run if another peer leads it by now, according to its servers that decide."""
+    """Return the run's new manifest if another peer leads the run by now, as servers that may decide report it."""
     others = [peer for peer in run.servers if peer != transport.peer_id and run.decides(peer)]
     views = await gather(ask_view(transport, peer, timeout=timeout) for peer in others)
     manifests = [view.manifest for view in views if view is not None]
@@ -181,15 +183,15 @@ async def await_loops(
 
 
 class StandbyLead:
-    """A trainer beside the lead: reports to the lead on its own loop, and learns of rollbacks from its server."""
+    """A trainer that is not the lead: reports where its loop could resume, and follows rollbacks through its server."""
 
     def __init__(self, transport: Transport, admission: Admission, *, limits: Limits) -> None:
         self._transport = transport
         self._admission = admission
         self._limits = limits
-        self.could_go_on: CouldGoOn = lambda *_: False  # called on the swarm's loop
-        self.waits = False  # waits for a run to begin
-        self.run: RunState | None = None  # None: it has been in no run yet
+        self.could_go_on: CouldGoOn = lambda *_: False  # called on the event loop
+        self.waits = False  # this trainer waits for a run to begin
+        self.run: RunState | None = None  # None: this trainer is in no run
         LOOP.serve(transport, self._handle_loop)
 
     def enter_run(self, run: RunState) -> None:
@@ -206,14 +208,14 @@ class StandbyLead:
         return self.run.manifest.lead if self.run is not None else None
 
     async def _handle_loop(self, caller: PeerId, request: LoopRequest) -> LoopReply:
-        lead = self._admission.membership.lead or self._lead  # a standby, if it took the run over
+        lead = self._admission.membership.lead or self._lead  # the former: a standby that took over
         if caller != lead:
             raise ProtocolError(f"the lead {lead} sends a run back, not {caller}")
         versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
         return LoopReply(versions=versions, waits=self.waits)
 
     def _counts(self, step: int, firsts: Collection[int]) -> bool:
-        """Return whether a record known to the server counts these batches; the loop may not know the record yet."""
+        """Return whether the step's record counts these batches; the server may have a record before the loop does."""
         return self._admission.membership.has_run and self._admission.membership.run.counts(step, firsts)
 
     @property

@@ -39,7 +39,7 @@ _LOOK_S: Final = 1.0
 
 async def find_run(directory: RunDirectory, config: SwarmConfig) -> RunView | None:
     """Return the view of the run under way, from its coordinator; None if there is no run."""
-    # Announcements that earlier runs left behind may be among them.
+    # Some of the announced runs may be over: their announcements outlive them.
     peers, timeout = await directory.find_runs(), config.limits.leave_timeout
     found = await gather(ask_view(directory.transport, peer, timeout=timeout) for peer in peers)
     views = [view for view in found if view is not None and view.manifest.run_id == config.run_id]
@@ -74,8 +74,8 @@ class Claim:
         self._directory = directory
         self._transport = directory.transport
         self._config = config
-        self._rivals: set[PeerId] = set()
-        self._begins = self._gave_way = False
+        self._rivals: set[PeerId] = set()  # other programs that announced a claim
+        self._begins = self._gave_way = False  # all rivals gave way; this program gave way since it last asked them
         CLAIM.serve(self._transport, self._handle_claim)
 
     async def settle(self) -> RunView | None:
@@ -103,6 +103,7 @@ class Claim:
         return None
 
     async def _wins(self) -> bool:
+        """Ask all rivals to give way; return whether all of them did, and this program gave way to none meanwhile."""
         self._gave_way = False
         self._rivals |= set(await self._directory.find_starters())
         self._rivals.discard(self._transport.peer_id)
@@ -133,7 +134,7 @@ class Follower:
     _config: SwarmConfig
     _host: ServerHost
     _training: TrainerRole
-    _standby: failover.StandbyLead | None = None  # None: no other trainer leads
+    _standby: failover.StandbyLead | None = None  # None: this peer follows no other trainer
 
     # ------------------------------------------------------------------ a run under way
 
@@ -151,12 +152,12 @@ class Follower:
     def train_in(
         self, seen: RunView, model: PeerModel, device: torch.device, *, serves: bool, inherits: bool
     ) -> tuple[Session, int]:
-        """Open a session in a run under way, from one of its next steps on; return it and the lead's epoch."""
+        """Open a session in a run under way, from one of its next steps on; return the session and the lead's epoch."""
         model.check(seen.manifest)
-        if serves:  # it joins a stage meanwhile
+        if serves:  # this peer's server joins a stage at the same time
             self._runtime.run(self._host.serve(model.twin(), trains=True, inherits=inherits))
         else:
-            # Unannounced: it holds no stage, but is notified of the run's end.
+            # Unannounced: the server holds no stage, but is notified of the run's end.
             self._runtime.run(self._host.start(model.twin()))
         admission, limits = self._host.admission, self._config.limits
         run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
@@ -165,7 +166,7 @@ class Follower:
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
         if serves:
             self._runtime.run(self._host.keep_joined(run))
-            if seen.manifest.is_whole:
+            if seen.manifest.is_whole:  # the trainer computes with its own server's model
                 runtime.run(self._host.until_member(0))
         patience = coordinator_client.CoordinatorTimeouts(
             answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
@@ -185,7 +186,8 @@ class Follower:
 
     def await_said(self, launch_id: str, what: str) -> bytes:
         """Wait for an announcement by the starter of the same launch, such as that the data is prepared."""
-        # Any peer may publish anything, so only the starter's announcement counts. Its children have its address alone.
+        # Any peer may publish anything, so only the starter's announcement counts. The processes that it starts have it
+        # as their first initial peer.
         peers, timeout = self._config.initial_peers, self._config.limits.lead_timeout
         starter = peers[0].peer_id if peers else None
         return self._runtime.run(self._directory.await_said(launch_id, what, timeout=timeout, starter=starter))
@@ -201,6 +203,7 @@ class Follower:
         return self._open(run, model, device, runtime)
 
     async def _await_begin(self, standby: failover.StandbyLead, *, timeout: float) -> RunState:
+        """Wait until the lead has begun the run with this peer's server, and return the run's state at its start."""
         admission, standby.waits = self._host.admission, True
         try:
             async with asyncio.timeout(timeout):
@@ -219,7 +222,7 @@ class Follower:
     async def _raise_when_lead_gone(self) -> None:
         """Raise `Unreachable` if the lead died during a rollback, because no peer would start the next generation."""
         limits, lead = self._config.limits, self._host.admission.membership.lead
-        if lead is None:  # before the first generation the starter is not known
+        if lead is None:  # the first generation: the starter is not known yet, so wait until cancelled
             await asyncio.Event().wait()
             return
         answered_s = now_s()
@@ -258,7 +261,7 @@ class Follower:
         return self._standby is not None
 
     def stop_following(self) -> None:
-        """Stop following: this peer leads from here on."""
+        """Stop following, because this peer is about to lead."""
         self._host.admission.membership.trains_in = self._standby = None
 
     def rollback_step(self) -> int | None:

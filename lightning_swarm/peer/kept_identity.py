@@ -57,9 +57,10 @@ class PeerStart(Struct, frozen=True):
             return cls()
 
     def may_be(self, other: PeerStart) -> bool:
-        """Return False if the peers have different invitations, so that exchanged keys would be further uses of both.
+        """Return whether two starts may be of one peer.
 
-        But if all else is equal, the peer has a new invitation in the old invitation's file.
+        Peers with different invitations must not exchange their keys, because each invitation would be used once more.
+        But if all else is equal, it is one peer with a new invitation in the old file.
         """
         is_invited_otherwise = "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
         return not is_invited_otherwise or structs.replace(self, invitation=other.invitation) == other
@@ -79,7 +80,8 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart
         folder = find_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         paths = [owner_file(folder, run_id).with_suffix(f".peer{number}") for number in ["", *range(2, _MAX_PEERS + 1)]]
-        path = next((path for path in paths if path in _locks), None)  # to reopen and close it would lose its lock
+        # A key that this process has locked stays untouched: reopening and closing its lock's file would end the lock.
+        path = next((path for path in paths if path in _locks), None)
         if path is None:
             path = next((path for path in _by_preference(paths, start) if _lock(path, start)), None)
     except (OSError, ConfigError) as error:
@@ -113,8 +115,8 @@ def _lock_file(path: Path) -> Path:
 
 def _lock(path: Path, start: PeerStart) -> bool:
     """Lock a key's file until this process ends; False if another process has locked it."""
-    # Forked processes, such as DataLoader workers, do not inherit this kind of lock, and cannot keep it after its
-    # owner.
+    # Forked processes, such as DataLoader workers, do not inherit this kind of lock, so none of them keeps the key
+    # locked after the peer has ended.
     descriptor = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,7 +124,7 @@ def _lock(path: Path, start: PeerStart) -> bool:
         os.close(descriptor)
         return False
     _locks[path] = descriptor
-    if not start.invitation:  # a key keeps its invitation, whose file may be gone
+    if not start.invitation:  # keep the former digest: the invitation's file may be gone by now
         former = PeerStart.decode(os.pread(descriptor, _MAX_RECORD_BYTES, 0))
         start = structs.replace(start, invitation=former.invitation)
     os.ftruncate(descriptor, 0)
@@ -132,7 +134,7 @@ def _lock(path: Path, start: PeerStart) -> bool:
 
 def _digest_of_file(name: str | None) -> str:
     try:
-        # A pipe can be read only once, which is needed for the invitation itself.
+        # A pipe is left unread: it can be read only once, when the invitation itself is loaded.
         if name is not None and Path(name).is_file():
             with Path(name).open("rb") as file:
                 return hashlib.sha256(file.read(MAX_TEXT_BYTES).strip()).hexdigest()

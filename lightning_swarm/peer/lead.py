@@ -65,8 +65,8 @@ class RunSpec:
     open_to_trainers: bool = False  # further trainers may join
     scaling: LossScaling | None = None  # scaling of all trainers' losses in the first step
     optimizer: str | None = None  # the kind that every peer must build; see `model.optimizer_state.kind_of`
-    unportable: str = ""  # why unlike machines cannot step it to the same bits
-    generation: int = 0  # higher than all earlier generations of these servers under the lead
+    unportable: str = ""  # why unlike machines cannot step the model to the same bits; empty: they can
+    generation: int = 0  # rises with each rollback
     former_leads: Sequence[PeerId] = ()  # leads of older generations
 
 
@@ -76,7 +76,7 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
     for name, value in clips.items():
         if getattr(spec, name) != value:
             _log.warning("The run keeps its `%s` of %s; this Trainer's is %s.", name, value, getattr(spec, name))
-    # The lead's own loop ends the run.
+    # `max_steps` is not kept, because the lead's own loop ends the run.
     if None not in (spec.max_steps, former.max_steps) and spec.max_steps != former.max_steps:
         _log.warning("The run ends with this Trainer's `max_steps` of %s, not %s.", spec.max_steps, former.max_steps)
     return replace(
@@ -131,7 +131,7 @@ def make_manifest(
     """
     hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
     kinds = {peer: server.arithmetic for peer, server in announced.items()}
-    # The starter's own server coordinates, so its trainer's control calls cross no network; or else a keeper.
+    # The starter's own server coordinates, so that the lead's control calls cross no network; otherwise a keeper's.
     servers = sorted(servers, key=lambda one: (one.peer_id != me.peer_id, not may_decide(one.peer_id, keepers)))
     if not may_decide(servers[0].peer_id, keepers):
         raise ConfigError(
@@ -141,6 +141,7 @@ def make_manifest(
         )
     trainers = [me, *(member for member in others if member != me)]
     rosters = discovery.assign(len(spec.ranges), servers)
+    # Each stage needs machines of one kind. With fewer servers than stages, each stage has a single server.
     if (config.settings.deterministic or spec.unportable) and len(servers) >= len(rosters):
         rosters = assign_by_kind(len(rosters), servers, kinds) or rosters
     stages = model.describe(spec.ranges, [*rosters, trainers])
@@ -200,7 +201,7 @@ class Lead:
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # stages of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
-        self.versions_kept: Callable[[], Collection[int]] = tuple  # versions of the kept states of its trainer's loop
+        self.versions_kept: Callable[[], Collection[int]] = tuple  # versions at which the trainer's loop could resume
         self.num_known_dead: Callable[[], int] = int  # processes of this machine's peers that have ended
         self._took_over = False  # this peer took over a run that is to roll back
         # From the previous generation, for the next:
@@ -222,7 +223,7 @@ class Lead:
 
         async def ask(coordinator: PeerId) -> PeerId | None:
             try:
-                # The answer is not read, because another version's run is under way, too.
+                # The answer is not decoded: the run is under way even if it uses another version of the protocol.
                 await self._transport.call(coordinator, VIEW.name, b"", timeout=timeout)
             except SwarmError:
                 return None  # an announcement that an earlier run left behind
@@ -286,7 +287,7 @@ class Lead:
             self._runtime.run(sending)
             return
         for stage in self.stages:
-            weights = self._initial_weights(stage)  # not on the event loop, which has to answer meanwhile
+            weights = self._initial_weights(stage)  # takes long, so not on the event loop, which must answer calls
             sending = discovery.hand_out(self._transport, run, [stage], {stage: weights}.__getitem__, timeout=timeout)
             self._runtime.run(sending)
             del weights, sending  # freed before the next stage's are created
@@ -320,7 +321,7 @@ class Lead:
         )
         self._runtime.run(discovery.restart(self._transport, run, request, timeout=timeout))
         session.enter_generation(request)
-        load()  # no server computes with that model any more
+        load()  # after the restart, when no server computes with this module any more
         self._hand_out(run, timeout=timeout)
 
     # ------------------------------------------------------------------ rollback to a snapshot, with the peers left
@@ -364,7 +365,10 @@ class Lead:
         return newest_complete(only_versions(held, self.versions_kept()), len(self.run.rosters)) is not None
 
     def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
-        """Return the state at the first of these versions, in the order of `in_turn`, that servers keep completely."""
+        """Return the state at the newest of these versions that servers keep completely; None if they keep none.
+
+        Versions after `sound` may contain false work of a convicted server, so they come last.
+        """
         limits = self._config.limits
         return self._runtime.run(
             gather_snapshots(
@@ -379,7 +383,7 @@ class Lead:
         )
 
     def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
-        """Return the versions at which the loops of all other trainers that answer could continue, too."""
+        """Return the versions, among these, at which the loops of all other answering trainers could continue."""
         if self.run is None:
             others = self._other_trainers
         else:

@@ -24,7 +24,7 @@ _TITLES: Final = {"__deepcopy__": "copying it", "__reduce_ex__": "pickling it, a
 
 
 def refuse_changes(module: nn.Module, dtype: torch.dtype, device: torch.device, *, moves: bool) -> None:
-    """Make a served model refuse copies, files and other weights; unless it `moves`, another dtype or device, too."""
+    """Make a served model refuse copies, files and other weights; without `moves`, also another dtype or device."""
     for name in _REMEDIES:
         vars(module)[name] = partial(_refuse, name)
     if not moves:

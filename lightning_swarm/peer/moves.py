@@ -38,7 +38,7 @@ class Moves:
         self._host, self._transport, self._policy = host, transport, policy
         self._promise_s = limits.drain_timeout + _MARGIN_S
         self._rng = random.Random(str(transport.peer_id))
-        self._away_until_s: dict[range, float] = {}  # stages that it left -> time until which it avoids them
+        self._away_until_s: dict[range, float] = {}  # stages that the server left -> time until which it avoids them
         self._promised: set[PeerId] = set()  # servers that were asked to promise to stay
 
     async def keep_looking(self) -> None:

@@ -55,8 +55,8 @@ class Peer:
         *,
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
-        may_lead: bool = True,  # after the death of the lead
-        # Keepers of an audited run that this peer begins, if there are no certificates.
+        may_lead: bool = True,  # may take a run over if its lead dies
+        # Keepers of an audited run that this peer begins, if peers have no certificates that name their roles.
         keepers: Collection[PeerId] = (),
         rng: random.Random,  # breaks ties of routing, and draws the boot id, so no other peer may have an equal one
     ) -> None:
@@ -71,7 +71,7 @@ class Peer:
         transport.on_refused = lambda times: self.events.note("refused", times=times)
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
-        self._permit = transport.permit_of(transport.peer_id)  # None: its run takes any peer
+        self._permit = transport.permit_of(transport.peer_id)  # this peer's certificate; None: its run takes any peer
         queries.answer_greetings(transport)
         bans.answer_bans(transport, self._members, self._spawn)
         survey.answer(transport, self._report, self._known_servers)
@@ -166,7 +166,7 @@ class Peer:
     # ------------------------------------------------------------------ as the lead
 
     def start_run(self, spec: RunSpec, model: PeerModel, device: torch.device, check: Callable[[], None]) -> Session:
-        """Begin a run with the servers there are and the weights of `model`, and open a trainer's session in it."""
+        """Begin a run with the servers found and the weights of `model`, and open a trainer's session in the run."""
         servers = self.lead.find_servers(spec, check)
         stages = model.build_stages(spec.ranges)
         if not self._host.announced and stages[-1].spec.on_trainers:
@@ -191,7 +191,7 @@ class Peer:
         return self.server is not None and self.server.admission.inherits.is_set()
 
     def inherit(self) -> tuple[int, Any]:
-        """Take over the run, which is to roll back; return the step to roll back to and the loop's state there."""
+        """Take over the run, which is to roll back; return the step to roll back to and the state of the loop there."""
         assert self.server is not None
         admission = self.server.admission
         admission.inherits.clear()

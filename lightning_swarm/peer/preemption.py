@@ -74,7 +74,7 @@ class Endpoint:
     timeout: float = field(default=2.0, kw_only=True)
 
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
-        """Ask once.
+        """Send one request and return the answer.
 
         Raises:
             NoAnswer: No answer came, with the reason.
@@ -190,6 +190,7 @@ class AWS(Cloud):
         return None if answer.status == 404 else self._decoded(answer, kind, path)
 
     async def _renew(self) -> None:
+        """Request a new token; raise `NoAnswer` if the service gives none."""
         answer = await self.endpoint.request(
             "PUT", _AWS_TOKEN_PATH, {"X-aws-ec2-metadata-token-ttl-seconds": str(_AWS_TOKEN_S)}
         )
@@ -212,7 +213,7 @@ class _Events(msgspec.Struct, rename="pascal"):
 
 
 class Azure(Cloud):
-    """Azure, by its scheduled events, which include the events of the machine's whole availability set.
+    """Azure, by its scheduled events. These include events of other machines, of the whole availability set.
 
     Source: Microsoft, "Azure Metadata Service: Scheduled Events for Linux VMs".
     """
@@ -284,7 +285,7 @@ async def watch(
     """Poll a cloud until it announces that it will take this machine away.
 
     Args:
-        name: The cloud to ask. ``"auto"`` asks the one that answers at once; if none does, this returns.
+        name: The cloud to ask. ``"auto"`` finds the cloud that this machine belongs to, and returns if there is none.
         on_notice: Called on the loop, once, with the reason.
         known: Clouds by name; None means all.
         every_s: Seconds between two questions.
@@ -312,6 +313,8 @@ async def watch(
 
 
 async def _here(among: Sequence[Cloud]) -> Cloud | None:
+    """Return the cloud that this machine belongs to; None if none of them answers."""
+
     async def is_here(cloud: Cloud) -> bool:
         try:
             return await cloud.is_here()

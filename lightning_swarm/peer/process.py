@@ -20,6 +20,7 @@ from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, Sw
 from lightning_swarm.peer.entry import Entry, further_identity
 from lightning_swarm.peer.kept_identity import PeerStart, keep_identity
 
+# Options of `fit` with this peer's own values, which the command for other peers leaves out.
 _OWN_OPTIONS: Final = (
     "--trainer.devices",
     *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path", "invite")),
@@ -123,7 +124,7 @@ def _for_others(arguments: Sequence[str]) -> list[str]:
     rest = list(arguments)
     while rest:
         option, has_value, _ = rest[0].partition("=")
-        if option.replace(".init_args.", ".") in _OWN_OPTIONS:
+        if option.replace(".init_args.", ".") in _OWN_OPTIONS:  # LightningCLI accepts both spellings
             del rest[: 1 if has_value else 2]
         else:
             kept.append(rest.pop(0))
@@ -184,7 +185,7 @@ def launch_id() -> str:
 
 
 def addresses_for_children(config: SwarmConfig, announced: Sequence[str]) -> list[str]:
-    """Return the addresses at which other peers of this machine find the first one, whose settings `config` are."""
+    """Return addresses at which the other peers of this machine reach the first peer, whose settings are `config`."""
     if not config.announce or not config.listen.port:
         return [*announced]
     # Many routers cannot route from the inside to their own outside address.
@@ -236,7 +237,7 @@ def with_kept_identity(config: SwarmConfig) -> SwarmConfig:
     """Replace an empty `identity_path` by the file of the key that this user keeps for the run."""
     if config.identity_path != "":
         return config
-    # In a run without invitations a new id is as good as the old id.
+    # A new id costs nothing in a run without invitations.
     path = keep_identity(owners_folder, config.run_id, PeerStart.of(config)) if config.is_invited else None
     return replace(config, identity_path=path)
 
@@ -259,7 +260,7 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     )
     if local_rank == 0:
         return with_kept_identity(config)
-    # The first peer occupies the port and the key. A further peer has the same id at each start by a key of its own.
+    # The first peer occupies the port and the key. Each further peer has a key of its own, and so keeps its id.
     identity_path = further_identity(config.identity_path, local_rank) if config.identity_path else None
     return replace(
         config,

@@ -34,7 +34,7 @@ from lightning_swarm.peer.model_guards import refuse_changes
 from lightning_swarm.peer.network import visit_network
 from lightning_swarm.protocol.messages.serving import ModelCard
 
-_PREFILL_CHUNK: Final = 256
+_PREFILL_CHUNK: Final = 256  # tokens of each row
 
 
 def positions_depend_on_length(model: Any) -> bool:
@@ -51,7 +51,8 @@ def step_tokens(model: Any) -> int:
 
 def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
     """Return the options of `generate` that cut a long prompt, so that other texts wait for one chunk at most."""
-    # Models with states take a prompt as a whole, and so does peft where it puts prompts of its own before it.
+    # A prompt stays whole if peft puts tokens of its own before it, if the model has recurrent states, if its positions
+    # depend on the length of the text, or if it keeps no cache.
     if _has_own_prompt(model):
         return {}
     size = max(1, min(_PREFILL_CHUNK, step_tokens(model) // num_rows))
@@ -66,13 +67,13 @@ def _has_own_prompt(model: Any) -> bool:
     """Return whether peft puts tokens of its own before each prompt of a model, or of the model around it."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return True
-    # During its own `generate`, peft puts its method into the inner model.
+    # During its own `generate`, peft replaces the inner model's method by one of its own.
     around = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     return around is not None and around is not model and _has_own_prompt(around)
 
 
 def _writing(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's `generate`, so that blocks know of it, and prompts too long for one step are cut."""
+    """Wrap a model's `generate`, so that the blocks know when a text is written, and long prompts are cut for steps."""
 
     @functools.wraps(generate)
     def write(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +118,7 @@ class ServedModelClient:
         device: torch.device,
         timeout: float,
         rng: random.Random,  # draws routes
-        adapts: bool = False,  # its blocks may get adapters
+        adapts: bool = False,  # the blocks may get adapters
         microbatch_size: int | None = None,  # rows; None: chosen
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -163,6 +164,7 @@ class ServedModelClient:
         self._tasks.spawn(self.routes.keep_looking())
 
     def _fill(self, model: PretrainedModel, weights: str | Path | None, device: torch.device) -> None:
+        """Load the weights around the blocks from the folder `weights` or, without a folder, from servers."""
         tensors = model.around
         if weights is not None:
             folder = PretrainedFolder(Path(weights))

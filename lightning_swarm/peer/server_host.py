@@ -46,7 +46,7 @@ class ServerHost:
     could_lead: bool = field(default=False, init=False)  # this peer could take over from a lead that is gone
     _lifecycle: MembershipLifecycle | None = field(default=None, init=False)
     _tasks: TaskOwner = field(default_factory=TaskOwner, init=False)
-    # The task that serves beside this peer's trainer.
+    # The task that makes the server join again while this peer trains.
     _serving: asyncio.Task[None] | None = field(default=None, init=False)
 
     @property
@@ -134,9 +134,10 @@ class ServerHost:
 
     async def keep_joined(self, run: RunState) -> None:
         """Make this peer's server join again, while the peer trains, whenever a record has left it out."""
+        # Without a selection the run only evaluates.
         if self._lifecycle is None or not self.announced or run.manifest.selection is None:
             return
-        # Layers around a pipeline, which this server holds, cannot be joined. After a rollback the task still runs.
+        # A server cannot join the layers around a pipeline again. After a rollback the task of `_serving` still runs.
         around = run.manifest.stages[-1].on_trainers and not run.manifest.is_whole
         if around or (self._serving is not None and not self._serving.done()):
             return
@@ -164,7 +165,7 @@ class ServerHost:
             await asyncio.wait({self._serving}, timeout=self._config.limits.drain_timeout)
 
     async def until_dismissed(self) -> None:
-        """Wait until the run is over; a server that would join again notices this even without a notice."""
+        """Wait until the run is over; the task that joins again also notices an end without a dismissal."""
         if self._serving is None:
             await self.admission.left.wait()
         else:
@@ -178,7 +179,7 @@ class ServerHost:
         return UntilRunEnds(
             runtime,
             admission.left,
-            rolled_back or asyncio.Event(),  # the lead itself only learns if its rollback came too late
+            rolled_back or asyncio.Event(),  # None: the lead, which rolls back itself
             ending_error=lambda: admission.trainers_error,
             is_cut_off=lambda: self._directory.transport.closed,
             grace_s=grace_s,

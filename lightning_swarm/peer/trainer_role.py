@@ -51,7 +51,7 @@ class TrainerRole:
 
     def __post_init__(self) -> None:
         self._copies = ReplayBuffer(self._config.limits.cache_bytes)
-        self._role = RoleTransport(self._transport, (), {}, idle="trains in no run")  # its calls belong to one run
+        self._role = RoleTransport(self._transport, (), {}, idle="trains in no run")  # refuses calls of a former run
 
     def open(
         self,
@@ -80,7 +80,10 @@ class TrainerRole:
         return Session(runtime, pipeline, steps, run.manifest, local_layers=local_layers, is_lead=is_lead)
 
     def _steps(self, run: RunState, context: PipelineContext) -> StepClient:
-        """Return the trainer's step client; a trainer that came later may leave and return while the run continues."""
+        """Return the trainer's step client.
+
+        A trainer that came later may leave and come back while the run continues, so its serials begin at random.
+        """
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
         came_later = self._transport.peer_id not in run.manifest.trainers
@@ -105,6 +108,7 @@ class TrainerRole:
         )
 
     def _context(self, run: RunState) -> PipelineContext:
+        """Return the context of the run's pipeline, with a router for each stage that servers compute."""
         limits = self._config.limits
         routers = []
         for roster, stage in zip(run.rosters, run.manifest.stages, strict=True):
@@ -137,7 +141,7 @@ class TrainerRole:
 
 
 def _wanted_microbatches(routers: Sequence[StageRouter], own: PeerId) -> int:
-    """Return the number of microbatches that keeps all servers busy; one, if all stages are computed in sequence."""
+    """Return the number of microbatches that keeps all servers busy; one if a single server computes all stages."""
     widest = max(len(router.peers) for router in routers)
     alone = widest == 1 and (len(routers) == 1 or all(own in router.peers for router in routers))
     return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(routers), widest)

@@ -36,6 +36,7 @@ class ModelForm:
     def without_cache(self) -> ModelForm:
         """Return the form whose forwards make no cache of keys and values."""
         config = json.loads(self.config)
+        # A model of several parts, such as text and images, has a config for each inside.
         inner = [value for value in config.values() if isinstance(value, dict) and "hidden_size" in value]
         for one in (config, *inner):
             one["use_cache"] = False
