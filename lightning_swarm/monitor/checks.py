@@ -26,7 +26,7 @@ SET_CLOCK: Final = (
     "Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true (on macOS: sudo sntp -sS "
     "pool.ntp.org)"
 )
-_ROUNDING: Final = ("torch", "CPU")  # determine how sums are rounded
+_ROUNDING: Final = ("torch", "CPU")  # versions that determine how sums are rounded
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Finding:
     """The outcome of one check."""
 
     check: str  # name of the check
-    found: str
+    found: str  # the facts, in words
     remedy: str | None = None  # None: nothing is wrong
     consequence: str | None = None  # effect of an allowed difference, which may be unwanted
 
@@ -169,7 +169,7 @@ class DialResult:
 
 
 def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Finding:
-    """Check that a peer can be reached. Without a daemon here, or a certificate, no round trip is known."""
+    """Check that a peer can be reached; the round trip is unknown if no daemon runs here, or without a certificate."""
     check = f"peer {dialed.address}"
     if dialed.obstacle is not None:
         detail = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
@@ -201,7 +201,7 @@ def check_protocol(address: str, here: int, there: int) -> Finding:
 
 
 def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
-    """Compare versions. All may differ, but machines with different torch or CPU are of different kinds."""
+    """Compare versions. Each of them may differ, but a different torch or CPU makes two kinds of machines."""
     names = [*here, *(name for name in there if name not in here)]
     others = [
         f"{name} {here.get(name, 'none')} here, {there.get(name, 'none')} there"

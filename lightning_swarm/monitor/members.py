@@ -35,9 +35,9 @@ class RunMember:
 
     peer_id: str
     role: str | None  # None: it does not answer
-    invitation: str | None  # its number in hex; None: it never came
-    uses: tuple[int, int]  # uses of that invitation: used, and permitted
-    parts: tuple[str, ...]  # its present parts in the run
+    invitation: str | None  # its number in hex; None: the peer never came, or the run takes any peer
+    uses: tuple[int, int]  # number of the invitation's uses so far, and of all permitted uses
+    parts: tuple[str, ...]  # the peer's present parts in the run, in words; empty: it is gone
     banned: str | None  # the reason; None: not banned
     convicted: str | None = None  # the reason; None: not convicted
 
@@ -64,7 +64,7 @@ class Members:
 
     @property
     def view(self) -> RunView | None:
-        """The run as one of its servers reports it; None: no answering peer is in a run."""
+        """The run as one of its servers reports the run; None: no answering peer is in a run."""
         # In an audited run, ask keepers first.
         for one in sorted(self._sightings, key=lambda one: not is_certified_keeper(self._transport, one.peer_id)):
             if one.report is not None and one.report.server is not None:
@@ -74,7 +74,7 @@ class Members:
         return None
 
     def members(self) -> list[RunMember]:
-        """Return all peers that ever came to the run, and all banned subjects."""
+        """Return the run's members; see `members_of`."""
         view = self.view
         if view is None:
             raise ConfigError(
@@ -125,7 +125,10 @@ def asking(address: Address, *, timeout: float, visitor: Visitor) -> Iterator[Me
 
 
 def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMember]:
-    """Return all peers that ever came to a run, present members first, and all banned subjects. Pure."""
+    """Return all peers that ever came to a run, present members first, and all banned peers and invitations. Pure.
+
+    In a run that takes any peer, only present members and convicted peers are known.
+    """
     seats = view.seats
     banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
     convicted = {str(one.peer): printable(one.reason) for one in seats.convicted or ()}
@@ -155,6 +158,7 @@ def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMem
 
 
 def _parts(view: RunView, peer: PeerId) -> tuple[str, ...]:
+    """Name a peer's present parts in the run: its stages, training, leading and coordinating."""
     stages = [index for index, roster in enumerate(view.seats.rosters) if any(one.peer_id == peer for one in roster)]
     parts = [] if view.manifest.is_whole else [f"stage {index}" for index in stages]
     if peer in view.seats.trainers:

@@ -19,7 +19,7 @@ _DIED = "died or was cut off"
 
 @dataclass(frozen=True)
 class MembershipLine:
-    """One peer's change, for people."""
+    """A sentence about a change of one peer, or of one stage's kinds of machines."""
 
     level: int  # a level of `logging`
     text: str
@@ -35,10 +35,14 @@ class Membership:
         self._rosters, self._trainers = _members(run)
         self._mixed: frozenset[int] = frozenset()  # stages that the newest record steps by portable arithmetic
         self._tied = {index for group in run.ties.groups() for index in group}  # stages that share parameters
-        self._dead: set[PeerId] = set()  # a later record may remove such a peer from the trainers
+        self._dead: set[PeerId] = set()  # peers reported as dead that no record has removed from the trainers yet
 
     def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
-        """Apply the next record. Returns lines for peers that it adds or removes, and for stages that it mixes."""
+        """Apply the next record.
+
+        Returns:
+            Lines for peers that the record adds or removes, and for stages whose kinds of machines change.
+        """
         self._locate({one.member.peer_id: one.addresses for one in record.newcomers})
         came, went = defaultdict[PeerId, list[int]](list), defaultdict[PeerId, list[int]](list)
         for vacancy in record.left:
@@ -50,7 +54,7 @@ class Membership:
         went |= {peer: went[peer] for peer in record.retired if peer not in self._dead}
         came |= {peer: came[peer] for peer in record.enlisted}
         self._trainers = (self._trainers - {*record.retired}) | {*record.enlisted}
-        movers = {one.member.peer_id for one in record.departures}
+        movers = {one.member.peer_id for one in record.departures}  # servers that move to another stage
         self._dead |= {peer for peer in went if peer in record.closing.absent} - movers
         reasons = dict.fromkeys(self._dead & went.keys(), _DIED)
         reasons |= {
@@ -86,7 +90,7 @@ class Membership:
         return f"{name} is on machines of one kind again from step {step} on: the optimizer steps at full speed"
 
     def catch_up(self, run: RunState) -> list[MembershipLine]:
-        """Apply a rollback, which has no record. Returns a line for each peer that it lost or added."""
+        """Apply a rollback, which has no record. Returns a line for each peer that the run lost or gained."""
         before, former = self._all, self._rosters
         self._rosters, self._trainers = _members(run)
         self._dead.clear()
@@ -102,6 +106,7 @@ class Membership:
         return self._trainers.union(*self._rosters) - self._dead
 
     def _joined(self, peer: PeerId, stages: Sequence[int]) -> MembershipLine:
+        # Without new stages the peer is new as a trainer; if it has stages, it was in the run before.
         verb = "joined" if stages or not _stages_of(peer, self._rosters) else "trains now"
         return MembershipLine(logging.INFO, self._line(peer, verb, stages, "{} now has {}"))
 
@@ -109,7 +114,7 @@ class Membership:
         verb = reason
         if verb is None and peer in self._all:  # it remains in another part of the run
             verb = f"left {' and '.join(f'stage {stage}' for stage in stages)}" if stages else "trains no more"
-        elif verb is None:  # the record does not say whether a trainer died
+        elif verb is None:  # whether a trainer left or died, the record does not say
             verb = "left" if stages else "is no longer in the run"
         level = logging.INFO if reason is None else logging.WARNING
         return MembershipLine(level, self._line(peer, verb, stages, "{} has {} left"))

@@ -38,16 +38,16 @@ _NO_PART: Final = ServerReport(
 
 @dataclass(frozen=True)
 class Sighting:
-    """One peer's answer, or the reason why there is none."""
+    """One peer's answer to a survey, or the reason why it gave none."""
 
     peer_id: PeerId
     place: str  # host and port
-    report: PeerReport | None  # None: it did not answer
+    report: PeerReport | None  # None: the peer did not answer
     problem: str | None = None
 
     @property
     def role(self) -> str | None:
-        """The role of its certificate; None: its run takes any peer, or it did not answer."""
+        """The role in the peer's certificate; None: its run takes any peer, or the peer did not answer."""
         if self.report is None or isinstance(self.report.role, UnsetType):
             return None
         return printable(self.report.role)
@@ -55,7 +55,7 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPeer:
-    """One peer of a swarm; its rates are since the previous look or, at the first one, since the peer began."""
+    """One peer of a swarm, with average rates since the previous survey or, in the first survey, since the peer began."""
 
     peer_id: str
     place: str  # host and port
@@ -67,7 +67,7 @@ class ObservedPeer:
     refused: int = 0
     step: int | None = None
     samples_per_s: float = 0.0
-    queued: int = 0  # jobs that wait for its compute thread
+    queued: int = 0  # jobs that wait for the peer's compute thread
     sent_gb_per_hour: float = 0.0  # in 1e9 bytes
     received_gb_per_hour: float = 0.0
     peak_gb: float | None = None
@@ -94,7 +94,7 @@ class SwarmReport:
 
 
 def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
-    """Combine the peers' answers into a report, with rates since the previous look if there was one."""
+    """Combine the answers of a survey into a report, with rates since the survey `before`, if any."""
     reports, earlier = _reports(sightings), _reports(before)
     servers = {peer: report.server for peer, report in reports.items() if report.server}
     past = {peer: _same_life(report, earlier.get(peer)) for peer, report in reports.items()}
@@ -141,7 +141,7 @@ def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
 
 
 def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport:
-    """Return the earlier report, or the peer's beginning if it has restarted or joined another run since."""
+    """Return the earlier report, or an empty report if the peer has restarted or joined another run since."""
     if before is None or before.age_s >= now.age_s or before.sent_bytes > now.sent_bytes:
         return _BEGINNING
     if now.server and before.server and before.server.age_s >= now.server.age_s:
@@ -258,5 +258,5 @@ def _row(stage: str, peer: ObservedPeer, *, is_trainers: bool = False) -> tuple[
     roles = "".join((role, " lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
     cells = {head: "?" if peer.problem is not None else cell(peer) for head, cell in _COLUMNS.items()}
     if is_trainers and peer.problem is None:
-        cells["samples/s"] = "-"  # nothing is routed there
+        cells["samples/s"] = "-"  # no microbatch is routed to the trainers' stage
     return (stage, f"{short_name(peer.peer_id)}{roles}", peer.place, *cells.values())

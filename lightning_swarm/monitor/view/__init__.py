@@ -74,11 +74,11 @@ class SwarmView(_ProgressBar):
         self._plain_interval_s = plain_interval_s
         self._num_events = num_events
         self._enabled = True
-        self._hinted = False
+        self._hinted = False  # the advice to install rich was logged
         self._phase = ""
         self._live: Terminal | None = None
         self._failure: Exception | None = None
-        self._lock = threading.Lock()  # guards all that follows, which the loop's thread and the panel's thread share
+        self._lock = threading.Lock()  # guards the attributes below, which the loop's and the panel's thread share
         self._start_s: float | None = None
         self._next_line_s = 0.0
         self._last_event: Event | None = None
@@ -168,6 +168,7 @@ class SwarmView(_ProgressBar):
         self._enabled, self._failure = False, error
 
     def _enter(self, phase: str) -> None:
+        """Begin a phase, which starts the measurement of rates anew, and open the panel."""
         self._phase = phase
         with self._lock:
             self._rates.pause()
@@ -216,7 +217,7 @@ class SwarmView(_ProgressBar):
             self._print_events()
             if last or time.monotonic() >= self._next_line_s:
                 self._next_line_s = time.monotonic() + self._plain_interval_s
-                print(plain_line(self._scene()), flush=True)  # noqa: T201 - that is what it is for
+                print(plain_line(self._scene()), flush=True)  # noqa: T201 - the view's output
         if last:
             self._close()
 
@@ -235,6 +236,7 @@ class SwarmView(_ProgressBar):
         return SwarmPanel(self._scene(), num_events=self._num_events)
 
     def _update_swarm(self) -> None:
+        """Read the swarm's status and rates; an earlier status stays while no run is under way."""
         strategy, status = self.trainer.strategy, None
         if isinstance(strategy, _ReportsStatus):
             with contextlib.suppress(SwarmError):  # no run is under way yet, or any more
@@ -247,6 +249,7 @@ class SwarmView(_ProgressBar):
                 self._rates.tick(now_s, self.trainer.global_step, self._status.total_samples)
 
     def _update(self) -> None:
+        """Read the metrics and the swarm's status; on the loop's thread only."""
         values = self.get_metrics(self.trainer, self.trainer.lightning_module)
         metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:

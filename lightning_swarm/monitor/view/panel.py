@@ -55,8 +55,8 @@ _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
     "pause": "bold yellow",
     "went_back": "bold yellow",
 }
-_WIDE: Final = 100
-_FEWEST_ROWS: Final = 2
+_WIDE: Final = 100  # columns from which roles are written in full
+_FEWEST_ROWS: Final = 2  # least rows of a stage, even if the terminal cuts them off
 _FIXED_LINES: Final = 9  # border, headline, header of the table, and the lines between them
 
 
@@ -78,14 +78,14 @@ class Terminal:
     def open(self) -> None:
         """Occupy the terminal's last lines; later output and logs appear above them."""
         before = {id(sys.stdout), id(sys.stderr)}
-        # The cursor comes back however the process ends.
+        # Closing shows the cursor again, which the panel hides, however the process ends.
         atexit.register(self.close)
         self._live.start(refresh=True)
         others = (logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
         handlers = [handler for logger in (logging.root, *others) for handler in logger.handlers]
         for handler in handlers:
             if type(handler) is logging.StreamHandler and id(handler.stream) in before:
-                # The handler has kept the former stream, which the panel's own has replaced.
+                # The handler still writes to the former stream, and so into the panel.
                 self._handlers.append((handler, handler.setStream(sys.stderr)))
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class Terminal:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         try:
             segments = list(console.render(self._render(), options))
-        except Exception as error:  # noqa: BLE001 - it would end the panel's thread, and the panel would stand still
+        except Exception as error:  # noqa: BLE001 - an error would end the panel's thread, and freeze the panel
             self._on_failure(error)
             segments = [Segment("The view failed; the run goes on.\n")]
         yield from segments
@@ -116,7 +116,7 @@ class SwarmPanel:
         scene = self._scene
         parts: list[RenderableType] = [_headline(scene), _numbers(scene, options.max_width)]
         # The cursor waits in the terminal's last line.
-        free = options.size.height - 1 - _FIXED_LINES
+        free = options.size.height - 1 - _FIXED_LINES  # lines for peers and events
         events = scene.status.events[-self._num_events :] if self._num_events else ()
         if scene.stages:
             num_rows = sum(max(len(rows), 1) for rows in scene.stages)

@@ -48,25 +48,26 @@ NO_SWARM: Final = SwarmStatus(
 _COLUMNS: Final = 100
 _RATE_WINDOW_S: Final = 10.0
 _SHOW_GONE_S: Final = 60.0
-_MAX_LOSSES: Final = 512
+_MAX_LOSSES: Final = 512  # bound on the values of a `DownsampledSeries`
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
+# The coordinator's reason for a stage whose server does not answer.
 _HOLDER_GONE: Final = re.compile(r"peer (\S+), which holds (.*), is gone \((.*?)\.?\)")
 
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One peer of one stage, as the trainer's router sees it or, if it is gone, saw it last."""
+    """One peer of one stage, as the trainer's router knows the peer or, if it is gone, last knew it."""
 
     peer: PeerStatus
-    state: State  # "joining": nothing has come through it yet; "failing": its latest request failed
+    state: State  # "joining": nothing has come through the peer yet; "failing": its latest request failed
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The state of a run at one moment: of its swarm, and of the Trainer; None: not known yet."""
+    """The state of a run at one moment: of its swarm, and of the Trainer. None means not known yet."""
 
     status: SwarmStatus = NO_SWARM
-    stages: Sequence[Sequence[PeerRow]] = ()  # the status's, with peers that are gone; empty where there is no swarm
+    stages: Sequence[Sequence[PeerRow]] = ()  # peers of each stage, gone peers included; empty: no swarm
     phase: str = "training"
     step: int = 0
     max_steps: int | None = None
@@ -130,7 +131,7 @@ class RateWindow:
 
     @property
     def now(self) -> tuple[float, float] | None:
-        """Steps/s and samples/s, after a pause the rates before it; None until two moments are known."""
+        """Steps/s and samples/s; after a pause, the earlier rates until two moments are known; None before the first."""
         if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
             return self._newest
         (begin_s, first, before), (end_s, last, after) = self._points[0], self._points[-1]
@@ -215,7 +216,7 @@ def rates(scene: Scene) -> str:
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw a curve in one line of text: each character is the mean of an equal span of `values`."""
-    finite = [value for value in values if value - value == 0.0]
+    finite = [value for value in values if value - value == 0.0]  # neither infinite nor NaN
     if len(finite) < 2 or width < 2:
         return ""
     num = min(width, len(finite))
