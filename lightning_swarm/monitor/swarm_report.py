@@ -55,7 +55,7 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPeer:
-    """One peer of a swarm, with average rates since the previous survey or, in the first survey, since the peer began."""
+    """One peer of a swarm, with average rates since the previous survey or, in the first one, since the peer began."""
 
     peer_id: str
     place: str  # host and port

@@ -131,7 +131,7 @@ class RateWindow:
 
     @property
     def now(self) -> tuple[float, float] | None:
-        """Steps/s and samples/s; after a pause, the earlier rates until two moments are known; None before the first."""
+        """Steps/s and samples/s; after a pause, the earlier rates until two moments are known; None at first."""
         if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
             return self._newest
         (begin_s, first, before), (end_s, last, after) = self._points[0], self._points[-1]
