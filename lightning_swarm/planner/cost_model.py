@@ -67,6 +67,7 @@ def transformer(
 def _embeddings_and_head(
     width: int, sequence: int, vocabulary: int, element_bytes: int
 ) -> tuple[BlockProfile, BlockProfile]:
+    """Count the layers at the ends of a transformer. The head includes the loss, which is its output."""
     hidden, logits = sequence * width * element_bytes, sequence * vocabulary * element_bytes
     embeddings = BlockProfile(
         parameters=(vocabulary + sequence) * width,
@@ -118,7 +119,7 @@ def _stage_profile(model: ModelProfile, indices: range) -> StageProfile:
 
 
 def _crossing(model: ModelProfile, index: int) -> tuple[TransferSize, TransferSize]:
-    """Size a sample's output of a block, and its gradient; -1 is the trainer before the first block."""
+    """Return a sample's sizes on a link: of a block's output, and of its gradient. Index -1 means the model's input."""
     num_bytes, number_bytes = float(model.input_bytes), model.input_number_bytes
     if index >= 0:
         num_bytes, number_bytes = model.blocks[index].output_bytes, model.blocks[index].number_bytes
@@ -192,12 +193,15 @@ def averaging_s(machine: Machine, size: TransferSize, parameters: int, *, mixed:
 
 
 def closing_s(machines: Sequence[Machine]) -> float:
-    """Return the seconds to decide a step."""
+    """Return the seconds to decide a step, by the machine of the highest latency."""
     return STEP_S + 2 * STEP_TRIPS * max(machine.latency_s for machine in machines)
 
 
 def machine_counts(rates: Sequence[float], num_stages: int) -> list[int]:
-    """Choose the numbers of machines to compare: all, all but the slowest kinds, halves."""
+    """Return the numbers of machines to compare: all, all but the slowest kinds, and halves of halves.
+
+    `rates` are in the order in which machines are used, so that machines of one kind are neighbours.
+    """
     num_machines, least = len(rates), max(2, num_stages)  # one machine is no swarm
     kinds = [number for number in range(2, num_machines) if rates[number] != rates[number - 1]]
     halves = [num_machines >> power for power in range(1, num_machines.bit_length())]
@@ -215,7 +219,7 @@ class StagePhase:
     parameters: int  # their gradients are written once for each microbatch
     received_bytes: float  # bytes over the link
     sent_bytes: float
-    coding_s: float  # seconds of a core for coding these tensors; a GPU does it in passing
+    coding_s: float  # seconds of a core for coding these tensors; a GPU codes beside its other work
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ class PipelinePass:
     """The time of all microbatches of a batch through all stages, in one direction."""
 
     slowest: PhaseTime
-    fill_s: float
+    fill_s: float  # seconds of one microbatch at the other stages, and on its way from and to the trainer
 
 
 def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePhase]:
@@ -280,17 +284,17 @@ class Swarm:
 
     @cached_property
     def kinds(self) -> list[list[list[int]]]:
-        """The machines of each stage, in groups of equal ones. The starter is a group of its own."""
+        """The machines of each stage, in groups of equal machines. The starter is a group of its own."""
         found: list[list[list[int]]] = []
         for numbers in self.held:
-            kinds: dict[tuple[int, bool], list[int]] = {}
+            kinds: dict[tuple[int, bool], list[int]] = {}  # equal machines of the list are one object
             for number in numbers:
                 kinds.setdefault((id(self.machines[number]), number == 0), []).append(number)
             found.append(list(kinds.values()))
         return found
 
     def recomputed(self, index: int, batch_size: int) -> float:
-        """Return the share of forwards whose graph does not fit, on the worst machine of a stage."""
+        """Return the share of forwards that a stage computes again for lack of memory, by its worst machine."""
         stage = self.stages[index]
         # Samples whose graphs a server keeps until backward; it computes the forward of the rest again.
         kept = min(graph_capacity(stage, self.machines[same[0]]) for same in self.kinds[index])
@@ -354,9 +358,9 @@ def pipeline_pass(swarm: Swarm, direction: int, microbatch_size: int, batch_size
 def _stage_time(times: Sequence[tuple[PhaseTime, int]], microbatch_size: int, batch_size: int) -> PhaseTime:
     """Return the time of a batch at a stage with these numbers of machines; each takes whole microbatches."""
     fastest_s = min(time.seconds for time, _ in times)
-    slots = sum(count * fastest_s / time.seconds for time, count in times)
+    slots = sum(count * fastest_s / time.seconds for time, count in times)  # as many machines of the fastest kind
     rounds = max(1.0, math.ceil(batch_size / microbatch_size) / slots)
-    if slots == sum(count for _, count in times):
+    if slots == sum(count for _, count in times):  # equal machines, which finish each round together
         rounds = math.ceil(rounds)
     slowest = max((time for time, _ in times), key=lambda time: time.seconds)
     seconds = rounds * microbatch_size * fastest_s

@@ -32,7 +32,7 @@ class LiveSwarm:
     model: ModelProfile  # assumes equal blocks in a stage, and unencoded tensors
     compression: Compression  # compression in the real run
     machines: tuple[Machine, ...]  # the servers whose rate is known, the lead first
-    now: Now  # setting of the newest step; None: no step was decided since the asked peers joined
+    now: Now  # its setting is the newest step's; None: no step was decided since the asked peers joined
 
 
 def read_swarm(
@@ -104,10 +104,12 @@ def _work(stages: Sequence[tuple[HeldStage, SampleCosts]]) -> list[float]:
 
 
 def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float], around: int) -> ModelProfile:
+    """Divide each stage into equal blocks; only its last block has the output that was measured."""
     blocks: list[BlockProfile] = []
     for index, ((stage, costs), flop) in enumerate(zip(stages, work, strict=True)):
         last = index == len(stages) - 1
-        # The last stage's output is often no activation, nor is the first one's input.
+        # Blocks within a stage are given the size of its output. The last stage's is often no activation, so its input
+        # is taken, and the first stage's input is often no activation either.
         into, out = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
         inner = max(into, out) if index == 0 and last else into if last else out
         share = BlockProfile(
@@ -164,6 +166,7 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
     assert stage.samples_per_s is not None
     processor = server.machine.processor if server.machine is not None else "cpu"
     added_s = stage.num_parameters * MICROBATCH_S_PER_PARAMETER[processor] / (stage.microbatch_size or 1.0)
+    # The added time is an estimate, which may exceed what was measured.
     return max(1.0 / stage.samples_per_s - added_s, 0.5 / stage.samples_per_s)
 
 
@@ -173,6 +176,7 @@ _MOST_ROUND_TRIP: Final = 8.0  # sending is assumed to take at least the duratio
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: AssumedRates) -> Machine:
+    """Describe a peer's machine; an unmeasured link gets the assumed rate, and unknown memory limits nothing."""
     machine = server.machine
     return Machine(
         name=name,

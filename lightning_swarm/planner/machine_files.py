@@ -35,12 +35,12 @@ class WireSettings:
         )
 
     def filled_from(self, other: WireSettings) -> WireSettings:
-        """Return these settings, and the other's where these are not given."""
+        """Return these settings; a setting that is not given comes from `other`."""
         return WireSettings(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
 
     @property
     def wire(self) -> WireFormat:
-        """The sizes of encoded tensors. A codec of unknown size counts as none, and is named."""
+        """The sizes of encoded tensors. A codec of unknown size counts as none, and is listed in `uncounted`."""
         compression = self.compression or Compression()
         codecs = compression.activations, compression.gradients, compression.averaging
         activations, gradients, averaging = (
@@ -75,7 +75,7 @@ class _Key:
     field: str  # field of `Machine`
     unit: str  # words for messages
     scale: float  # factor from the file's unit to the unit of `Machine`
-    optional: bool = False  # it may be left out, or 0
+    optional: bool = False  # the key may be left out, or be 0
 
 
 _NUMBERS: Final = {
@@ -136,6 +136,7 @@ def _content(path: Path) -> Any:
 def _machine(
     entry: Any, where: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
 ) -> tuple[Machine, int]:
+    """Read an entry of the list, and return the machine and the number of such machines."""
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} must be keys and values, got {entry!r}. Write {{tflops: 10, memory_gb: 24, ...}}.")
     unknown = [key for key in entry if key not in _KNOWN]
@@ -148,7 +149,7 @@ def _machine(
     count = entry.get("count", 1)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
         raise ConfigError(f"`count` of {where} must be a whole number of 1..10000, got {count!r}. Correct it.")
-    name = str(entry.get("name", where.partition(" of ")[0]))
+    name = str(entry.get("name", where.partition(" of ")[0]))  # by default such as `machine 3`
     numbers = {}
     for key, number in _NUMBERS.items():
         if key in entry:
@@ -161,6 +162,7 @@ def _machine(
 def _rate(
     entry: Mapping[str, Any], where: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
 ) -> tuple[float, bool]:
+    """Return a machine's flop/s, and whether the rate was measured on this machine."""
     given = [key for key in _RATES if key in entry]
     if len(given) != 1:
         raise ConfigError(

@@ -44,7 +44,7 @@ from lightning_swarm.planner.records import (
 )
 from lightning_swarm.planner.uncut import choose_uncut
 
-_RECOMPUTING = 4 / 3  # work of a machine that offloads: it keeps no graph, and computes each forward twice
+_RECOMPUTING = 4 / 3  # factor of the work on a machine that offloads: it keeps no graph, and computes forwards twice
 
 
 def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
@@ -61,14 +61,18 @@ def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine 
         return None
     size = min(float(batch_size), room_bytes // graph_bytes if graph_bytes else batch_size)
     computing_s = _RECOMPUTING * model.flop * batch_size / machine.flop_per_s
-    # Each part's weights come for the forward and for the backward, and its gradients go, for each microbatch.
+    # For each microbatch, the bus carries each part's weights for the forward and for the backward, and its gradients
+    # the other way, which overlaps.
     moved_bytes = 2 * model.parameters * model.weight_bytes * batch_size / size
     bus_s = moved_bytes / machine.bus_bytes_per_s  # lower bound, with a bus that never waits
     return OneMachine(name=machine.name, samples_per_s=batch_size / max(computing_s, bus_s), offloads=True)
 
 
 def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
-    """Assign machines of these samples/s to stages, as `rebalancing.policy` does; returns their indices by stage."""
+    """Assign machines of these samples/s to stages; returns their indices by stage.
+
+    The fastest machines are placed first, each in the stage with the lowest total. Then they move as in a run.
+    """
     totals = [(0.0, index) for index in range(num_stages)]
     stages = StageRates(num_stages)
     for number in sorted(range(len(rates)), key=rates.__getitem__, reverse=True):
@@ -113,7 +117,7 @@ class Predictor:
         self._left_out = tuple(
             machine.name for machine, capacity in zip(machines, capacities, strict=True) if capacity < 1.0
         )
-        # Enough machines can hold a stage; the starter can, and also holds the layers around the stages, with a sample.
+        # Beside its stage, the starter holds the layers around the stages, and a sample's graph of them.
         around_bytes = state_bytes(model, model.around.parameters) + model.around.graph_bytes
         trains = capacities[0] >= 1.0 and around_bytes <= machines[0].memory_bytes
         self.possible = len(fit) >= num_stages and trains
@@ -124,6 +128,7 @@ class Predictor:
             used, rates = used[:num_machines], rates[:num_machines]
             self._swarm = Swarm(model, used, self._stages, assign(rates, num_stages), limits)
             self._averaging_s = _averaging_s(self._swarm)
+            # (microbatch size, batch size) -> forward and backward
             self._passes: dict[tuple[int, int], tuple[PipelinePass, PipelinePass]] = {}
 
     def times(self, setting: Setting) -> Times:
@@ -173,7 +178,7 @@ class Predictor:
 
 
 def _fastest_first(machines: Sequence[Machine], stage: StageProfile) -> tuple[list[Machine], list[float]]:
-    """Sort the machines behind the starter by speed; returns their samples/s at a stage, too."""
+    """Sort all machines but the first, the starter, by speed; return the machines and their samples/s at a stage."""
     rates = [
         1.0 / sum(sample_time(machine, phase, USUAL_MICROBATCH).seconds for phase in phases(stage, 0.0))
         for machine in machines
@@ -222,16 +227,18 @@ def _snapshot_bytes_per_s(swarm: Swarm) -> float:
 
 
 def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
+    """Return machine name -> bytes, the maximum of machines with that name."""
     found: dict[str, int] = {}
     for machine, num_bytes in zip(swarm.machines, sent, strict=True):
         found[machine.name] = max(round(num_bytes), found.get(machine.name, 0))
     return found
 
 
+# Bounds of the search for settings.
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
 _LARGEST_DATALOADER_BATCH: Final = 1024
-_MOST_COUNTS: Final = 8
+_MOST_COUNTS: Final = 8  # numbers of machines
 
 
 def make_plan(
@@ -243,7 +250,7 @@ def make_plan(
     limits: Limits | None = None,
 ) -> Plan:
     """Choose the best setting, and the best machine alone; the first of `machines` is the starter."""
-    # Without a given target, the smallest that is nearly as fast as any up to the largest is best.
+    # Without a given target, the best is the smallest target that is nearly as fast as any up to the largest.
     sizes = [target_batch_size] if target_batch_size else _powers(largest_batch_size)
     predictions = list(_predictions(model, machines, sizes, limits or Limits()))
     best = _best(predictions)
@@ -284,6 +291,7 @@ def _predictions(
             best = all_machines.predict(_best_sizes(all_machines, num_stages, target))
             for predictor in fewer:
                 prediction = predictor.predict(_best_sizes(predictor, num_stages, target))
+                # Machines are left unused only if that is clearly faster.
                 best = prediction if prediction.samples_per_s * SAME > best.samples_per_s else best
             yield best
 

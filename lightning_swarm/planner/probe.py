@@ -107,6 +107,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _cost(block: nn.Module, arguments: Arguments, output: Any, num_rows: int) -> BlockProfile:
+    """Count the costs of a block, by its call with these arguments."""
     with torch.enable_grad():
         flop, graph_bytes = _counted(block, prepare_call(block, arguments))
     outputs = serialization.flatten(output)[1]
@@ -128,10 +129,10 @@ def measure_transformer(width: int, sequence: int) -> float:
         start_s = time.perf_counter()
         torch.autograd.grad(layer(rows).sum(), [rows, *layer.parameters()])
         times.append(time.perf_counter() - start_s)
-    return _ROWS * transformer_block(width, sequence).flop / statistics.median(times[1:])
+    return _ROWS * transformer_block(width, sequence).flop / statistics.median(times[1:])  # without the warm-up
 
 
 def measure_blocks(model: nn.Module, pipeline: str | None, example: Any) -> float:
     """Measure the seconds of a forward and a backward of one sample through all blocks on this machine."""
     num_rows = serialization.flatten(example)[1][0].shape[0]
-    return sum(time_costs(model, find_blocks(model, pipeline), example)) / 1e9 / num_rows
+    return sum(time_costs(model, find_blocks(model, pipeline), example)) / 1e9 / num_rows  # from nanoseconds

@@ -15,7 +15,7 @@ class Code:
 
     bits: float  # bits of an encoded number
     cpu_s: float  # seconds of a core for writing and reading a number
-    smallest: int = 1  # size of the smallest encoded tensor, in numbers
+    smallest: int = 1  # tensors of fewer numbers are not encoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,11 @@ class TransferSize:
 
 
 def encoded_size(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
-    """Size a sample's tensor as it travels; with `number_bytes` of 0, codecs leave it as it is."""
+    """Return the size of a sample's tensor on a link.
+
+    Not encoded are tensors without numbers to encode (`number_bytes` of 0, such as tokens), tensors of microbatches
+    that are too small for the codec, and numbers that the codec would not shorten.
+    """
     numbers = num_bytes / number_bytes if number_bytes else 0.0
     if code is None or numbers * USUAL_MICROBATCH < code.smallest or code.bits >= 8 * number_bytes:
         return TransferSize(num_bytes, 0.0)
@@ -72,7 +76,7 @@ class BlockProfile:
     flop: float  # forward and backward
     output_bytes: int
     graph_bytes: int  # memory that its forward keeps for its backward
-    number_bytes: int = 4  # bytes of one number of its output; 0: codecs leave it as it is
+    number_bytes: int = 4  # bytes of one number of its output; 0: codecs do not encode the output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,7 @@ class ModelProfile:
     # The part of the model that is in no block, on the trainer, such as embeddings or a head. It sends no output.
     around: BlockProfile = BlockProfile(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
     weight_bytes: int = 4  # bytes of one parameter
-    input_number_bytes: int = 4  # bytes of one number of the input; 0: codecs leave it as it is, such as tokens
+    input_number_bytes: int = 4  # bytes of one number of the input; 0: codecs do not encode it, such as tokens
     wire: WireFormat = WireFormat()
 
     @property
@@ -175,17 +179,17 @@ class OneMachine:
 
     name: str
     samples_per_s: float  # upper bound
-    offloads: bool  # it has to keep weights and optimizer in its host's memory
+    offloads: bool  # weights and optimizer do not fit into the device's memory, and stay in the host's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Now:
     """The current speed of a live swarm, and what the planner predicts for its setting."""
 
-    setting: Setting | None  # None: it has decided no step yet
+    setting: Setting | None  # None: the swarm has decided no step yet
     samples_per_s: float  # samples through all stages
     sent_bytes_per_s: float  # all peers together
-    predicted_samples_per_s: float | None = None  # None: there is no setting, or the machines cannot do it
+    predicted_samples_per_s: float | None = None  # None: no setting, or the machines cannot train with it
     unmeasured: tuple[str, ...]  # peers that the plan leaves out, as their rate is not known yet
     assumed_lines: tuple[str, ...]  # peers of the plan whose links were not measured
 
@@ -200,7 +204,7 @@ class Uncut:
     closing_s: float  # deciding the step
     trainers: tuple[str, ...]  # names of machines
     left_out: tuple[str, ...]  # machines that cannot hold the model
-    spared: tuple[str, ...]  # machines without which it is faster
+    spared: tuple[str, ...]  # machines without which the swarm is faster
     sent_bytes: float  # sent by each trainer in a step, without snapshots
     state_bytes: float  # a trainer's memory, without activations
     ddp_samples_per_s: float  # DDP on the same machines: equal shares of each step, sums without encoding

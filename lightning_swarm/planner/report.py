@@ -35,6 +35,7 @@ def _gb_per_hour(bytes_per_s: float) -> str:
 
 
 def _wrapped(text: str) -> str:
+    """Wrap long lines; their further lines are indented alike."""
     lines = []
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
@@ -71,7 +72,7 @@ _LINKS_MBIT: Final = (20, 100, 500, 1000)
 _LATENCIES_MS: Final = (0, 50, 200)
 
 
-# Compute grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
+# Computing grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
 # Source: SWARM, arXiv:2301.11913, section 3.1, the square-cube law.
 def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
     """Return the share of its time for which a machine with a stage of one block computes, one sample at a time."""
@@ -339,7 +340,7 @@ _MICROBATCH_CURVES: Final = {"queued": "jobs that wait\nat a peer", "sent_mb_per
 
 
 def span_table(results: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
-    """Write a table of means over the seeds, from the spans of each rule and seed."""
+    """Format a table of means over the seeds, with a line for each rule; `results` has the spans of each seed."""
     rows: list[tuple[str, ...]] = [("rule", *_SPAN_COLUMNS)]
     rows += [(rule, *(_mean(runs, *column) for column in _SPAN_COLUMNS.values())) for rule, runs in results.items()]
     if all(span.sent_bytes is not None for runs in results.values() for spans in runs for span in spans):
@@ -355,6 +356,7 @@ def _microbatch_cells(runs: Sequence[Sequence[Span]]) -> tuple[str, ...]:
 
 
 def _mean(runs: Sequence[Sequence[Span]], digits: int, value_of: Callable[[Sequence[Span]], float]) -> str:
+    # A run gives NaN for a time in which no assignment could compute samples.
     known = [value for value in map(value_of, runs) if not math.isnan(value)]
     return f"{statistics.fmean(known):.{digits}f}" if known else "-"
 

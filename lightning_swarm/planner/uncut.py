@@ -43,6 +43,7 @@ def _of_fastest(model: ModelProfile, machines: Sequence[Machine], size: int) -> 
 
 
 def _predict(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
+    """Predict steps of `size` samples with all these machines as trainers."""
     rates = [machine.flop_per_s / model.flop for machine in machines]
     unencoded = replace(model, wire=WireFormat())
 

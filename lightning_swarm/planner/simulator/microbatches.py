@@ -78,7 +78,7 @@ class Work:
     size: int = 1  # samples per microbatch
     boundary_bytes: int = 1 << 12  # per sample, sent from a stage to the next
     stage_bytes: int = 1 << 12  # size of a stage's weights; its optimizer's state is twice as large
-    # Makes the link of each peer; a peer without one sends anything at once.
+    # Makes the link of each peer; a peer without a link sends anything in no time.
     lines: Mapping[PeerId, Callable[[], SimulatedLink]] = field(default_factory=dict)
     latency_s: float = 1e-4  # latency of each message, beside the latency of the links
 
@@ -145,8 +145,8 @@ class _ScenarioEvents(L.Callback):
         self._start_s: float | None = None  # the time of the scenario's first changes, on the loop's clock
         self._span_begin_s = scenario.changes[0].at_s  # time of the scenario
         self._names: dict[PeerId, PeerId] = {}  # name in the scenario -> peer id
-        self._alive: dict[PeerId, float] = {}
-        self._best = 0.0
+        self._alive: dict[PeerId, float] = {}  # name in the scenario -> samples/s
+        self._best = 0.0  # samples/s of the best assignment of the living peers
         self._best_samples = 0.0  # samples of the best assignments since the last span
         self._best_s = self._span_begin_s  # time up to which these samples are counted
         self._sent_bytes = 0
@@ -160,7 +160,7 @@ class _ScenarioEvents(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._start_s is not None:
-            return  # the run rolled back, but time did not
+            return  # a rollback starts training again, while the scenario's time goes on
         loop = self._strategy.virtual_loop
         self._start_s = loop.time()
         self._alive = _initial_rates(self._scenario)
@@ -171,7 +171,7 @@ class _ScenarioEvents(L.Callback):
 
     async def _make_changes(self) -> None:
         for change in self._scenario.changes:
-            if change.at_s == self._scenario.changes[0].at_s:
+            if change.at_s == self._scenario.changes[0].at_s:  # one of the peers that the run began with
                 continue
             await asyncio.sleep(change.at_s - self._now_s)
             self._count_best()
@@ -179,6 +179,7 @@ class _ScenarioEvents(L.Callback):
             self._best = best_of(self._alive.values(), self._scenario.num_stages)
 
     async def _change(self, change: Change) -> None:
+        """Kill a peer whose rate becomes 0, change the rate of a living peer, or start a new peer."""
         peer, rate = change.peer, change.samples_per_s
         if rate == 0.0:
             if self._alive.pop(peer, None) is not None:

@@ -20,9 +20,9 @@ from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work
 from lightning_swarm.protocol.settings import Rebalancing
 
-_MOST: Final = 1e12
+_MOST: Final = 1e12  # upper limit of every number
 
-_Range: TypeAlias = float | tuple[float, float]
+_Range: TypeAlias = float | tuple[float, float]  # a number, or the slowest and the fastest
 _MB: Final = 1e6
 
 
@@ -83,7 +83,7 @@ class ScenarioRuns:
             yield rule, Scenario(plan.stages, changes, end_s, rule, *times)
 
     def work(self, seed: int) -> Work | None:
-        """Make the peers' work; None: they are simulated as rates."""
+        """Make the work and the links of the peers; None: peers are simulated as rates."""
         given = self.file.microbatches
         if given is None:
             return None
@@ -96,6 +96,7 @@ class ScenarioRuns:
 
 
 def _line(given: Microbatches, rng: random.Random) -> Callable[[], SimulatedLink]:
+    """Draw the rate of a peer's link, and return a function that makes the link."""
     mbit = _draw_between(given.mbit, rng)
     bytes_per_s = mbit * 1e6 / 8 if mbit else math.inf
     return lambda: SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), given.latency_ms / 1e3)
@@ -132,7 +133,7 @@ def _check(plan: ScenarioFile, path: Path) -> None:
 
 
 def _lower_limits(plan: ScenarioFile) -> list[tuple[str, float, float]]:
-    """List the names and values of all numbers, and the least that each may be."""
+    """Return the names, values and lower limits of all numbers."""
     limits: list[tuple[str, float, float]] = [
         ("stages", plan.stages, 1),
         ("seeds", plan.seeds, 1),
@@ -170,11 +171,13 @@ def _range(given: _Range) -> tuple[float, float]:
 
 
 def _draw_between(given: _Range, rng: random.Random) -> float:
+    """Draw a rate, log-uniformly; 0 if the slowest is 0."""
     slowest, fastest = _range(given)
     return slowest * (fastest / slowest) ** rng.random() if slowest else 0.0
 
 
 def _random_changes(peers: Peers | None, hours: float, seed: int) -> list[Change]:
+    """Draw arrivals and departures for each peer's place, which a new peer takes at each arrival."""
     assert peers is not None
     rng = random.Random(seed)
     changes: list[Change] = []
