@@ -74,6 +74,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._num_futures
 
     def _jump(self, seconds: float | None) -> None:
+        """Advance the clock; raise `Deadlock` if `seconds` is None, which means that no timer is set."""
         if seconds is None:
             tasks = sorted(asyncio.all_tasks(self), key=hash)
             waiting = "; ".join(map(_where, tasks)) or "nothing but the caller's future"

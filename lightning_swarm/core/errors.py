@@ -59,6 +59,7 @@ class ConfigError(SwarmError, ValueError):
 
 
 def _also(kind: type[Exception]) -> type[Any]:
+    """Derive a class from `ConfigError` and a kind of error; its errors can be pickled."""
     reduced = {"__reduce__": lambda error: (ConfigError.like, (kind, str(error))), "__module__": __name__}
     return type("ConfigError", (ConfigError, kind), reduced)
 

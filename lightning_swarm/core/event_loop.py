@@ -21,8 +21,8 @@ from lightning_swarm.core.tasks import ended, first_of
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-_MOMENT_S: Final = 1.0
-_TIDYING_S: Final = 10.0
+_MOMENT_S: Final = 1.0  # work that takes longer makes the lead look for lost stages
+_TIDYING_S: Final = 10.0  # longest wait for cleanup, or for the end of the loop's thread
 
 
 class Runtime(ABC):
@@ -42,7 +42,7 @@ class Runtime(ABC):
 
 
 class ThreadRuntime(Runtime):
-    """Runs a uvloop (where available) in a daemon thread. Closing it also undoes the process settings."""
+    """Runs a uvloop (where available) in a daemon thread. Closing the runtime also undoes its process `settings`."""
 
     def __init__(self, name: str = "swarm", settings: ProcessSettings | None = None) -> None:
         self._settings = settings

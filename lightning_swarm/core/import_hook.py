@@ -43,7 +43,7 @@ def import_along(package: str, *paths: str) -> None:
 
 
 def alias_modules(package: str, paths: Mapping[str, str]) -> None:
-    """Make ``import package.name`` import the module at the name's path; paths of attributes are skipped."""
+    """Make ``import package.name`` import the module at the name's path; paths with an attribute are skipped."""
     modules = {f"{package}.{name}": path for name, path in paths.items() if ":" not in path}
     sys.meta_path.insert(0, _Aliases(modules))
 
@@ -54,7 +54,7 @@ def _import_all(paths: Sequence[str]) -> None:
 
 
 class _Follower(MetaPathFinder):
-    """Imports modules right after a package, which later finders locate and load."""
+    """Imports modules right after a package. The finders behind this finder locate and load the package itself."""
 
     def __init__(self, package: str, paths: Sequence[str]) -> None:
         self._package = package
@@ -71,10 +71,10 @@ class _Follower(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             own = spec.loader.exec_module
 
-            # The finder stays until the package is executed: `importlib.util.find_spec` only looks for packages.
+            # The finder stays until the package is executed, because `importlib.util.find_spec` asks for a spec only.
             def exec_module(module: ModuleType) -> None:
                 own(module)
-                # One loader may load many modules, such as pytest's assertion rewriter.
+                # The module may be another: one loader, such as pytest's assertion rewriter, may load many modules.
                 if module.__name__ == self._package and self in sys.meta_path:
                     sys.meta_path.remove(self)
                     _import_all(self._paths)

@@ -11,7 +11,7 @@ class Override:
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.replaced: Callable[..., Any] = getattr(owner, name)
-        # A user has set this attribute on the object itself, in place of its class's method.
+        # Whether a user had set a method on the object itself, which `remove` must put back.
         self._is_own = name in vars(owner) and not isinstance(self.replaced, Override)
         self.__wrapped__ = self.replaced  # Lightning looks up the class that defines the method
         self._owner = owner

@@ -28,7 +28,7 @@ def temporary_file(data: bytes, folder: Path) -> Iterator[Path]:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether the file exists; False where this user has no access, because it cannot be used there."""
+    """Return whether the file exists; False if this user has no access, because the file cannot be used then."""
     try:
         return path.exists()
     except PermissionError:

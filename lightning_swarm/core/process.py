@@ -31,7 +31,7 @@ def follow_environment() -> None:
         raise ConfigError(f"the variable {LOG} must be one of {', '.join(_LEVELS)}, got {level!r}. Set one, or none.")
     logger = logging.getLogger("lightning_swarm")
     logger.setLevel(level.upper())
-    if not logger.hasHandlers():  # else the script has configured logging
+    if not logger.hasHandlers():  # otherwise the script has configured logging
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
@@ -97,7 +97,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
 _ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads other than the main one get memory in such pieces
 # The largest mmap threshold that glibc before 2.35 accepts, and the largest that any version sets by itself.
 _OLD_MAX_BYTES: Final = 32 << 20
-_KEPT_BYTES: Final = 1 << 30
+_KEPT_BYTES: Final = 1 << 30  # free memory that the main heap may keep
 
 
 def max_files() -> int:
@@ -140,7 +140,7 @@ class ProcessSettings:
     # delays each peer that waits for this one. So objects that survive the first are excluded from later collections.
     def _freeze(self, phase: str, info: Mapping[str, int]) -> None:
         is_full = phase == "stop" and info["generation"] == _OLDEST
-        if is_full and gc.get_freeze_count() == 0:  # else other code manages this
+        if is_full and gc.get_freeze_count() == 0:  # otherwise other code freezes objects
             self._froze = True
             gc.freeze()
 

@@ -12,6 +12,7 @@ from typing import Final
 _SHORT_LENGTH: Final = 6
 _MAX_LENGTH: Final = 2000  # bounds the line, and the work of the patterns below
 _PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
+# A failed connection's chain of causes, and the parts of a chain before its last cause.
 _DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
 _NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
 _ATTEMPT: Final = re.compile(r"\* \[[^\]]*\]")  # libp2p lists the addresses that it has tried
@@ -27,7 +28,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Apply `printable` to each line. This keeps a traceback's lines: for errors that are raised, not for logs."""
+    """Apply `printable` to each line, so that a traceback keeps its lines; for errors that are raised, not for logs."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -45,6 +46,7 @@ def shorten(text: str) -> str:
 
 
 def _cause(chain: re.Match[str]) -> str:
+    """Return the last cause in a chain that is no mere pause of libp2p."""
     causes = [_NO_CAUSE.sub("", attempt.strip(" ."), count=1) for attempt in _ATTEMPT.split(chain[0])]
     known = [cause for cause in causes[1:] or causes if cause != _BACKOFF]
     cause = known[-1] if known else "it could not be reached a moment ago"

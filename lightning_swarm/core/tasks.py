@@ -14,7 +14,7 @@ class TaskOwner:
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
-        self._root: asyncio.Task[None] | None = None
+        self._root: asyncio.Task[None] | None = None  # the task of `_hold`
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
 
@@ -28,7 +28,7 @@ class TaskOwner:
 
     @property
     def is_running(self) -> bool:
-        """Return whether it accepts tasks."""
+        """Return whether the owner accepts tasks."""
         return self._group is not None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -49,12 +49,13 @@ class TaskOwner:
             await root
 
     async def _hold(self, started: asyncio.Event) -> None:
+        """Keep the group open until `close`; in its own task, because one task must enter and leave a TaskGroup."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 started.set()
                 await self._stop.wait()
-                self._group = None
+                self._group = None  # accepts no more tasks
                 for task in self._tasks:
                     task.cancel()
         finally:
