@@ -96,11 +96,11 @@ class InMemoryStrategy(_SwarmStrategy):
         self.peers: list[Peer] = []
         self.servers: list[Server] = []  # servers of the last run, in the order of their peers
         self.refusals: list[SwarmError] = []  # errors that kept servers from joining, or ended them
-        self._copies: list[LightningModule] = []
-        self._original: LightningModule | None = None
-        self._side_tasks = TaskOwner()
+        self._copies: list[LightningModule] = []  # models of the peers after the first
+        self._original: LightningModule | None = None  # the model before the run, for peers that join later
+        self._side_tasks = TaskOwner()  # tasks beside the run, such as servers that join
         self._shared_loop: VirtualLoop | None = None
-        self._ending_tasks: list[asyncio.Task[None]] = []
+        self._ending_tasks: list[asyncio.Task[None]] = []  # they end the servers of killed peers
 
     @property
     def virtual_loop(self) -> VirtualLoop:
@@ -122,7 +122,7 @@ class InMemoryStrategy(_SwarmStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self.run is not None:
-            self.run.access.poison()
+            self.run.access.poison()  # NaN in place of the servers' weights until code reads them
 
     def prepare(self) -> None:
         """Make the network, this peer, and a copy of the model for every other peer."""
@@ -144,8 +144,9 @@ class InMemoryStrategy(_SwarmStrategy):
 
     @override
     def start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
+        # Peers that joined during the run have no copy here. After a rollback they serve already.
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
-            if peer.server is None:  # else the run rolled back, and the peer serves already
+            if peer.server is None:  # otherwise the run rolled back, and the peer serves already
                 peer.serve(self._copied_model(module, trainer))
                 if self.config.settings.rebalancing != "none":  # a peer that is sent to another stage has to move
                     peer.runtime.run(self.spawn(self._serve_run(peer)))
@@ -190,6 +191,7 @@ class InMemoryStrategy(_SwarmStrategy):
         return peer.server
 
     def _newcomer(self, module: LightningModule | None = None) -> tuple[Peer, PeerModel]:
+        """Make one more peer, and its model, a copy of `module` or of the model before the run."""
         assert self._original is not None
         assert self.lightning_module is not None
         peer = self._peer(len(self.peers))
@@ -209,8 +211,9 @@ class InMemoryStrategy(_SwarmStrategy):
             self._ending_tasks.append(asyncio.get_running_loop().create_task(_end(server)))
 
     def _copied_model(self, module: LightningModule, trainer: Trainer) -> PeerModel:
+        """Set up a copy of the model as another process would, with NaN in every parameter."""
         module.trainer = trainer
-        # Other processes would draw from their own generators.
+        # Other processes would draw from their own generators, and not from this one's.
         with isolate_rng():
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
@@ -236,6 +239,7 @@ class InMemoryStrategy(_SwarmStrategy):
                 self._shared_loop = None
 
     def _peer(self, number: int) -> Peer:
+        """Make a peer on the in-memory network and the shared loop."""
         assert self.network is not None
         assert self._shared_loop is not None
         runtime = InlineRuntime(self._shared_loop)
@@ -289,11 +293,12 @@ def _name(number: int) -> PeerId:
 
 
 async def _end(server: Server) -> None:
-    with contextlib.suppress(Exception):  # the server is cut off in the middle of its work
+    with contextlib.suppress(Exception):  # the server, cut off in the middle of its work, may fail
         await server.close()
 
 
 def _copy(module: LightningModule) -> LightningModule:
+    """Copy a module without its Trainer."""
     trainer, module._trainer = module._trainer, None
     try:
         twin = copy.deepcopy(module)

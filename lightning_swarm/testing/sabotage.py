@@ -68,7 +68,7 @@ class Saboteur:
         self._victims = victims
         self._struck = struck
         self._names = names
-        self._duplicates: set[asyncio.Task[Message]] = set()
+        self._duplicates: set[asyncio.Task[Message]] = set()  # deliveries of repeated requests
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder) -> Responder:
         """See `Tap`."""
@@ -114,7 +114,7 @@ class Saboteur:
     async def _strike(self, message: MessagePoint, *, has_come: bool = False) -> list[Fault]:
         """Apply the faults planned for a message, and return its `duplicate` faults.
 
-        With `has_come` the answer has arrived. It counts even if the answering peer is killed now.
+        With `has_come` the answer has arrived at the caller, and counts even if the answering peer is killed now.
         """
         if hits := self._announced(self._plan.strike(message, _PEER_FAULTS), message):
             for fault in hits:
@@ -129,12 +129,14 @@ class Saboteur:
             if fault.kind == "delay":
                 await asyncio.sleep(fault.for_s)
             elif fault.kind == "drop":
-                await asyncio.get_running_loop().create_future()  # pending until the caller gives up
+                await asyncio.get_running_loop().create_future()  # never done: waits until the caller gives up
             else:
                 duplicates.append(fault)
         return duplicates
 
     def _repeat(self, fault: Fault, peer: PeerId, respond: Responder, message: Message) -> None:
+        """Deliver a request once more, after the fault's delay, unless the peer is dead by then."""
+
         async def deliver() -> Message:
             await asyncio.sleep(fault.for_s)
             return await respond(message) if self._victims.is_live(peer) else Message()
@@ -149,6 +151,7 @@ class Saboteur:
             _log.info("A request that came once more was refused: %s", error)
 
     def _announced(self, faults: Sequence[Fault], message: MessagePoint) -> Sequence[Fault]:
+        """Log and report faults that are about to strike a message, and return them."""
         for fault in faults:
             _log.info("%s: %s", fault, message)
             self._struck(fault, message)
@@ -207,7 +210,7 @@ class _OwnProcess:
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
             return
-        # A stopped process cannot wake itself up.
+        # A stopped process cannot wake itself, so another process sends it SIGCONT.
         subprocess.Popen(["sh", "-c", f"sleep {fault.for_s}; kill -CONT {os.getpid()}"], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -24,16 +24,17 @@ from lightning_swarm.testing.wrapping import on_new_server, wrap
 _T = TypeVar("_T")
 
 _SINGLE: Final = frozenset(("add", "sub", "rsub", "mul", "div", "sqrt"))  # operations that IEEE 754 defines to the bit
+# Operations that copy numbers, or split them exactly.
 _LOOKED_UP: Final = frozenset(("aten::embedding", "aten::frexp", "aten::_pin_memory"))
 _PRODUCTS: Final = frozenset(("aten::mm", "aten::bmm", "aten::matmul"))
-_MAX_WHOLE: Final = 2.0**53
+_MAX_WHOLE: Final = 2.0**53  # bound on whole numbers that float64 holds exactly
 _BITS: Final = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
-_MIXER: Final = 0x1E3779B97F4A7C15
+_MIXER: Final = 0x1E3779B97F4A7C15  # odd factor of the hash in `_move`
 
 
 class UnlikeMachine:
@@ -107,6 +108,7 @@ class _OtherRounding(TorchDispatchMode):
         return found
 
     def _move(self, tensor: Tensor) -> None:
+        """Move each number by up to `ulps` units in the last place, by a hash of its bits and the seed."""
         bits = tensor.detach().view(_BITS[tensor.dtype])
         mixed = bits.to(torch.int64) * _MIXER + self._machine.seed
         mixed = (mixed ^ (mixed >> 29)) * _MIXER
@@ -134,6 +136,7 @@ def _is_repeated(func: Any, kwargs: Mapping[str, Any]) -> bool:
     if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
         return True  # a view
     name = name.removesuffix("_").removeprefix("_foreach_")
+    # With `alpha` or a rounding mode, the operation is more than one of IEEE 754.
     plain = kwargs.get("alpha", 1) == 1 and kwargs.get("rounding_mode") is None
     return space == "aten" and name in _SINGLE and plain
 
@@ -161,6 +164,6 @@ def _results(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found:
 
 
 def _tell(kind: str, teller: PeerModel | GradientSums) -> None:
-    """Make an object report this kind of machine."""
+    """Make an object report this kind of machine, by a subclass whose `arithmetic` is `kind`."""
     own = type(teller)
     teller.__class__ = type(own.__name__, (own,), {"arithmetic": property(lambda _: kind)})
