@@ -39,28 +39,31 @@ from lightning_swarm.protocol.run_state import boot_ids, check_protocol_version
 
 _log = logging.getLogger(__name__)
 
-_MAX_MISSES: Final = 3
-_MAX_MISSING: Final = 1024
-_FIRST_EXCLUSION_S: Final = 5.0
-_MAX_CANDIDATES: Final = 64
-_FIRST_READY_S: Final = 300.0
-_STALLED_S: Final = 60.0  # a stalled joiner may not ask again for so long, and frees its place
-_MIN_ENTERING: Final = 2
+_MAX_MISSES: Final = 3  # missed rounds of a joiner, before it may not join for a while
+_MAX_MISSING: Final = 1024  # peers whose misses are remembered
+_FIRST_EXCLUSION_S: Final = 5.0  # doubles with each further miss
+_MAX_CANDIDATES: Final = 64  # servers that are joining at the same time
+_FIRST_READY_S: Final = 300.0  # time for a download; a slower joiner has stalled, and frees its place if all are taken
+_STALLED_S: Final = 60.0  # time for which a stalled joiner may not ask again
+_MIN_ENTERING: Final = 2  # joiners that even a stage with fewer servers takes in one round
 _MEET_TIMEOUT_S: Final = 10.0
 _MAX_PLACES: Final = 8  # addresses of a joiner that are dialed to see which peer answers there
-_GRACE_S: Final = 2.0
+_GRACE_S: Final = 2.0  # least time for a joiner to report that it holds the mean gradient, once the members do
 _WENT_BACK: Final = "The run rolled back, to weights that this peer does not have. Join again."
 
 
 @dataclass
 class JoinBackoff:
-    """The rounds that each joining peer missed in all its attempts, and the time until its next attempt."""
+    """The rounds that each joining peer missed in all its attempts, and the time until its next attempt.
+
+    A joiner misses a round of averaging if it does not report in time that it holds the mean gradient.
+    """
 
     # Peer -> (number of misses, time of its next attempt), the latest miss last.
     _missed: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, peer: PeerId, *, now_s: float, least_s: float = 0.0) -> None:
-        """Count a missed round. After a few, the peer may not join for a while, which doubles with each further one."""
+        """Count a missed round. From `_MAX_MISSES` on, the peer may not join for a time that doubles each time."""
         count = self._missed.pop(peer, (0, 0.0))[0] + 1
         until_s = now_s + least_s
         if count >= _MAX_MISSES:
@@ -81,27 +84,31 @@ class JoinBackoff:
 
 @dataclass(frozen=True, eq=False)
 class _Round:
+    """A round of averaging whose mean gradient joiners are asked to hold, too."""
+
     request: ListenRequest
     version_hashes: Sequence[int | None]  # hash of each stage's weights before the step; None: not requested
 
 
 @dataclass
 class _WaitingServer:
+    """A joining server, from its request to the record that admits it."""
+
     candidate: Candidate
     arithmetic: str  # see `FreezeReply`
     last_heard_s: float
-    since_s: float  # first request of this attempt
+    since_s: float  # time of its first request, or of the first since it was ready
     ready: bool = False
     caught_up: bool = False  # it was ready once
-    asked: _Round | None = None  # the last round that it was asked to hold
-    holds: _Round | None = None  # the round whose mean gradient it has
+    asked: _Round | None = None  # the last round whose mean gradient it was asked to hold
+    holds: _Round | None = None  # the round whose mean gradient it holds
     parts: Sequence[bytes] = ()  # digests of that mean's parts, in audited runs
-    refusal: str | None = None  # the answer when it asks next
+    refusal: str | None = None  # the error that answers its next `READY`; None: it may still join
     differs: bool = False  # refused because its weights differ from its stage's
 
     @property
     def may_enter(self) -> bool:
-        """Return whether it may be asked to hold a round's result."""
+        """Return whether it may be asked to hold a round's mean gradient."""
         return self.ready and self.refusal is None
 
 
@@ -136,7 +143,7 @@ class ServerMembership:
         self._waiting, self._misses, self._lots = joiners.waiting, joiners.backoff, joiners.lots
         for index, roster in enumerate(self._run.rosters):
             for member in roster:
-                self._lots.know(member.peer_id, index)
+                self._lots.know(member.peer_id, index)  # it may choose this stage if it joins again
         self._arithmetic = context.arithmetic
         self._left_out = context.audit_memory.left_out
         self._invitations = context.invitations
@@ -181,6 +188,7 @@ class ServerMembership:
     # ------------------------------------------------------------------ the joiners' calls
 
     async def _handle_join(self, caller: PeerId, request: JoinRequest) -> JoinReply:
+        """Let a server begin to join: choose its stage, and have all servers meet it."""
         self._forget_the_silent(caller)
         await self._invitations.forget_the_gone(caller)
         self._check_may_join(caller, request)
@@ -195,7 +203,7 @@ class ServerMembership:
         try:
             await gather([self._introduce(candidate), self._check_answers(candidate)])
         except BaseException:
-            if self._waiting.get(caller) is waiting:
+            if self._waiting.get(caller) is waiting:  # not a newer request
                 del self._waiting[caller]
             raise
         _log.info("Server %s is joining stage %d.", caller, stage_index)
@@ -203,6 +211,7 @@ class ServerMembership:
         return JoinReply(view=self._run.view(), stage_index=stage_index, is_unlike=is_unlike)
 
     def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
+        """Refuse a server that may not join, or not yet; if it is the lead in a new process, report the restart."""
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         self._run.check_not_convicted(caller)
@@ -234,13 +243,13 @@ class ServerMembership:
             )
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
-        """Choose a joiner's stage: the stage that it wants, or the stage that needs it most."""
+        """Choose a joiner's stage: the stage that it wants or that needs it most; by lot for audited strangers."""
         num_stages = self._run.num_pipeline_stages
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
         if self._run.manifest.is_whole:
-            return 0
+            return 0  # the only stage
         if wanted is not None and wanted >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
         by_lot = self._run.manifest.settings.is_audited and not self._run.decides(caller)
@@ -296,7 +305,10 @@ class ServerMembership:
                 del self._waiting[peer]
 
     async def _introduce(self, candidate: Candidate) -> None:
-        """Have every server, and every joiner, meet the candidate."""
+        """Have every server, and every joiner, meet the candidate.
+
+        Raises Unreachable if a server cannot; in audited runs, if a keeper or most of the servers cannot.
+        """
         newcomer = candidate.member.peer_id
         timeout = min(self._limits.call_timeout, _MEET_TIMEOUT_S)
         refusing, is_audited = set[PeerId](), self._run.manifest.settings.is_audited
@@ -334,6 +346,7 @@ class ServerMembership:
         await gather(check(place) for place in places if place.is_unique)
 
     async def _handle_ready(self, caller: PeerId, request: ReadyRequest) -> None:
+        """Record that a joiner has caught up with its stage, or raise its refusal."""
         self._run.check_not_convicted(caller)
         if caller in self._run.servers:
             return  # sent before it got the record that admitted it
@@ -356,6 +369,7 @@ class ServerMembership:
     # ------------------------------------------------------------------ leaving servers
 
     async def _handle_drain(self, caller: PeerId, request: DrainRequest) -> DrainReply:
+        """Record that a server wants to leave; return the stages that keep it, because no other server holds them."""
         self._run.check_generation(request.generation)
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it can leave after it")
@@ -384,7 +398,7 @@ class ServerMembership:
     # ------------------------------------------------------------------ a round
 
     def listen(self, closed: ReconciledStep, change: StepChange) -> list[asyncio.Task[None]]:
-        """Have candidates that have caught up hold the round's result, too. Returns a task for each of them."""
+        """Have joiners that have caught up hold the round's mean gradient, too; return a task for each joiner."""
         closing, version_hashes = closed.closing, closed.version_hashes
         round_ = _Round(ListenRequest(closing=closing, change=change, challenge=closed.challenge), version_hashes)
         rosters = self._run.present(closing.absent)
@@ -402,6 +416,7 @@ class ServerMembership:
         return listening
 
     async def _listen(self, waiting: _WaitingServer, round_: _Round, *, timeout: float) -> None:
+        """Ask a joiner to hold a round's mean gradient; refuse the joiner if its weights are not its stage's."""
         member = waiting.candidate.member
         try:
             reply = await LISTEN.ask(self._transport, member.peer_id, round_.request, timeout=timeout)
@@ -411,7 +426,7 @@ class ServerMembership:
         stage = waiting.candidate.stage_index
         try:
             self._check_kind(member.peer_id, waiting.arithmetic, stage)
-        except ConfigError as error:  # the kind of the stage's servers was unknown when it asked
+        except ConfigError as error:  # the kind of the stage's servers was unknown when it asked to join
             waiting.refusal = str(error)
             return
         if reply.boot_id != member.boot_id:
@@ -433,7 +448,7 @@ class ServerMembership:
         listening: Collection[asyncio.Task[None]],
         *,
         averaging_s: float,
-        parts: Sequence[Sequence[bytes]] | None = None,  # digests of each stage's mean that joiners must hold
+        parts: Sequence[Sequence[bytes]] | None = None,  # stage -> digests of the mean that its joiners must hold
     ) -> None:
         """Wait a little for the last joiners that listen to a round, and continue without slower joiners."""
         if not listening:
@@ -445,7 +460,7 @@ class ServerMembership:
             if asked and one.ready and one.holds is not one.asked and one.refusal is None:
                 self._miss(one, "it did not hold the round's result in time")
             elif asked and one.holds is one.asked and parts is not None and not self._agrees(one, parts):
-                # A reducer may have sent it another part than it sent to the members.
+                # The server that reduced a part may have sent other values to the joiner than to the members.
                 one.holds = None
                 self._miss(one, "it holds another mean than the members of its stage")
 
@@ -453,8 +468,9 @@ class ServerMembership:
         return list(one.parts) == list(parts[one.candidate.stage_index])
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
-        """Return the joiners that still hold the round's result, and so enter with its record."""
-        # The record may have waited long for the lead, so joiners are asked again. A joiner that asked anew is skipped.
+        """Return the joiners that still hold the round's mean gradient, and so enter with its record."""
+        # The record may have waited long for the lead, so joiners are asked again. A joiner that has sent a new `JOIN`
+        # meanwhile is new here, and holds nothing.
         holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
         self._entering = {one.candidate.member.peer_id for one in holding}  # they may not join anew from now on
 
@@ -469,6 +485,7 @@ class ServerMembership:
         return sorted(there, key=lambda candidate: candidate.member.peer_id)
 
     def _miss(self, waiting: _WaitingServer, reason: str) -> None:
+        """Count a round that a joiner missed; after too many, refuse the joiner."""
         peer, at_s = waiting.candidate.member.peer_id, now_s()
         self._misses.add(peer, now_s=at_s)
         waiting.ready = False  # it has to report again
