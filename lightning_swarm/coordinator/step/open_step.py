@@ -30,7 +30,7 @@ class _LeasedBatch:
     completed: tuple[Receipt, ...] | None = None  # None: still under way
     logs: tuple[LoggedValue, ...] = ()
     metrics: Message | None = None
-    armed: tuple[Receipt, ...] | None = None  # its receipts, once servers can complete it alone
+    armed: tuple[Receipt, ...] | None = None  # its receipts, once servers can complete it without its trainer
     batch: BatchNumber | None = None  # its number in the data, if trainers share an epoch's order
 
 
@@ -50,7 +50,7 @@ class OpenStep:
     close_asked: bool = False  # the lead has asked to close the step
     gradient_scale: float | None = None  # None until the first batch sets it
     sealed: bool = False  # the next step is open: this one takes no batches, even if it loses some
-    _asked_weight: float | None = None  # total weight with which the lead asked to close; None: the batches' sum
+    _asked_weight: float | None = None  # total weight with which the lead asked to close; None: the sum of all batches
     _struck: set[int] = field(default_factory=set)  # leases of struck batches
     given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and the serials of their struck batches
     without: set[PeerId] = field(default_factory=set)  # trainers whose batches need their own server, which is excluded
@@ -131,14 +131,15 @@ class OpenStep:
         assert self.window is not None
         self._settle_scale(gradient_scale)
         size, first = self.window.order.size(batch), self.window.place(batch)
-        if batch in self._tried or self._next_first > 0:
+        if batch in self._tried or self._next_first > 0:  # the place may have been granted before
             first += self._places_again()
         self._tried.add(batch)
         self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), serial, batch=batch)
 
     def _places_again(self) -> int:
         """Return the offset of a place that is granted again."""
-        # Servers may have dropped everything at the former place. Random draws do not depend on the offset.
+        # Servers may have dropped everything at the former place. Random draws do not depend on the offset. A new
+        # coordinator's offsets begin above all former coordinators' offsets.
         self._num_again += 1
         return ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
 
@@ -159,7 +160,7 @@ class OpenStep:
         return None
 
     def place_of(self, lease: int) -> tuple[int, float, BatchNumber | None, int]:
-        """Return a batch's position, weight, number and samples; None and 0 for the last two if it has no number."""
+        """Return a batch's place, weight, number in the data and samples; the last two are None and 0 if unnumbered."""
         batch = self._batches[lease]
         return batch.first, batch.weight, batch.batch, batch.num_samples if batch.batch is not None else 0
 
@@ -170,7 +171,7 @@ class OpenStep:
         """
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
-        # If reports were missing, this coordinator's places begin there, above all former coordinators' places.
+        # No former coordinator grants places beyond this limit, where this coordinator's begin if reports were missing.
         if end > ((self.first_lease >> 32) + 1) << 32:
             return
         if grant.weight != self._weight(request.num_samples) or self._has_other_size(grant.batch, request.num_samples):
@@ -297,7 +298,7 @@ class OpenStep:
         return not self._struck.isdisjoint(leases)
 
     def begin_anew(self) -> None:
-        """Restart the places of an unordered step that lost all batches, so that new ones repeat the random draws."""
+        """Restart the places of an unordered step without batches, so that new batches repeat the random draws."""
         if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:
             self.skip_to(self._places_again())
 

@@ -1,6 +1,7 @@
 """Reconciles gradient sums when a step closes, so that each microbatch counts exactly once in each trained stage.
 
-``FREEZE -> plan -> (discards and holes: FREEZE, naming them -> REPLAY) -> FREEZE -> ...`` until no repair is left.
+``FREEZE -> plan -> (discards and holes: FREEZE, naming them -> REPLAY) -> FREEZE -> ...`` until no repair is left. A
+discard is a sum that begins anew; a hole is a microbatch that no sum of a stage holds.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from lightning_swarm.protocol.rpc import AVOID
 _log = logging.getLogger(__name__)
 _SPOILT: Final = "gradients came to it with another weight, or from another trainer, than their lease's"
 _FALSE: Final = "its work of this step was found to be false, or is disputed"
-_MAX_HANDOVERS: Final = 3
+_MAX_HANDOVERS: Final = 3  # attempts to have another server coordinate
 _MAX_DISCARDS: Final = 4  # discards of one server's sums in one step
 _MAX_CORRECTIONS: Final = 2  # replays of a microbatch whose batch came with another weight than its lease's
-_FIRST_PAUSE_S: Final = 0.5
+_FIRST_PAUSE_S: Final = 0.5  # wait for a server of an empty stage; doubles each time
 _LONGEST_PAUSE_S: Final = 30.0
 
 
@@ -83,7 +84,7 @@ class SumReconciliation:
         *,
         late: bool,  # the next step already takes batches
         joining: Callable[[], bool],  # returns whether a server may join with the step's record
-        fence: Callable[[OpenStep, Sequence[int]], None],
+        fence: Callable[[OpenStep, Sequence[int]], None],  # makes servers abandon calls of struck batches
     ) -> None:
         run = self._run = context.run
         self._generation, self._events = context.generation, context.events
@@ -94,11 +95,11 @@ class SumReconciliation:
         self._is_audited = run.manifest.settings.is_audited
         self._fence, self._step_aside = fence, context.step_aside
         self._outage, self._false_batches = context.outage, context.false_batches
-        # No other coordinator numbers rounds of this step from there on.
+        # From this number on, all rounds of the step are this coordinator's.
         self._rounds = itertools.count(context.proposer.first_round)
         self._replays = ReplayRounds(context, servers, step)
         self._pause_s = _FIRST_PAUSE_S
-        self._discards: Counter[PeerId] = Counter()
+        self._discards: Counter[PeerId] = Counter()  # server -> discards of its sums, without spoilt sums
         self._misweighed: set[int] = set()  # places of batches that reached a sum with a wrong weight
         self._falsified: set[int] = set()  # places of batches that trainers reported complete, and no sum held
         self._seen: set[Receipt] = set()  # receipts that any sum ever held
@@ -109,7 +110,7 @@ class SumReconciliation:
         self._frozen = FrozenSums() if self._is_audited else None
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # server -> new snapshots
         self._arithmetic = context.arithmetic
-        # Server -> the false work that convicted it; kept if a rollback comes before the record.
+        # Server -> the false work that convicted it. It stays excluded if a rollback comes before the record.
         self.convicted = context.audit_memory.convicted
         for peer in self.convicted.keys() - {*run.convicted, *(run.keepers or ())}:
             self.step_servers.lose(peer, ProtocolError(self.convicted[peer]))
@@ -142,7 +143,7 @@ class SumReconciliation:
             hashes = [next(iter(stage.values())).report.version_hash for stage in ledgers]
             spoilt = self._find_spoilt(ledgers)
             if self._informed & set[PeerId]().union(*spoilt):
-                continue
+                continue  # `_find_spoilt` has excluded these servers
             self._replays.compare(ledgers)
             self._seen.update(*(one.held for stage in ledgers for one in stage.values()))
             plan = self._plan(ledgers, spoilt)
@@ -165,7 +166,7 @@ class SumReconciliation:
             if not lost:
                 never_added = self._replays.never_added(plan.holes)
                 if self._believe_lead(never_added):
-                    continue
+                    continue  # without the servers that it has excluded
                 self._falsified |= {first for first, lacking in never_added.items() if lacking}
                 lost = set(never_added) or await self._repair(plan, spoilt)
             self._falsified |= self._never_seen(lost)
@@ -173,7 +174,7 @@ class SumReconciliation:
                 return None
 
     async def _follow(self, verdict: Verdict, ledgers: Ledgers, *, reason: str = _FALSE) -> bool:
-        """Exclude servers by a verdict; return whether batches were struck and have to come again."""
+        """Exclude servers and strike batches by a verdict; return whether the step takes new batches."""
         for peer, crime in verdict.convicted.items():
             self.convict(peer, crime)
         for peer, error in verdict.failed.items():
@@ -190,13 +191,13 @@ class SumReconciliation:
             await self._servers.ask_all(AVOID, self._run.trainers, request)  # a trainer that is gone is no error
         self._tainted |= verdict.tainted
         lost = verdict.tainted & self._places
-        # Otherwise, trainers would resend the batches to a stage without servers.
+        # Without this wait, trainers would resend the batches to a stage without servers.
         while lost and (empty := [index for index, roster in enumerate(self.step_servers.rosters) if not roster]):
             await self._pause(empty)
         return bool(lost) and await self._strike(self._with_their_sums(lost, ledgers), ledgers)
 
     async def _leave_out_differing(self, ledgers: Ledgers, challenge: int) -> bool:
-        """Exclude servers whose weights differ, by these ledgers; return whether batches were struck."""
+        """Exclude servers whose weights differ, by these ledgers; return whether the step takes new batches."""
         named = await self._freeze(next(self._rounds), challenge, each_tensor=True)
         ledgers = [
             {member: ledger.with_tensors(again.get(member)) for member, ledger in stage.items()}
@@ -283,6 +284,7 @@ class SumReconciliation:
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
 
     async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
+        """Send freeze requests, and return the answers; a server that does not answer is excluded."""
         replies = {}
         for peer, reply in (await self._servers.freeze(requests)).items():
             if isinstance(reply, SwarmError):
@@ -315,9 +317,9 @@ class SumReconciliation:
     # A trainer reports its gradients' weight to servers, and a server reports weight and trainer to the coordinator. If
     # either differs from the lease, the sum begins anew, and its server is sent the granted values. If the server
     # reports other values again, it is excluded. If the microbatches still come with another weight, their batch is
-    # struck, and its trainer blamed. A batch is not struck for gradients that another trainer sent in its name.
+    # struck, and its trainer blamed. A batch is not struck for gradients that a trainer other than its own sent.
     def _find_spoilt(self, ledgers: Ledgers) -> list[set[PeerId]]:
-        """Find, for each stage, the servers whose sums hold gradients with another origin than granted."""
+        """Find each stage's servers with wrong origins in their sums; exclude servers that knew the granted origins."""
         granted = self._step.origins
         found = [{member.peer_id for member, one in stage.items() if one.spoilt(granted)} for stage in ledgers]
         self._misweighed |= {first for stage in ledgers for one in stage.values() for first in one.misweighed(granted)}
@@ -367,7 +369,7 @@ class SumReconciliation:
     def _check_excused(self, first: int, ledgers: Ledgers) -> None:
         """Raise StepError if a present trainer did not add its batch to its own sum, which is a bug.
 
-        A batch may be missing in a trainer's sum only if the trainer is gone, or if the sum begins anew.
+        In a stage on trainers, only a trainer that is gone, or whose sum begins anew, may lack its own batch.
         """
         trainer = self._step.trainer_of(first)
         for index, member, ledger in self._on_trainers(ledgers):
@@ -414,7 +416,7 @@ class SumReconciliation:
         return await self._replays.fill(plan.holes, self.step_servers.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
-        """Add the batches in the same trainer's sum as lost batches: it begins anew, and they cannot be replayed."""
+        """Add all batches of a trainer's sum that holds a lost batch, because that sum begins anew, without replays."""
         held = [ledger.batches & self._places for _, _, ledger in self._on_trainers(ledgers)]
         return lost.union(*(batches for batches in held if batches & lost))
 
@@ -478,12 +480,12 @@ class SumReconciliation:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
             self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
             self.step_servers.look_again(silent)
-            self._frozen = FrozenSums() if self._is_audited else None  # they may have followed unanswered requests
+            self._frozen = FrozenSums() if self._is_audited else None  # silent servers may have followed a request
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def _poisoned(wrong: Mapping[PeerId, WeightsDiffer], ledgers: Ledgers) -> Verdict:
-    """Exclude servers whose weights differ from their stage's, and the batches that passed through them."""
+    """Return the verdict that excludes servers with other weights than their stage's, and batches in their sums."""
     held = (one.batches for stage in ledgers for member, one in stage.items() if member.peer_id in wrong)
     return Verdict(failed=dict(wrong), avoided=set(wrong), tainted=set[int]().union(*held))
