@@ -22,13 +22,13 @@ WATCHED_STEPS: Final = 100  # steps of full audits after a silence, or a convict
 FORGIVEN_AFTER: Final = 5_000  # steps after which a silence under audit no longer counts
 MAX_SILENCES: Final = 5  # recent steps with a silence under audit, before a conviction
 _FIRST_LEFT_OUT_S: Final = 10.0  # doubles with each further silence
-_MAX_DOUBLINGS: Final = 10
+_MAX_DOUBLINGS: Final = 10  # of `_FIRST_LEFT_OUT_S`
 _EXCUSED_STEPS: Final = 20  # steps without audits after a server's first silence as an auditor
 _SHARE_OF_STEP: Final = 0.75  # share of the servers drawn in a step with audits
 LAST_STEPS: Final = 5  # final steps of a run, in which false work is hardly found out later
 WORTHWHILE_SHARE: Final = 0.5  # least share of the servers drawn in a step that is worth a lie
 SCREEN: Final = 6.0  # noise radii from the median, beyond which a sum is suspicious
-_SMALL: Final = 6  # servers of a stage below which a median means little
+_SMALL: Final = 6  # number of servers below which a stage's median means little
 _JUMP: Final = 4.0  # factor by which a stage's sums may differ from those of the steps before
 _DECAY: Final = 0.9  # factor per step on the weight of earlier steps
 _WARM_UP: Final = 3  # steps of a small stage without a history, in which all of it is audited
@@ -87,7 +87,7 @@ def disagreeing(claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]) -> dict[Rece
 class StageHistory:
     """Moving averages over the sums of one stage in earlier steps."""
 
-    norm: float = 0.0
+    norm: float = 0.0  # see `Screening`
     spread: float = 0.0
     num_steps: int = 0
 
@@ -121,8 +121,8 @@ def screen(
 
     Args:
         sketches: A sketch of each server's sum.
-        shares: The divisor that makes each sum a mean gradient, which is less noisy if the divisor is larger. Servers
-            without a share are not screened.
+        shares: For each server, the divisor that makes its sum a mean gradient, which is less noisy if the divisor is
+            larger. Servers without a share are not screened.
         history: The stage's history.
     """
     peers = sorted(peer for peer in sketches if shares[peer] > 0)
@@ -134,6 +134,7 @@ def screen(
     if not sound:
         return Screening(frozenset(broken), 0.0, 0.0)
     middle = _geometric_median(np.stack([means[peer] for peer in sound]))
+    # The noise of a mean falls with the root of its divisor, so that honest servers have similar radii.
     radii = {peer: math.sqrt(shares[peer]) * float(np.linalg.norm(means[peer] - middle)) for peer in sound}
     norms = {peer: float(np.linalg.norm(means[peer])) for peer in sound}
     norm, spread = float(np.median([*norms.values()])), float(np.median([*radii.values()]))
@@ -184,7 +185,7 @@ def is_worth_a_lie(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
 def share_of_step(share: float, draw: Callable[[], float], *, worth_a_lie: bool = False) -> float:
     """Draw the share of the servers whose work of one step is audited: `share` on average, but in most steps none.
 
-    Audits of one step run side by side, so the step waits for many no longer than for one.
+    Audits of one step run side by side, so the step waits for many audits no longer than for one.
 
     Args:
         share: Average share of all work.
@@ -218,7 +219,7 @@ class Standing:
             self.audited.setdefault(peer, {})[auditor] = step
 
     def has_counted(self, peer: PeerId, version: int, convicted: Collection[PeerId]) -> bool:
-        """Return whether work of a peer counted since a version without an audit, or only audited by the convicted."""
+        """Return whether, since a version, work of a peer counted unaudited, or audited only by `convicted` servers."""
         vouched = (step for auditor, step in self.audited.get(peer, {}).items() if auditor in convicted)
         return max(self.unaudited.get(peer, -1), *vouched, -1) >= version
 
@@ -353,7 +354,7 @@ class StageProjection:
 class WorkComparison:
     """The differences between a server's claims and an auditor's findings."""
 
-    wrong: frozenset[str] = frozenset()
+    wrong: frozenset[str] = frozenset()  # fields of `WorkClaim`, "sum", "refused", "list of what has a gradient"
     is_whole: bool = True  # the auditor computed all microbatches
     is_silent: bool = False  # not whole, because the server gave no answer
     is_misweighed: bool = False  # not whole, because a trainer sent a batch with another weight
@@ -370,7 +371,7 @@ class WorkComparison:
 
     @property
     def rests_on_bits(self) -> bool:
-        """True if only results differ, so that the claims are false only if the computation can be repeated."""
+        """True if only results differ. Then the claims are false only if the computation repeats its bits."""
         return bool(self.wrong) and self.wrong.isdisjoint({"refused", "input", "output_gradient"})
 
     def describe(self) -> str:

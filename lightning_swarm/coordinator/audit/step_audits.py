@@ -62,7 +62,7 @@ _MAX_CONTESTED: Final = 2  # closings in which a server's results may contradict
 
 _FALSE_SUM: Final = WorkComparison(wrong=frozenset({"sum"}))
 
-lots = random.SystemRandom()
+lots = random.SystemRandom()  # unpredictable for servers; tests replace it
 
 
 class StepAudits:
@@ -75,10 +75,11 @@ class StepAudits:
         self._own = servers.own
         codecs = Codecs.of(context.run.manifest.settings.compression)
         bits = [codec.bits for codec in (codecs.activations, codecs.gradients) if codec is not None]
-        self._codec_bits = min(bits, default=None)  # per element between peers
+        self._codec_bits = min(bits, default=None)  # bits of an element in transit; None: no codec
         self._step = step
         self._trained = trained  # names of the parameters that the step trains
         self._audits = AuditRun(servers, step, context.generation)
+        # Knowledge from earlier steps, which `AuditMemory` explains.
         self._standing: Standing = context.audit_memory.standing
         self._disputes: Counter[frozenset[Unit]] = context.audit_memory.disputes
         self._contested: Counter[PeerId] = context.audit_memory.contested
@@ -86,19 +87,19 @@ class StepAudits:
         self._refuted: Silences = context.audit_memory.refuted
         self._unrepeatable: set[str] = context.audit_memory.unrepeatable
         self._passed: dict[Unit, tuple[object, ...]] = {}  # unit -> its commitment when it passed
-        self._auditors: dict[Unit, PeerId] = {}
+        self._auditors: dict[Unit, PeerId] = {}  # unit that passed -> server that found its claims true
         self._due: set[Unit] = set()  # units to audit in this step, until they pass
-        self._silent: set[PeerId] = set()
+        self._silent: set[PeerId] = set()  # servers that were silent under audit in this step
         self._accusers: set[PeerId] = set()  # auditors whose accusations were refuted in this step
         self._is_disturbed = False  # an earlier closing was not clean, so all new sums are audited
         self.screen = StepScreen(step, context.audit_memory.histories)
         self.is_kept = False  # a snapshot of the weights after this step is due
-        # Unit -> (seed, reported sketch of its sum); and the audited units, whose sums are examined once more.
+        # Unit -> (seed, reported sketch of its sum). `MeanAudit` compares the averaged sums with these sketches.
         self.told: defaultdict[Unit, list[tuple[int, StageProjection]]] = defaultdict(list)
-        self.audited: set[Unit] = set()
+        self.audited: set[Unit] = set()  # units whose averaged sums `MeanAudit` fetches
 
     async def examine(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int) -> Verdict:
-        """Audit the sums that are new or have changed since they passed."""
+        """Audit the sums that are new or have changed since they passed, and return the verdict."""
         verdict = Verdict()
         step = self._examined(ledgers, arithmetic, round_, verdict)
         fresh = {unit for unit, ledger in step.ledgers.items() if self._passed.get(unit) != _commitment(ledger)}
@@ -126,6 +127,7 @@ class StepAudits:
         cleared = {unit for unit in suspects if unit in passed or unit.peer == self._own}
         others = fresh if verdict.convicted else fresh & step.sharing_with(cleared)
         passed |= await self._audit(step, others - chosen, verdict)
+        # Audits by a server that is convicted now prove nothing.
         while doubtful := {unit for unit in passed if self._auditors[unit] in verdict.convicted}:
             passed = passed - doubtful | await self._audit(step, doubtful, verdict)
         self._settle(step, disagreements, results.replaced, verdict)
@@ -185,13 +187,13 @@ class StepAudits:
         return contested
 
     def _contest(self, unit: Unit, firsts: set[int], step: ExaminedStep, verdict: Verdict) -> None:
-        """Have batches run again without a server that sent other results of them than are claimed."""
+        """Have batches run again without a server that sent trainers other results than are claimed."""
         verdict.tainted |= firsts
         verdict.avoided.add(unit.peer)
         self._standing.passed.pop(unit.peer, None)
         reason = f"it gave something else of {len(firsts)} batches than is claimed"
-        self._contested[unit.peer] += 1  # on any kind of machine: no tolerance applies to its own values
-        # A stage's only server stays, as the run needs it.
+        self._contested[unit.peer] += 1  # even between two kinds of machines: claims are of the values that were sent
+        # A stage's only server is not excluded, because the run needs it.
         if self._contested[unit.peer] > _MAX_CONTESTED and unit in step.claims and step.auditors_of(unit, ()):
             del self._contested[unit.peer]
             self._leave_out([unit.peer], unit, reason, verdict)
@@ -201,6 +203,7 @@ class StepAudits:
     def _examined(
         self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int, verdict: Verdict
     ) -> ExaminedStep:
+        """Read the servers' claims; a server whose claims are malformed fails by the verdict."""
         held, claims = dict[Unit, ServerLedger](), dict[Unit, Mapping[Receipt, WorkClaim]]()
         for index, (stage, manifest) in enumerate(zip(ledgers, self._run.manifest.stages, strict=True)):
             for member, ledger in stage.items() if not manifest.on_trainers else ():
@@ -252,7 +255,7 @@ class StepAudits:
 
     def _assigned(self, step: ExaminedStep, units: Sequence[Unit], verdict: Verdict) -> list[Assignment]:
         """Assign each server's work to one auditor: another server of its stage, or the coordinator's own."""
-        # Only one: of several auditors, an accomplice could report a value that makes a false total come out right.
+        # There is one auditor, because an accomplice among several could report a value that corrects a false total.
         # The reported kind of machine has no influence, or malicious servers could choose their auditors by it.
         found, loads = [], Counter[PeerId]()
         for unit in units:
@@ -299,7 +302,7 @@ class StepAudits:
         self, step: ExaminedStep, one: Assignment, results: AuditResults, comparison: WorkComparison, verdict: Verdict
     ) -> bool:
         """Repeat the audit on the coordinator's own server, and convict on false claims; return whether they hold."""
-        # Also if the auditor did nothing, or reported a refusal: it could thus cover an accomplice.
+        # Repeat it even if the auditor did nothing or reported a refusal, which could cover an accomplice.
         unit, by_other, own, again = one.unit, one.auditor != self._own, one, results
         if by_other:
             own, again = await self._audit_itself(step, unit, verdict)
@@ -345,7 +348,7 @@ class StepAudits:
         verdict: Verdict,
     ) -> None:
         """Decide on an auditor's accusation of a server that the coordinator's own server has cleared."""
-        # Use the same seed as before, so that no server is asked again and could answer differently.
+        # Use the seed of the first audit, so that the audited server is not asked again, and cannot answer differently.
         unit, about = one.unit, (one.unit, self._own)
         found = (await self._audits.ask(again.order, [about], results.seed))[0].get(about)
         its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
@@ -414,7 +417,7 @@ class StepAudits:
 
     def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: ExaminedStep) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"
-        if comparison.has_false_outputs:  # or possibly: none of its batches is certain
+        if comparison.has_false_outputs:  # or may have: then none of its batches is certain
             verdict.tainted |= step.batches_of(unit.peer)
 
     def _leave_out(self, peers: Iterable[PeerId], unit: Unit, reason: str, verdict: Verdict) -> None:
@@ -459,7 +462,8 @@ class StepAudits:
             verdict.tainted |= {first for first, _, _ in receipts}
             others = [unit.peer for unit in pair if unit.peer != self._own]
             verdict.avoided |= {*others}
-            # Otherwise, batches would run again forever. If a server is in several pairs, excluding one pair suffices.
+            # Exclude both servers the second time, or batches would run again forever. If a server is in several pairs,
+            # excluding one pair suffices.
             is_there = verdict.failed.keys().isdisjoint(unit.peer for unit in pair)
             if self._disputes[pair] > 1 and is_there and all(sizes[unit.stage_index] > 1 for unit in pair):
                 sizes.subtract(unit.stage_index for unit in pair if unit.peer != self._own)
