@@ -35,7 +35,7 @@ class ChurnEstimate:
 
     def __init__(self, now_s: float) -> None:
         self._now_s = now_s
-        self._past_s = _FIRST_HORIZON_S
+        self._past_s = _FIRST_HORIZON_S  # observed time, and changes in it; both fade with age
         self._num_changes = 1.0
 
     def note_change(self, now_s: float) -> None:
@@ -49,6 +49,7 @@ class ChurnEstimate:
         return self._past_s / max(self._num_changes, _FEWEST)
 
     def _advance(self, now_s: float) -> None:
+        """Add the time since the last call, and let older time and changes fade."""
         kept = math.exp((self._now_s - now_s) / _MEMORY_S)
         self._past_s = kept * self._past_s + (1.0 - kept) * _MEMORY_S
         self._num_changes *= kept
@@ -61,7 +62,7 @@ _SMOOTHING: Final = 0.3  # weight of the newest report in a mean that follows th
 # is close to the next one, even if both are far from the true rate.
 _SCATTER_SMOOTHING: Final = 0.05
 _FIRST_SCATTER: Final = 0.13  # standard deviation of a rate's logarithm that is assumed until reports show another
-_CORRELATED: Final = 2.0  # reports that tell about as much as one independent report would: they are moving averages
+_CORRELATED: Final = 2.0  # reports that are worth about one independent report, because they are moving averages
 _SIGMAS: Final = 2.4  # an error of more standard deviations than this is as good as excluded
 # Share by which a sample may cost more at one stage than at another, until a peer has served both. Partitions are no
 # more even than that, so equal peers of two stages may seem to differ by as much.
@@ -138,6 +139,8 @@ _GIVEN_UP: Final = 10.0  # a mover is given up after this many times its expecte
 
 @dataclass(frozen=True)
 class _MoveInProgress:
+    """A move of a peer that has left its stage, and has not arrived at its target."""
+
     target: int
     began_s: float
     until_s: float  # afterwards, the mover is given up
@@ -150,8 +153,8 @@ class Balancer:
         self._rule, self._interval_s = rule, interval_s
         self._state_bytes = state_bytes  # bytes that a newcomer of each stage downloads
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
-        self._known: dict[PeerId, RateEstimate] = {}  # also of peers on their way
-        self._log_work = [0.0] * len(state_bytes)
+        self._known: dict[PeerId, RateEstimate] = {}  # present peers, and movers on their way
+        self._log_work = [0.0] * len(state_bytes)  # stage -> log of a sample's cost, relative to the mean of all
         self._num_compared: Counter[frozenset[int]] = Counter()  # how often a peer was at both of two stages
         self._too_large: dict[PeerId, set[int]] = {}  # stages for which each server has too little memory
         self._moving: dict[PeerId, _MoveInProgress] = {}
@@ -161,8 +164,8 @@ class Balancer:
         self._peers: frozenset[PeerId] = frozenset()  # peers present or on their way at the last request
         self._pace = ChurnEstimate(now_s)
         self._step_s = MovingAverage(_SMOOTHING)
-        self._asked_s: float | None = None
-        self._decided_s = now_s
+        self._asked_s: float | None = None  # time of the last request for moves
+        self._decided_s = now_s  # time of the last decision, which not each request reaches
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """Record the newest loads of all servers."""
@@ -193,7 +196,7 @@ class Balancer:
             return
         before, source = known.samples_per_s, known.stage
         known.update(rate, index)
-        # Otherwise, peers of a costly stage would pass for slow peers, and be exchanged with equal peers forever.
+        # Without this, peers of a costly stage would pass for slow peers, and be exchanged with equal peers forever.
         if index is not None and source is not None and index != source:
             self._num_compared[frozenset((index, source))] += 1
             error = math.log(before / rate) - (self._log_work[index] - self._log_work[source])
@@ -222,7 +225,7 @@ class Balancer:
         leader: PeerId | None = None,
         now_s: float,
     ) -> list[Move]:
-        """Choose the moves of peers that are not `fixed`, given the stages of `joining` peers."""
+        """Choose the moves of peers that are not `fixed`, given the stages of `joining` peers. `leader` coordinates."""
         if self._rule == "none":
             return []
         if self._asked_s is not None:
@@ -274,6 +277,7 @@ class Balancer:
         return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
 
     def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
+        """Return whether moves are due: after an interval or, except by the paper's rule, when peers came or left."""
         is_due = now_s >= self._decided_s + self._interval_s
         if self._rule == "paper":
             return is_due and not self._moving  # it moves one at a time
@@ -326,13 +330,14 @@ class Balancer:
         leader: PeerId | None,
         now_s: float,
     ) -> list[Move]:
+        """Plan the moves by the run's rule, without bounds on downloads."""
         stages = self._stages(rosters, fixed if leader is None else {*fixed, leader}, joining)
         if self._rule == "gain":
             move_s = [self._move_s(index) for index in range(len(rosters))]
             costs = MoveCosts(move_s, self._pace.horizon_s(now_s), _LOST_S)
             moves = plan(stages, costs)
             all_free = self._stages(rosters, fixed, joining)
-            others = plan(all_free, costs)  # the coordinator, too, which moves only if that gains much more
+            others = plan(all_free, costs)  # may move the coordinator, too, if that gains much more
             gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
             return others if gains else moves
         queues = [
@@ -353,10 +358,11 @@ class Balancer:
         *,
         by_rates: bool = True,
     ) -> StageRates:
+        """Collect the peers and rates of all stages. Unmeasured peers, or all if not `by_rates`, count alike."""
         known = self._known if by_rates else {}
         work = [math.exp(log) for log in self._log_work]
         stages = StageRates(len(rosters), work if by_rates else None, self._work_scatter)
-        # In samples/s at a stage of work 1.
+        # Peer -> samples/s at a stage of work 1.
         speeds = {
             peer: one.samples_per_s * (1.0 if one.stage is None else work[one.stage]) for peer, one in known.items()
         }
@@ -364,6 +370,7 @@ class Balancer:
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
         for index, roster in enumerate(rosters):
             for peer in roster:
+                # A peer of several stages counts as one that cannot move, in each of them.
                 name = PeerId(f"{peer} {index}") if peer in several else peer
                 stages.put(
                     name,
