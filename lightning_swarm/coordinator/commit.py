@@ -63,7 +63,7 @@ from lightning_swarm.protocol.queries import (
 
 _log = logging.getLogger(__name__)
 
-_GIVEN_UP_AFTER: Final = 2.0  # intervals until an incomplete snapshot is replaced
+_GIVEN_UP_AFTER: Final = 2.0  # snapshot intervals until an incomplete snapshot is replaced
 
 
 def choose_keepers(
@@ -106,7 +106,8 @@ def agreed_snapshots(
 ) -> list[HeldSnapshot]:
     """Return the new snapshots of a version on which most of a stage's `takers` agree. Pure.
 
-    If servers in `right` are among the takers, the snapshot of the first of them counts instead of the majority's.
+    `taken` are the snapshots that servers report, and `known` the snapshots in records. If servers in `right` are among
+    the takers, the snapshot of the first of them counts instead of the majority's.
     """
     told = {(one.stage_index, one.version) for one in known}
     agreed = []
@@ -131,14 +132,14 @@ class SnapshotSchedule:
         self._interval_s = context.limits.snapshot_interval  # least seconds between snapshots; None: none
         settings = context.run.manifest.settings
         # Least steps between snapshots. The older of two is kept until the next is complete, so a run can go back by at
-        # least as many.
+        # least as many steps.
         self._num_steps = (settings.steps_to_conviction or 1) if settings.goes_back else 1
         self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # version and time of the newest order
         self.hosts: dict[PeerId, str] = {}  # server -> host, for servers that were asked
 
     def is_due(self, servers: Sequence[PeerId]) -> bool:
-        """Return whether a snapshot should be taken soon."""
+        """Return whether the record of the open step should order a snapshot."""
         if self._interval_s is None or len(servers) < 2:  # no other server could keep it
             return False
         if self._last is None:
@@ -235,7 +236,7 @@ class StepCommit:
             record = await self._with_changes(record, change, newcomers, sums.step_servers.gone, sums.convicted)
         await self._context.proposer.decide(record)
         for one in record.convicted or ():
-            self._context.audit_memory.convicted.pop(one.peer, None)
+            self._context.audit_memory.convicted.pop(one.peer, None)  # the record excludes the peer from now on
         await self._servers.apply(record)
         if late:
             self._someone_gone = bool(sums.step_servers.gone)
@@ -261,7 +262,7 @@ class StepCommit:
     ) -> Record:
         """Return a record of the optimizer step and of finished snapshots, without changes of membership."""
         version, takers = self._run.ordered_snapshot or (0, ())
-        # Servers that joined later have no such snapshot, and servers that are gone are not waited for.
+        # Servers that joined after the order have no such snapshot, and servers that are gone are not waited for.
         there = [
             set(took) & set(present)
             for took, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
@@ -336,6 +337,7 @@ class StepCommit:
         )
 
     def _vacancies(self, next_roster: Sequence[Sequence[Member]]) -> list[Vacancy]:
+        """Return the servers that leave each stage, with the reason if their weights differ."""
         reasons = self._differences | ({} if self._sums is None else differences(self._sums.step_servers.gone))
         return [
             Vacancy(member=member, stage_index=index, reason=reasons.get(member.peer_id, UNSET))
@@ -348,6 +350,7 @@ class StepCommit:
         """Return whether the run must roll back, because unaudited work of convicted servers is in its weights."""
         settings, standing = self._run.manifest.settings, self._context.audit_memory.standing
         versions = {one.version for one in self._run.snapshots}
+        # The version to which the run would roll back.
         version = next(iter(in_turn(versions, self._run.sound_version_after(step))), 0)
         known = {*self._run.convicted, *convicted}  # audits by convicted servers prove nothing
         return (
@@ -411,7 +414,7 @@ class StepCommit:
         selection: Selection | None,
         listening: Sequence[asyncio.Task[None]],
     ) -> float | None:
-        """Check the means of a round, and return the squared norm like `_average`, but trust no server's report."""
+        """Check the means of an audited run's round; return like `_average`, but trust no server's report."""
         closing, checked = closed.closing, await self._means.check(closed, selection, sums.audits)
         if checked.counts:
             for peer in sorted(checked.accused.keys() - {self._servers.own}):

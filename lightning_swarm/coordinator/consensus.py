@@ -1,9 +1,9 @@
-"""Deciding a record: a majority of the previous record's voters accepted it under one term.
+"""Decides a record: a majority of the voters that the previous record names must accept it under one term.
 
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
-voters stay the same. Beyond it: a *fence*. A record can be applied only with the mean gradients of its own round, and
-servers hold the gradients of one round only. So before a new coordinator averages a round of its own, a majority notes
-that proposals of lower terms for the slot are dead, even if accepted.
+voters stay the same. Beyond Paxos, there is a *fence*. A record can be applied only with the mean gradients of its own
+round, and servers hold the gradients of one round only. So before a new coordinator averages a round of its own, a
+majority notes that proposals of lower terms for the slot are dead, even if accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_swarm.protocol.rpc import PREPARE, PROPOSE, A, Call, Q
 from lightning_swarm.protocol.run_state import RunState
 
 MAX_STEP: Final = 64
-"""The most by which a term's number may exceed all numbers that a voter knows, so that no peer uses them all up."""
+"""The most by which a term's number may exceed all numbers that a voter knows, so that no peer uses up all numbers."""
 
 _MAX_BURST: Final = 8  # new terms of one candidate in quick succession: rival candidates may need several
 
@@ -48,13 +48,14 @@ class Voter:
         """Forget all promises: their run is over, and the next run's slots are of a later generation."""
         self.term = NO_TERM  # the highest term that it promised, or that its server follows
         self._reached = 0  # number to which repeated requests have raised the limit
-        self._due_s: dict[str, float] = {}  # candidate -> when all its terms are due at the average pace
+        self._due_s: dict[str, float] = {}  # candidate -> time by which all its terms are due at the average pace
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: earlier slots are decided
-        # (slot, term): from the slot on, lower terms are dead. Two, because the newer one may be of a slot too early.
+        # (slot, term): from the slot on, lower terms are dead. There are two, because the newer fence may be of a slot
+        # after the open slot.
         self._fences: list[tuple[Slot, Term]] = [((-1, 0), NO_TERM)]
 
     def promise(self, request: Prepare) -> Promise:
-        """Promise to accept no record of a lower term; refuse if the number was promised or the slot decided."""
+        """Promise to accept no record of a lower term; refuse if the term's number was promised or the slot decided."""
         self._check_life(request.boot_id)
         slot = (request.generation, request.step)
         if self._is_decided(slot):
@@ -71,7 +72,7 @@ class Voter:
         return Promise(promised=True, term=self.term, accepted=accepted, fence=fence)
 
     def consider(self, proposal: Proposal) -> Vote:
-        """Accept the record, unless its term is too low or has another record, or the step was decided."""
+        """Accept the record, unless its term is too low, another record has the same term, or the step was decided."""
         self._check_life(proposal.boot_id)
         body = encode(proposal.record)
         slot = slot_of(proposal.record)
@@ -147,16 +148,16 @@ class Ballot:
         self.voters = tuple(voters)
         self.rival: Term | None = None  # another term that a voter knows, of the same number or a higher one
         self.behind = False  # a voter reports that the slot was decided without this proposer
-        self._refused: set[Member] = set()
+        self._refused: set[Member] = set()  # voters that will not agree under this term
         self._numbers: dict[Member, int] = {}  # voter -> number of a rival term; 0: none
-        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: binding, without information
+        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: without its record and fence
         self._settled = False  # a request was sent that depends on the record to finish
-        self._fenced = set(fenced)
-        self._proposed: bytes | None = None
+        self._fenced = set(fenced)  # voters that noted the fence
+        self._proposed: bytes | None = None  # the encoded record of this proposer
         self._votes: set[Member] = set()
 
     def prepare(self, voter: Member, *, fence: bool = False) -> Prepare:
-        """Make the first request to a voter; with `fence` to reach `may_begin`."""
+        """Make the first request to a voter; with `fence`, the request that `may_begin` waits for."""
         if fence and (not self.prepared or self.chosen is not None):
             raise ProtocolError(f"{self.slot} may be fenced when a majority promised and nothing is to be finished")
         self._settled |= fence
@@ -207,6 +208,7 @@ class Ballot:
         # Before a proposer begins a round, a majority notes its fence, and reports it now except for silent voters. A
         # fence with fewer reports is false, or of a proposer that never began.
         fences = sorted((promise.fence for promise in self._heard), reverse=True)
+        # A majority, without the voters that reported none.
         least = len(self.voters) // 2 + 1 - (len(self.voters) - len(fences))
         return fences[max(least, 1) - 1] if fences else NO_TERM
 
@@ -254,6 +256,7 @@ class Ballot:
         return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
 
     def _counts(self, voter: Member, agreed: bool, term: Term) -> bool:
+        """Note a rival term in a voter's answer; return whether the voter agreed to this term."""
         is_rival = term != self.term and term[0] >= self.term[0]
         self._numbers[voter] = term[0] if is_rival else 0
         if is_rival:
@@ -349,7 +352,7 @@ class Proposer:
         ballot = self._ballot
         ask = partial(self._prepare, ballot)
         await self._until(ballot, "promised", lambda: ballot.prepared, ask)
-        if ballot.doubtful:
+        if ballot.doubtful:  # further answers may show that too few voters know the fence
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(_GRACE_S, self._timeout / 4)):
                     await _ask_all(ballot, lambda: not ballot.doubtful, ask)
@@ -373,7 +376,7 @@ class Proposer:
             ballot.hear_promise(voter, self._checked(ballot, voter, promise), fence=fence)
 
     def _checked(self, ballot: Ballot, voter: Member, promise: Promise) -> Promise:
-        """Ignore a fence or a record that no honest voter can have, because it would block all other records."""
+        """Return a promise without a false fence or record, either of which would block all other records."""
         if promise.fence > ballot.term:  # a voter with this fence promises nothing to lower terms
             _log.warning("Voter %s promises what its fence %s forbids", voter.peer_id, promise.fence)
             promise = replaced(promise, fence=NO_TERM)
