@@ -41,7 +41,7 @@ class InvitationUses:
     _run: RunState
     waiting_lists: list[WaitingList] = field(default_factory=list)
     _wall_s: Callable[[], float] = time.time
-    _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)
+    _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)  # waiting peer -> its invitation
 
     async def forget_the_gone(self, peer: PeerId) -> None:
         """Free the places of peers that died while they waited, if a peer that asks needs one of their uses."""
@@ -50,7 +50,7 @@ class InvitationUses:
             return
         by, pending = invited_by(permit), self._pending(peer)
         if not has_room(used, peer, by) or has_room(used_after(used, pending), peer, by):
-            return
+            return  # all uses are spent for good, or one is left
         # A peer that downloads may not call the coordinator for long, so it is pinged.
         there = await alive_among(self._transport, pending)
         for one in sorted(pending.keys() - there):
@@ -64,7 +64,7 @@ class InvitationUses:
         return {one: its for one, its in self._asked.items() if one in waiting}
 
     def check(self, peer: PeerId) -> None:
-        """Reserve a use of its invitation for a peer that asks to come.
+        """Reserve a use of its invitation for a peer that asks to join or to train.
 
         Raises:
             AccessDenied: Its invitation is used up, or has expired.

@@ -43,8 +43,8 @@ class PlannedMoves:
         self._run, self._events = context.run, context.events
         self._server_membership, self._balancer = server_membership, balancer
         self._step_aside = context.step_aside
-        self._steps_aside = False
-        self._put_off: tuple[list[Departure], list[StageRelease]] | None = None
+        self._steps_aside = False  # hand over the role when the record is applied
+        self._put_off: tuple[list[Departure], list[StageRelease]] | None = None  # choice for the next record
         self._stays_among: set[PeerId] | None = None  # servers present when this one tried to hand over
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
@@ -70,7 +70,7 @@ class PlannedMoves:
             movers, sheds = chosen
             staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
             concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
-            # If a peer has left meanwhile, this was chosen for another swarm.
+            # If a peer has left meanwhile, the moves were chosen for another swarm.
             return (movers, sheds) if concerned <= staying and not gone else ([], [])
         self._steps_aside = False  # an earlier choice is done, or was never decided
         run = self._run

@@ -46,7 +46,7 @@ def next_rosters(
 
 
 def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collection[PeerId]) -> list[int]:
-    """Return the stages that `peer` holds, and no other peer that is `staying`."""
+    """Return the stages of `peer` that no other peer in `staying` holds."""
     held = [{member.peer_id for member in roster} for roster in rosters]
     return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
 
