@@ -55,7 +55,7 @@ class DataOrder:
         return plan.sizes[bisect_right(self._ends[epoch], index)][0]
 
     def normalized(self, number: BatchNumber) -> BatchNumber:
-        """Return the beginning of the next epoch for an epoch's end, if that is known; else the number itself."""
+        """Return the beginning of the next epoch for an epoch's end, if that epoch is known; else the number itself."""
         epoch, index = number
         while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
             epoch, index = epoch + 1, 0
@@ -82,7 +82,7 @@ class StepWindow:
     order: DataOrder
     begin: BatchNumber
     target_batch_size: int
-    # Batches that their own `training_step` withdrew: they count nowhere, and later batches replace them.
+    # Batches that their own `training_step` withdrew. They count in no step, and later batches replace them.
     dropped: set[BatchNumber] = field(default_factory=set)
     _places: dict[BatchNumber, int] = field(default_factory=dict)  # batch -> place of its first sample
     _num_samples: int = 0  # samples of all batches in `_places`
@@ -130,7 +130,7 @@ class StepWindow:
         return self._places[number]
 
     def is_passed(self, number: BatchNumber, through: Collection[BatchNumber]) -> bool:
-        """Return whether all batches before `number`, the end of an epoch, are through."""
+        """Return whether all batches before `number`, the end of an epoch, are complete (`through`)."""
         self._extend()
         return self._next >= self.order.normalized(number) and all(
             one in through or one >= number for one in self.numbers

@@ -28,6 +28,7 @@ _CAUSES: Final = (
 
 _Stage: TypeAlias = Mapping[Member, ServerLedger]
 _Bits: TypeAlias = tuple[int | None, frozenset[tuple[str, int]]]
+"""Hash of a replica (None: not computed), and the names and hashes of its weights that other stages share."""
 
 
 class WeightsDiffer(StepError):
@@ -86,7 +87,7 @@ class _Choice:
 
     stage: int
     kept: Member  # the reference's trusted server, else its oldest
-    whose: str
+    whose: str  # names the servers with the reference's bits, for errors
     is_tie: bool = False
 
     def errors(self, stage: _Stage) -> dict[PeerId, WeightsDiffer]:

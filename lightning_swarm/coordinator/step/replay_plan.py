@@ -188,7 +188,7 @@ def _fill(
 def _unusable(
     stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt], spoilt: Collection[PeerId]
 ) -> list[PeerId]:
-    """Return the servers whose sums cannot be used."""
+    """Return the servers whose sums hold wrong receipts or gradients, or receipts that a larger sum holds, too."""
     dirty = {peer for peer, held in stage.items() if peer in spoilt or not held <= counted}
     # The largest sums come first; among equals, the sort keeps the roster's order.
     taken: set[Receipt] = set()

@@ -20,10 +20,10 @@ from lightning_swarm.protocol.messages.step import Replay, ReplayRequest
 
 _MAX_REPLAYS: Final = 16  # replays of one microbatch in one step
 _MAX_UNFILLED: Final = 2  # answered replays of a microbatch that a present holder still lacks
-_MAX_FAILURES: Final = 3
-_MAX_SILENCES: Final = 2  # consecutive, each of several call timeouts
+_MAX_FAILURES: Final = 3  # consecutive failed requests to a trainer, after which its batches are lost
+_MAX_SILENCES: Final = 2  # consecutive requests without an answer, each for several call timeouts
 _MAX_WORK: Final = 64  # microbatches of one trainer between two checks of the sums
-_PAUSE_S: Final = 0.5
+_PAUSE_S: Final = 0.5  # wait after a failed request
 
 
 # A trainer answers that its microbatches were added, but only the sums prove it: a trainer that computed nothing could
@@ -41,7 +41,7 @@ class ReplayRounds:
         self._num_wanted: dict[PeerId, int] = {}  # trainer -> microbatches missing at its newest request
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # trainer -> servers
         self._claimed: dict[Receipt, Mapping[int, PeerId]] = {}  # receipt -> stage -> server, by the newest answers
-        self._unfilled: defaultdict[Receipt, list[PeerId]] = defaultdict(list)  # holders that lacked it after all
+        self._unfilled: defaultdict[Receipt, list[PeerId]] = defaultdict(list)  # receipt -> holders that lacked it
 
     def number(self, receipt: Receipt) -> int:
         """Return how often a replay of a microbatch was requested."""
@@ -97,8 +97,10 @@ class ReplayRounds:
                 self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
 
     async def _ask(self, trainer: PeerId, wanted: Sequence[Replay], gone: Collection[PeerId]) -> set[int]:
+        """Request at most `_MAX_WORK` replays from a trainer; return the batches that cannot be computed again."""
         work = list(wanted[:_MAX_WORK])
         self._count(work)
+        # If less is missing than at the last request, the trainer makes progress, even without an answer.
         came = len(wanted) < self._num_wanted.get(trainer, len(wanted))
         self._num_wanted[trainer] = len(wanted)
         request = ReplayRequest(generation=self._generation, step=self._step.step, work=work, avoid=sorted(gone))

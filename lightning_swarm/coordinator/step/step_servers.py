@@ -13,7 +13,7 @@ from lightning_swarm.core.errors import DeadlineExceeded, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 
-_MAX_BLAMELESS: Final = 3
+_MAX_BLAMELESS: Final = 3  # failed rounds of a step for which no server is to blame
 
 
 class StepServers:
@@ -49,7 +49,7 @@ class StepServers:
             raise error
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step, reason=str(error))
-            # Otherwise, a stranger could delay the run again and again.
+            # A silent stranger is kept out for a while, or it could delay the run again and again.
             if isinstance(error, ServerSilent) and peer not in (self._run.keepers or ()):
                 self._left_out.note(peer, self._step, now_s=now_s())
         self.gone[peer] = error
