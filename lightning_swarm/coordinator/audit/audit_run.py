@@ -39,14 +39,15 @@ class Assignment:
     unit: Unit
     auditor: PeerId
     receipts: Sequence[Receipt]  # ordered as they were added
-    compare: bool = False  # the auditor's machine is of another kind
+    compare: bool = False  # the auditor's machine is of another kind, so numbers are compared, not digests
 
 
 @dataclass
 class TrainerResults:
     """The trainers' reports on which servers computed a step's microbatches."""
 
-    given: dict[tuple[Direction, Receipt], tuple[PeerId, bytes]] = field(default_factory=dict)  # server, digest
+    # (direction, microbatch) -> server that sent the result, and the result's digest.
+    given: dict[tuple[Direction, Receipt], tuple[PeerId, bytes]] = field(default_factory=dict)
     # Microbatch -> servers that failed and were replaced, after they may have sent results.
     replaced: defaultdict[Receipt, set[Unit]] = field(default_factory=lambda: defaultdict(set))
 
@@ -148,6 +149,7 @@ class AuditRun:
         return found, failed
 
     def _by_trainer(self, assignments: Sequence[Assignment]) -> dict[tuple[PeerId, bool, PeerId], list[AuditWork]]:
+        """Group the work by the calls that order it: (trainer, whether numbers are compared, auditor) -> work."""
         found: defaultdict[tuple[PeerId, bool, PeerId], list[AuditWork]] = defaultdict(list)
         for one in assignments:
             for place, receipt in enumerate(one.receipts):
@@ -162,11 +164,13 @@ class AuditRun:
         return found
 
     async def _order_all(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
+        """Have a trainer send all its work to one auditor, in several calls."""
         # Send one call after the other, because an auditor keeps inputs that arrive before their turn.
         for begin in range(0, len(work), _MOST_AT_ONCE):
             await self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
 
     async def _order(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
+        """Have a trainer send work to an auditor, and record the work without a copy, and the auditor's silence."""
         request = AuditOrder(
             generation=self._generation, step=self._step.step, order=results.order, work=work, compare=compare
         )

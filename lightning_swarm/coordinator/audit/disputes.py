@@ -55,7 +55,7 @@ class AuditResult:
     unheard: frozenset[Receipt]  # the audited server gave no answer on these
     sum_digest: bytes  # BLAKE3 of the auditor's sum
     projection: StageProjection  # sketch of the auditor's sum
-    magnitude: float
+    magnitude: float  # sum of the norms of the added gradients
     precision: str  # dtype of the computation
     touched: bytes  # bitmap over the stage's parameters that got a gradient
     distance: float | None  # between both servers' results, relative to their norms; None: not compared

@@ -18,12 +18,12 @@ class ExaminedStep:
 
     ledgers: Mapping[Unit, ServerLedger]
     claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]  # ordered as each server added them
-    arithmetic: Mapping[PeerId, str]
+    arithmetic: Mapping[PeerId, str]  # server -> its kind of machine
     round: int
     unrepeatable: Collection[str] = ()  # kinds of machines that compute other bits each time
 
     def auditors_of(self, unit: Unit, without: Collection[PeerId]) -> list[PeerId]:
-        """The other servers of a unit's stage."""
+        """Return the other servers of a unit's stage, except servers in `without`."""
         return [
             one.peer
             for one in self.ledgers

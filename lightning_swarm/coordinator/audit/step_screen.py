@@ -17,7 +17,7 @@ class StepScreen:
     def __init__(self, step: OpenStep, histories: dict[int, StageHistory]) -> None:
         self._step, self._histories = step, histories
         self._is_recorded = False  # the histories include this step
-        self._shares: dict[int, dict[PeerId, float]] = {}  # stage -> shares of the newest screening
+        self._shares: dict[int, dict[PeerId, float]] = {}  # stage -> server -> its share in the newest screening
 
     def screen(
         self, claims: Mapping[Unit, Collection[Receipt]], sums: Mapping[Unit, StageProjection]
