@@ -26,7 +26,7 @@ from lightning_swarm.protocol.messages.run import NO_CHANGE, BatchNumber, EpochP
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 
-_MAX_FALSE_BATCHES: Final = 3
+_MAX_FALSE_BATCHES: Final = 3  # struck batches of a trainer, before it is excluded
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class StepState:
     """One coordinator's state of the steps that are not decided yet."""
 
     open: OpenStep
-    begun: bool = False  # the lead asked for its first place
+    begun: bool = False  # the lead asked for its first place, in this generation or before
     change: StepChange = NO_CHANGE  # the change with which the open step began
     outcome: StepOutcome = field(default_factory=StepOutcome)  # outcome of the newest decided step
     due: OpenStep | None = None  # only with delayed steps: the step before the open one, until its record comes
@@ -128,7 +128,7 @@ class ChangeNotifier:
             self._condition.notify_all()
 
     async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
-        """Wait until `reached`, as long as a caller may be held; return whether it was. Raises the failure, if any."""
+        """Wait until `reached`, as long as a caller may be held; return True if reached. Raises the failure, if any."""
         # `reached` is checked at each change, and once after `look_again_s` seconds without a change.
         try:
             async with asyncio.timeout(self._hold_s):
@@ -167,7 +167,7 @@ class CoordinatorContext:
     events: EventLog
     step_aside: Callable[[], asyncio.Task[None]]  # hands the role over to another server
     audit_memory: AuditMemory = field(default_factory=AuditMemory)
-    arithmetic: dict[PeerId, str] = field(default_factory=dict)  # server -> its kind, see `FreezeReply`
+    arithmetic: dict[PeerId, str] = field(default_factory=dict)  # server -> its kind of machine, see `FreezeReply`
     # Requests carry this number, not the one of `run`. A call under way during a rollback must not pass for a call of
     # the next generation.
     generation: int = field(init=False)
@@ -187,7 +187,8 @@ class CoordinatorContext:
         self.leases = itertools.count(first_lease(self.proposer.term))
         self.invitations = InvitationUses(self.transport, self.run)
         self.members = {*self.run.servers, *self.run.trainers}
-        if self.run.version > self.run.manifest.first_step:  # only a former coordinator knows its audits
+        if self.run.version > self.run.manifest.first_step:
+            # Only a former coordinator knows which work it audited, so all work counts as unaudited.
             for peer in self.run.servers:
                 self.audit_memory.standing.note_counted(peer, self.run.version - 1, None)
 

@@ -29,7 +29,7 @@ class Coordinator:
         self._on_deposed = on_deposed  # called when another peer coordinates
         self.balancer = balancer_of(context.run.manifest, now_s=now_s())
         self.joiners = Joiners()
-        self._is_over = False
+        self._is_over = False  # the role has ended
         self.deposed = False  # another peer coordinates by now; this role is to be retired
         self.generation = CoordinatorGeneration(context, self)
 
@@ -126,7 +126,7 @@ class CoordinatorGeneration:
         reason = ""
         while not reason:
             reason = await self.trainers.lead.until_gone()
-            if self._run.manifest.lead == own:  # it takes the run over itself
+            if self._run.manifest.lead == own:  # the appointed lead is this peer
                 return
         await self.trainers.fail(reason)
         waiting = {*self.server_membership.waiting, *self.trainers.membership.waiting}
@@ -165,6 +165,7 @@ class CoordinatorGeneration:
         state.finishing = False
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work that decides a step; an error deposes this coordinator, or fails all callers that wait."""
         try:
             await work
         except NotCoordinator as error:
@@ -210,6 +211,7 @@ class CoordinatorGeneration:
         return not self._step_commit.wants_changes()
 
     def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
+        """Return the outcome of a step whose record is applied, and let lead and events forget older state."""
         lead, context = self._run.manifest.lead, self.context
         self.trainers.lead.decided(step.step)
         # Events of a peer that has just gone are kept for one step more, until the lead has this record.

@@ -29,7 +29,7 @@ class EventDeltas:
 
     def __init__(self) -> None:
         self._version = -1  # version of the lead's last request; a later version confirms the last answer
-        self._known: dict[PeerId, EventCounts] = {}  # confirmed counts, the peer that was sent last comes last
+        self._known: dict[PeerId, EventCounts] = {}  # confirmed counts, in the order in which the peers were last sent
         self._sent: dict[PeerId, EventCounts] = {}  # counts in the last answer, which may have been lost
 
     def news(self, noted: Mapping[PeerId, EventCounts], *, version: int) -> dict[PeerId, EventCounts]:
@@ -52,9 +52,9 @@ class LeadLiveness:
         self._transport, self._run, self._changes = context.transport, context.run, context.changes
         limits = context.limits
         self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout
-        self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)
-        self._heard_s = 0.0
-        self._restarted = False
+        self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # seconds of silence until an attempt
+        self._heard_s = 0.0  # time of the newest sign of life
+        self._restarted = False  # the lead's process is new, and knows nothing of the run
         self._appointed: PeerId | None = None  # the next lead, once it was notified
         self._permits: int | None = None  # the newest step whose record its loop is ready for
         self.stepped_with: dict[int, list[dict[str, Any]]] = {}  # undecided step -> hyperparameters
@@ -78,12 +78,13 @@ class LeadLiveness:
     async def until_gone(self) -> str:
         """Appoint another lead after too long a silence, and return ""; or return why the run must end instead."""
         silence_s = self._silence_s  # between two checks, and for an answer
+        # `silent_s` is the length of the silence, `tried_s` its length when a lead was last to be appointed.
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
             # Some servers know the next lead already, but that peer has not confirmed it to this coordinator.
             is_named = self._run.is_rolling_back and self._run.manifest.lead != self._appointed
-            # A lead whose loop is busy answers pings, and is waited for as long as it does.
+            # The run waits for a lead whose loop is busy, as long as the lead answers pings.
             is_heard = not (self._restarted or is_named) and (
                 self._heard_s + silence_s > asked_s
                 or bool(await alive_among(self._transport, [lead], timeout=silence_s))
@@ -112,7 +113,7 @@ class LeadLiveness:
         self._restarted = True
 
     async def note_waiting(self, request: RecordRequest, stepped_with: Mapping[int, list[dict[str, Any]]]) -> None:
-        """Record that the lead's loop waits for the end of a step, and its hyperparameters for steps up to this one."""
+        """Record that the lead's loop waits for the end of a step, and its hyperparameters for undecided steps."""
         self.epoch, self.resumable = request.epoch, request.resumable
         self.stepped_with.update(stepped_with)
         await self.permit(request.step, version=request.version)
@@ -166,6 +167,7 @@ class StepEnds:
         """Hold the answer for a while: until the record was sent to all servers, or the caller may get a place."""
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
+        # A former coordinator may have opened the step that the trainer knows.
         if request.step > state.open.step and not await self._changes.until(lambda: state.open.step >= request.step):
             return RecordReply(record=None, closing=True, open=self._open_for(caller))
         step = state.open
@@ -203,7 +205,7 @@ class StepEnds:
         """Make the answer to a trainer that knows `version`; only the lead's has logs, metrics and event counts."""
         outcome = self._step_state.outcome
         follows = outcome.record is None or version == outcome.step
-        # The record after it may be applied here already.
+        # If this server has already applied a newer record, these are the members before it.
         seats = None if follows else self._run.seats_at(outcome.step + 1)
         reply = RecordReply(record=outcome.record, closing=True, open=self._open_for(trainer), seats=seats)
         if trainer != self._run.manifest.lead:

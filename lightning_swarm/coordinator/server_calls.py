@@ -65,8 +65,8 @@ _ROUND_TIMEOUTS: Final = 5.0
 _REPLAY_TIMEOUTS: Final = 3
 """Call timeouts of a replay: one to find that a holder does not answer, one to ask again, and one for the rest."""
 
-_MAX_DAMAGED: Final = 3
-_FIRST_PAUSE_S: Final = 1.0
+_MAX_DAMAGED: Final = 3  # repetitions of a call whose messages were damaged on their way
+_FIRST_PAUSE_S: Final = 1.0  # wait before a record is sent to a server again; doubles each time
 _LONGEST_PAUSE_S: Final = 30.0
 
 
@@ -84,7 +84,7 @@ class ServerCalls:
         self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
         self._behind: dict[PeerId, Record] = {}  # server -> newest record, which it may not have applied
         self.unsettled: dict[PeerId, SwarmError] = {}  # servers without the change with which the open step began
-        # None unless servers may be strangers. Without it, calls have their full timeout.
+        # Method -> durations, from which deadlines follow. None: no server is a stranger, and calls have full timeouts.
         self._durations: defaultdict[Rpc, Durations] | None = None
         self._durations_of = defaultdict[tuple[Rpc, PeerId], Durations](Durations)  # (method, server) -> durations
         if context.run.manifest.settings.is_audited:
@@ -100,7 +100,7 @@ class ServerCalls:
         return (await self._transport.addresses())[0]
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have the servers begin the open step with a change; a server that fails to do so is excluded from the step.
+        """Have the servers begin the open step with a change; a server that fails is excluded from the step.
 
         Raises SwarmError if the coordinator's own server refuses, or all of a stage.
         """
@@ -145,7 +145,7 @@ class ServerCalls:
         waits = _AverageWaits(patience_s, choose_blamed)
 
         async def ask(peer: PeerId, request: AverageRequest) -> AverageReply:
-            # With this much time, servers that wait for a silent one report it before they are late themselves.
+            # With the longer timeout, servers can report a silent server before they are late themselves.
             timeout = patience_s if waits.has_failed else _ROUND_TIMEOUTS * patience_s
             async with waits.until_blamed(peer):
                 reply = await self._call(peer, rpc.AVERAGE, request, timeout=timeout)
@@ -163,8 +163,8 @@ class ServerCalls:
         return await self._each(rpc.AVERAGE, {peer: partial(ask, peer, one) for peer, one in requests.items()})
 
     async def examine(self, request: ExamineRequest) -> ExamineReply:
-        """Have the coordinator's own server compare the members' sums and means with their answers."""
-        # It asks each of them for a sum, then for a mean, one after the other.
+        """Have the coordinator's own server compare the members' sums and means with the members' answers."""
+        # It asks each member for its sum, then for its mean, one member after the other.
         timeout = self._timeout * 2 * (len(request.answers) + 1)
         return await self._call(self.own, rpc.EXAMINE, request, timeout=timeout)
 
@@ -185,7 +185,7 @@ class ServerCalls:
         """
         self._behind.clear()
         self.unsettled.clear()
-        # Also the servers that it releases, because they stay until they have applied it.
+        # Also the servers that the record releases, because they stay until they have applied it.
         rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
         replies = await self.ask_all(rpc.APPLY, peers, record)
@@ -247,6 +247,7 @@ class ServerCalls:
         return 2 * num_late > len(found) - (self.own in found)
 
     async def _answer_of(self, method: Rpc, peer: PeerId, work: Callable[[], Awaitable[_T]]) -> _T | SwarmError:
+        """Return a call's answer or error, and note its duration; raise an error of the coordinator's own server."""
         began_s = now_s()
         try:
             answer = await work()
@@ -272,14 +273,15 @@ class ServerCalls:
         return usual.deadline_s(longest_s=longest_s, times_slower=slower)
 
     async def _call(self, peer: PeerId, method: Call[Q, A], request: Q, *, timeout: float | None = None) -> A:
+        """Call a peer under this coordinator's term. `timeout` is in seconds; None: the result of `_deadline_s`."""
         try:
             if timeout is None:
                 timeout = self._deadline_s(method, self._timeout, peer)
-            if peer == self.own:  # it is no stranger, and the step fails with it
+            if peer == self.own:  # the own server is no stranger, and the step fails with it
                 timeout = max(timeout, self._timeout)
             ask = partial(method.ask, self._transport, peer, request, timeout=timeout)
             for _ in range(_MAX_DAMAGED):
-                with contextlib.suppress(Damaged):  # on its way; a repeated call takes effect only once
+                with contextlib.suppress(Damaged):  # a repeated call takes effect only once
                     return await self._as_coordinator(peer, ask)
             return await self._as_coordinator(peer, ask)
         except Unreachable as error:
@@ -310,7 +312,7 @@ class _AverageWaits:
         self._patience_s, self._choose_blamed = patience_s, choose_blamed
         self._unreached: dict[PeerId, Sequence[PeerId]] = {}  # server -> peers that it did not reach
         self._limits: dict[PeerId, asyncio.Timeout] = {}  # timeouts of servers that have not answered
-        self._earliest_s = asyncio.get_running_loop().time() + patience_s
+        self._earliest_s = asyncio.get_running_loop().time() + patience_s  # no server is given up before
 
     @property
     def has_failed(self) -> bool:

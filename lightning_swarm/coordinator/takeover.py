@@ -74,13 +74,13 @@ def rebuild(
     *,
     complete: bool,
 ) -> StepState:
-    """Make the step state from the trainers' reports. Pure."""
+    """Make the step state from the trainers' reports, which are `complete` if each trainer sent one. Pure."""
     own_first = first_lease(run.term)
     everything = [
         (trainer, lease)
         for trainer, report in reports.items()
         for lease in report.leases
-        if 1 <= lease.grant.lease < own_first
+        if 1 <= lease.grant.lease < own_first  # granted by a former coordinator
     ]
     everything.sort(key=lambda item: item[1].grant.first)
     lead = reports.get(run.manifest.lead)
@@ -142,7 +142,7 @@ def _outcome(
 def choose_standby_lead(
     held: Held, candidates: Sequence[PeerId], num_stages: int, sound: int | None = None
 ) -> tuple[PeerId, int] | None:
-    """Choose a lead and a version: the first complete one `in_turn`, and the first candidate with its loop. Pure."""
+    """Choose the first complete version `in_turn`, and the first candidate with its loop, as the new lead. Pure."""
     loops = {peer: set(held[peer].loops or ()) for peer in candidates if peer in held}
     for version in in_turn(set().union(*loops.values()), sound):
         if all(holders_of(held, version, index) for index in range(num_stages)):
@@ -169,23 +169,23 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
     """
     generation = run.manifest.generation  # the run may be rolled back meanwhile
     held = await ask_held(transport, run.servers, timeout=timeout)
-    # The standby that was named before, or some servers, may have got its name, so it stays the choice while it can.
+    # Some servers may follow a standby that was named before, so that standby stays the choice while it can lead.
     named = [run.manifest.lead] if run.is_rolling_back else []
     if not named:
         held.pop(run.manifest.lead, None)
     for former in run.manifest.former_leads or ():
-        held.pop(former, None)  # as the lead, it would be a trainer again, and never learn that it was replaced
+        held.pop(former, None)  # if it led again, it would be a trainer, and never learn that it was replaced
     num_stages = len(run.rosters)
     chosen = choose_standby_lead(held, named, num_stages, run.sound_version)
     if chosen is None and named and not is_last and await alive_among(transport, named, timeout=timeout):
-        # Its report, or that of a snapshot's holder, may have been lost.
+        # Its report, or the report of a snapshot's holder, may have been lost.
         return f"{named[0]}, which was named to take it over, lives, and what it needs was not all reported"
     chosen = chosen or choose_standby_lead(held, seniority(run), num_stages, run.sound_version)
     if chosen is None:
         found = "no live peer has the state of its loop, and a snapshot of all stages to go with it"
         return f"{found}{run.keepers_remedy}"
     standby, version = chosen
-    if not has_majority(run, list(held)):  # before any server gets its name
+    if not has_majority(run, list(held)):  # checked before any server follows it
         return _no_majority(run, standby)
     request = InheritRequest(generation=generation, new_lead=standby, first_step=version)
     others = [peer for peer in held if peer != standby]

@@ -48,14 +48,14 @@ class TrainerHandlers:
         servers: ServerCalls,
         lease_expiry: LeaseExpiry,
         *,
-        on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch of a step is through, or was withdrawn
+        on_change: Callable[[OpenStep], Awaitable[None]],  # called after a batch of a step is complete or withdrawn
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
         self._events, self._limits, self._changes = context.events, context.limits, context.changes
         self._servers, self._lease_expiry, self._on_change = servers, lease_expiry, on_change
         self._check_honest, self._is_excluded = context.check_honest, context.is_excluded
         self._first_lease = first_lease(context.proposer.term)
-        self._settling = asyncio.Lock()
+        self._settling = asyncio.Lock()  # no place is granted while servers get the change with which the step begins
         self.lead = LeadLiveness(context)
         self.leases = LeaseTable(context.run, context.leases, self._on_grant, lease_expiry.gone)
         self._ends = StepEnds(context, self.leases, self.lead, lease_expiry)
@@ -82,6 +82,7 @@ class TrainerHandlers:
     # ------------------------------------------------------------------ changes, order and places of the open step
 
     async def _handle_change(self, caller: PeerId, request: ChangeRequest) -> None:
+        """Have the servers begin the open step with the lead's change, before any place is granted."""
         manifest = self._run.manifest
         if caller != manifest.lead:
             raise ProtocolError(f"the lead {manifest.lead} says what a step begins with, not {caller}")
@@ -112,6 +113,7 @@ class TrainerHandlers:
         await self._changes.notify()
 
     async def _handle_take_plan(self, caller: PeerId, request: TakePlanRequest) -> TakePlanReply:
+        """Hold a trainer until the lead's plan of an epoch is there, or the open step is past the epoch."""
         self._run.check_generation(request.generation)
         state = self._step_state
 
@@ -126,11 +128,12 @@ class TrainerHandlers:
         return TakePlanReply(plan=plan, passed=plan is None and passed())
 
     async def _handle_grant(self, caller: PeerId, request: GrantRequest) -> GrantReply:
+        """Answer a trainer's request for places in the open step, once the lead has begun and servers are ready."""
         self._run.check_generation(request.generation)
         self._check_honest(caller)
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
-        if self._is_beyond(request.step, "a request for a place"):
+        if self._is_beyond(request.step, "a request for a place"):  # a former coordinator had opened the step
             return GrantReply(wait=WaitForRecord(step=state.open.step))
         if caller in state.open.without:
             # Its own server is excluded. If it is the lead, its request for the record brings the hyperparameters.
@@ -152,9 +155,9 @@ class TrainerHandlers:
                 for trainer in self.leases.owed_by(state.open):
                     self._lease_expiry.watch(trainer)
         if reply.wait is not None and self.leases.leaves_own(caller):
-            await self._changes.notify()  # a waiting trainer may bring it
+            await self._changes.notify()  # another waiting trainer may bring its batch
         if is_lead and reply.grant is not None and state.due is not None:
-            await self.lead.permit(state.due.step, version=state.due.step)  # it trains, so it does not validate
+            await self.lead.permit(state.due.step, version=state.due.step)  # the lead trains, so it does not validate
         return reply
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
@@ -163,7 +166,7 @@ class TrainerHandlers:
         self._lease_expiry.watch(trainer)
 
     async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
-        """Grant a place for a trainer's next batch, if it knows the open step: the ended batch's, or the next."""
+        """Grant a place for a trainer's next batch, unless the open step is one that the trainer does not know yet."""
         # The lead may validate before it uses this place, so the grant permits no record.
         if request.following is None or self._is_excluded(caller):
             return None
@@ -176,6 +179,7 @@ class TrainerHandlers:
             return self.leases.ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, request: BatchBegins) -> None:
+        """Permit the late step's record, because the lead begins to train a batch that was granted earlier."""
         self._run.check_generation(request.generation)
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
@@ -208,11 +212,11 @@ class TrainerHandlers:
                 )
         step = self._step_state.open
         if caller == self._run.manifest.lead and request.report.position is not None:
-            for plan in request.report.plans:  # even if the lead missed a record: it sends them only once
+            for plan in request.report.plans:  # even if the lead missed a record, because it sends plans only once
                 self._step_state.plan(plan, self._run.position or request.report.position)
             await self._changes.notify()
         if request.step != step.step or self._step_state.finishing:
-            return  # a step that is being decided does not include it
+            return  # a step that is being decided does not include the trainer's batches
         metrics = await fetch_metrics(
             self._transport,
             {caller: request.report},
@@ -235,6 +239,7 @@ class TrainerHandlers:
         await self._on_change(step)
 
     async def _handle_done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
+        """Record the end of a batch, and answer the requests that came with it."""
         self._run.check_generation(request.generation)
         self._check_ahead(caller, request)
         reply = await self._done(caller, request)
@@ -255,17 +260,18 @@ class TrainerHandlers:
             check_hyperparameters(request.ends)
 
     async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
+        """Record the end of a batch, perhaps reported before or too late; return whether its step closes."""
         if self._is_beyond(request.step, "the end of a batch"):
             if request.lease is not None and not request.withdrawn:
                 raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
         step, due = self._step_state.open, self._step_state.due
-        if due is not None and request.step == due.step:  # reported again, for no answer came
+        if due is not None and request.step == due.step:  # reported again, because the answer was lost
             self._enter(due, caller, request)
             return BatchDoneReply(closing=True)
         newest = step.step - 1 - self._run.manifest.settings.delay_optimizer_step
         if request.step < step.step and (not request.close or request.step >= newest):
-            if request.lease is not None and not request.withdrawn:  # it was away, or the answer was lost
+            if request.lease is not None and not request.withdrawn:  # the trainer was away, or the answer was lost
                 self._run.check_counted(request.step, request.first)
             self._events.learn({caller: request.noted})
             return BatchDoneReply(closing=True)
@@ -293,7 +299,8 @@ class TrainerHandlers:
         return None
 
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
-        if request.lease is None:
+        """Record in a step that a batch is complete or withdrawn."""
+        if request.lease is None:  # the request only closes the step
             return
         self.leases.batch_ended(trainer)
         if not request.withdrawn:
