@@ -53,7 +53,7 @@ _LOOK_S: Final = 0.5  # seconds without output before a liveness check of the ro
 _MAX_CLOSING_S: Final = 5.0
 _FIRST_AGAIN: Final = 4  # liveness checks before the first resend of the newest step; doubles each time
 _MAX_TIMEOUTS: Final = 10  # a step may take this many call timeouts if servers must be replaced
-_MAX_FAILURES: Final = 64
+_MAX_FAILURES: Final = 64  # reports of failures that wait to be handled; further ones replace the oldest
 _MAX_DROPPED: Final = 3  # a server that lacks its adapter more often in one step is replaced
 
 
@@ -79,7 +79,7 @@ class SessionWeights:
 
     generation: int  # generation of the run
     version: int
-    number: int  # evaluation weights; 0: the weights of the version
+    number: int  # number of the evaluation weights; 0: the weights of the version
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class InferenceSession:
         self._seed = seed
         self.weights, self.adapters = weights, adapters
         self._routes, self._recipe = routes, recipe
-        self._log: list[SessionInput] = []
-        self._route: list[PeerId] = []
-        self._attempt = 0
+        self._log: list[SessionInput] = []  # all steps so far, to send them to new servers
+        self._route: list[PeerId] = []  # server of each stage; empty before the first step
+        self._attempt = 0  # counts the rebuilds of the route
         self._attempt_step = 1  # the newest step when the attempt began
         self._output: asyncio.Future[SessionResult] | None = None  # result of the current step
         self._failures: deque[SessionFailed] = deque(maxlen=_MAX_FAILURES)
@@ -119,7 +119,7 @@ class InferenceSession:
         self._lacking: Counter[int] = Counter()  # stage -> times that its server lacked the adapter in this step
         self._lacking_now: set[int] = set()  # stages whose server must get the adapter
         self._refused: dict[int, set[PeerId]] = {}  # stage -> servers that answered with an error
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()  # messages to former servers under way
 
     @property
     def num_steps(self) -> int:
@@ -232,7 +232,7 @@ class InferenceSession:
             self._looking.add_done_callback(lambda _: self._news.set())
 
     def _judge(self, failed: SessionFailed) -> set[int]:
-        """Handle a failure at the server that caused it, and return its stage."""
+        """Choose the remedy for a failure, and return its stage. A server that has lost steps only gets them again."""
         stage = failed.stage_index
         if failed.kind == "refused":
             self._refuse(stage, StageError(f"stage {stage}: {failed.reason}"))
@@ -304,6 +304,8 @@ class InferenceSession:
         first = min(broken)
         # A single broken stage passes on only the newest output; of several, each must pass on all outputs.
         resume = self.num_steps if len(broken) == 1 else 1
+        # The server before the first broken stage sends its outputs again. If it has dropped them, the server before it
+        # does, and in the end the client sends all steps.
         while first > 0:
             request = SessionReplay(
                 session=self.id,
@@ -318,15 +320,15 @@ class InferenceSession:
                 await rpc.SESSION_REPLAY.ask(self._routes.transport, before, request, timeout=timeout)
             except SessionLost:
                 await self._end_at(before)
-                first, resume = first - 1, 1  # its outputs are gone, so it must compute them again
-            except AdapterMissing:  # raised by the server behind it, which is new to the session
+                first, resume = first - 1, 1  # `before` has dropped its outputs, so it must compute them again
+            except AdapterMissing:  # raised by the server of stage `first`, which is new to the session
                 self._note_lacking(first)
                 return {first}
             except PeerError as error:
                 alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
-                return self._ban_all_but(alive, error) or {first}  # either of the two servers may be gone
+                return self._ban_all_but(alive, error) or {first}  # `before` or the server of `first` may be gone
             else:
-                # The server before may lack the newest step. It passes on what it computes.
+                # `before` may lack the newest step, so send that through all stages.
                 return await self._send(self.num_steps, resume=resume)
         return await self._send_all(resume=resume)
 

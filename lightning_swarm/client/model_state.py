@@ -69,8 +69,8 @@ async def gather_snapshots(
 ) -> ModelState | None:
     """Fetch the newest of `versions` of which answering peers keep all stages; None if there is none.
 
-    Versions after `sound` come last, in the order of `queries.in_turn`. Raise `Unreachable` if peers keep such versions
-    but none of them can be fetched.
+    Versions after `sound` may contain false work, so they come last, the oldest of them first. Raise `Unreachable` if
+    peers report complete versions, but none of these can be fetched.
     """
     answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
     confirmation = Confirmation(transport, run, timeout, events)
@@ -94,7 +94,7 @@ async def _gather(confirmation: Confirmation, held: Held, version: int, *, max_b
     """Fetch the snapshots of all stages at a version."""
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for index in range(len(confirmation.run.rosters)):  # one after the other, because memory may not hold two
+    for index in range(len(confirmation.run.rosters)):  # one after the other, because memory may not hold two stages
         fetched = await _fetch(confirmation, held, version, index, max_bytes=max_bytes)
         try:
             own_weights, own_state = await asyncio.to_thread(_on_disk, fetched)
@@ -110,7 +110,7 @@ _Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
 
 
 def _on_disk(fetched: _Tensors) -> _Tensors:
-    """Write tensors to a file that is deleted with them, and return them mapped from it."""
+    """Write tensors to a temporary file, whose space is freed when they are, and return them mapped from it."""
     with tempfile.TemporaryDirectory(prefix="lightning-swarm-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, "stage.pt")
         torch.save(fetched, path)
@@ -127,6 +127,11 @@ def no_room(error: Exception) -> SwarmError:
 
 
 async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_index: int, *, max_bytes: int) -> _Tensors:
+    """Fetch a stage's snapshot from one of its holders, and check its digest.
+
+    The digest must be the recorded one. Without a record, an audited run requires the digest of the servers that took
+    the snapshot; other runs require only the digest that the holder itself has reported.
+    """
     transport, run = confirmation.transport, confirmation.run
     request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
     holders = holders_of(held, version, stage_index)
@@ -137,7 +142,7 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
         for kept in held[peer].snapshots
         if (kept.version, kept.stage_index) == (version, stage_index)
     }
-    told, number = run.digest_of(stage_index, version), Counter(claimed.values())
+    told, number = run.digest_of(stage_index, version), Counter(claimed.values())  # digest -> number of holders
     if told is None and confirmation.is_needed:
         told = taken_alike(claimed, run.takers_of(stage_index, version), right=run.believed)
         if told is None:
@@ -147,7 +152,7 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
             )
     if told is None and len(number) > 1:
         _log.warning("No record has a digest of stage %d at version %d, and %s differ.", stage_index, version, holders)
-    # This peer's own snapshot costs nothing. Without a recorded digest, begin with the one of most holders.
+    # This peer's own snapshot needs no download. Without a recorded digest, begin with the one of most holders.
     for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -number[claimed[peer]])):
         try:
             message = await transport.stream(
@@ -163,6 +168,7 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
 
 
 def _read(message: Message, asked: tuple[int, int, int], found: bytes, expected: bytes) -> _Tensors:
+    """Return the weights and the optimizer state in a snapshot; refuse another snapshot, or another digest."""
     head = SNAPSHOT.read_reply(message.body)
     if (head.generation, head.stage_index, head.version) != asked or found != expected:
         raise ProtocolError(
@@ -224,7 +230,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Map each key of a state dict, even a renamed one, to its tensor's first name. Leave out keys of other tensors."""
+    """Map each key of a state dict, even a renamed one, to its tensor's first name in the module, if it has one."""
     first = first_names(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     by_place = {place: first[name] for name, tensor in tensors if (place := _place(tensor)) is not None}
@@ -328,12 +334,13 @@ def _request(run: RunState, index: int, step: int, *, optimizer: bool) -> StateR
 async def _states(
     confirmation: Confirmation, requests: Sequence[StateRequest], *, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
+    """Send each request to its stage's servers in turn until one sends a confirmed state; return the states."""
     transport, run = confirmation.transport, confirmation.run
     # In an audited run, ask the next server after any error, not only if a server is gone.
     passing = SwarmError if confirmation.is_needed else PeerError
 
     async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
-        # This peer's own copy costs nothing.
+        # This peer's own copy needs no download.
         members = sorted(run.rosters[request.stage_index], key=lambda member: member.peer_id != transport.peer_id)
         for member in members:
             try:
@@ -342,7 +349,7 @@ async def _states(
                 )
                 await confirmation.check(member.peer_id, request, partial(_parts, state, tensors))
                 return state, tensors
-            except passing as error:  # it may have died since the record
+            except passing as error:  # the server may have died since the newest record
                 if member is members[-1]:
                     raise
                 _log.info("Stage %d is asked for at another of its peers: %s", request.stage_index, error)
@@ -370,8 +377,8 @@ def save(
 ) -> None:
     """Write a checkpoint, and replace an older one of its name only when all of it is written."""
     # The checkpoint is Lightning's, with parameter names in place of the optimizer's numbers. `write_stages` makes the
-    # stages write their parts into a folder. `also` maps further names of their weights to the names under which the
-    # stages write them. `part` is a number that no stage has, for the rest of the weights.
+    # stages write their parts into a folder. `also` maps further names of the stages' weights to the names under which
+    # the stages write them. The rest of the weights is the part with the number `part`, which no stage has.
     rest = dict(checkpoint)
     own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
     for state in rest.pop("optimizer_states", ()):
@@ -437,7 +444,7 @@ async def write_stages(
             generation=run.manifest.generation,
             folder=str(folder),
             optimizer=as_saved is not None,
-            without=sorted(set().union(*names[:index])),
+            without=sorted(set().union(*names[:index])),  # an earlier stage writes tied tensors
         )
         written = await _by_server(transport, writers(run.rosters[index]), request, timeout=timeout)
         if written is not None:
@@ -466,7 +473,7 @@ async def _by_server(
     for member in sorted(roster, key=lambda member: member.peer_id != transport.peer_id):
         try:
             reply, _ = await WRITE.ask(transport, member.peer_id, request, timeout=timeout, max_bytes=0)
-        except PeerError as error:  # it may have died since the record
+        except PeerError as error:  # the server may have died since the newest record
             _log.info("Stage %d is written by another of its peers, or by this one: %s", request.stage_index, error)
             continue
         if reply.here:

@@ -56,10 +56,10 @@ REFRESH_S: Final = 5.0
 
 _CARD_TIMEOUT_S: Final = 30.0
 _CONNECT_TIMEOUT_S: Final = 5.0
-_CONNECT_AGAIN_S: Final = 15.0
-_FIRST_BAN_S: Final = 5.0
+_CONNECT_AGAIN_S: Final = 15.0  # pause after a failed attempt to connect
+_FIRST_BAN_S: Final = 5.0  # each further ban of a server is twice as long
 _LONGEST_BAN_S: Final = 60.0
-_LOOK_S: Final = 2.0
+_LOOK_S: Final = 2.0  # between two pings of servers that did not answer
 _NO_CACHE: Final = (
     "a cache of a served model holds no keys and values of a forward that may train, got a text that goes on from one. "
     "Write texts by `generate`, under `torch.no_grad()`; or freeze the adapter, by `requires_grad_(False)`; or pass "
@@ -134,6 +134,7 @@ class ModelDirectory:
             raise ProtocolError(f"a peer announces its own addresses, got one of {min(others)}")
 
     async def _meets(self, peer: PeerId, offer: ServerOffer) -> bool:
+        """Return whether a server can be reached; connect to it if it is new, or has new addresses."""
         known = self.offers.get(peer)
         if peer == self.transport.peer_id or (known is not None and known.addresses == offer.addresses):
             return True
@@ -157,7 +158,7 @@ class ModelDirectory:
     async def download(
         self, names: Sequence[str], like: Mapping[str, Tensor], wanted: WeightsDigest, sources: Collection[PeerId]
     ) -> dict[str, Tensor]:
-        """Download tensors from the first source whose tensors match the digest in the model's card."""
+        """Download tensors, formed as in `like`, from the first source whose tensors match the digest `wanted`."""
         problems: list[str] = []
         for peer in sources:
             try:
@@ -295,7 +296,7 @@ class ServedRoutes:
         return self._model.serving(stage)
 
     def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
-        """See `SessionRoutes`."""
+        """See `SessionRoutes`. The ban holds for all stages."""
         _, before_s = self._banned.get(peer, (0.0, 0.0))
         for_s = min(_LONGEST_BAN_S, 2 * before_s) or _FIRST_BAN_S
         self._banned[peer] = now_s() + for_s, for_s
@@ -379,7 +380,7 @@ class ServedBlocks:
             modes = self._modes(training=self._trains)
             return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=modes)
         handle = CacheHandle.of(cache)
-        # A model makes a cache even if it will not be used, as in an evaluation.
+        # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation.
         is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
         if is_text and not _leads_to_gradients(found, hidden):
             packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
@@ -394,7 +395,7 @@ class ServedBlocks:
         return self._adapted(hidden, extras, found)
 
     def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
-        """Compute a forward without a cache."""
+        """Compute a forward without a cache. `carried` are inputs beside the hidden state that require a gradient."""
         _check_not_empty(hidden)
         if carried and self._adapted is not None:
             raise ConfigError(_ONLY_HIDDEN)

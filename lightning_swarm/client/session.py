@@ -36,11 +36,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunNews:
-    """News of the run that came while a trainer's batch waited for a place."""
+    """Records that a trainer has received, and that its loop has not counted yet."""
 
-    version: int  # newest version of the weights when the batch got its place
+    version: int  # newest version of the weights that the trainer knows
     records: Sequence[DecidedRecord] = ()  # oldest first
-    # lease -> batch that was finished before, and that its step does not count
+    # lease -> finished batch that its step does not count
     lost: Mapping[int, Any] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def num_trainers(self) -> int:
-        """The number of trainers in the run. A new one is known here before this one gets a place in a step with it."""
+        """The number of trainers in the run; a new one is included before this one gets a place in its first step."""
         return len(self.run.trainers)
 
     @property
@@ -103,11 +103,11 @@ class Session:
             self.local_layers.enter_generation()
 
     def go_back_if(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
-        """At the lead: set the function that returns whether the run can roll back after false work counted."""
+        """At the lead: set the function that returns whether the run can roll back if servers' false work counted."""
         self._steps.can_go_back = can_go_back
 
     def resumes_at(self, versions: Callable[[], Collection[int]]) -> None:
-        """At the lead: set the function that returns snapshot versions from which its loop can go on. Any thread."""
+        """At the lead: set the function, for any thread, that returns snapshot versions where its loop can resume."""
         self._steps.resumable = versions
 
     @property
@@ -116,7 +116,7 @@ class Session:
         return self._steps.newest
 
     def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
-        """At the lead: set the functions that return the hyperparameters of the step it waits for, and its epoch."""
+        """At the lead: set the functions that return the hyperparameters of the open step, and the loop's epoch."""
         self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
 
     def change(self, change: StepChange) -> None:
@@ -136,13 +136,14 @@ class Session:
         self,
         num_samples: int,
         *,
-        gradient_scale: Callable[[], float],
+        gradient_scale: Callable[[], float],  # returns the factor of the batch's loss, which a record may change
         before_record: Callable[[], None],
         batch: BatchNumber | None = None,
     ) -> Grant | None:
         """Return a place in the open step for the current batch; call `before_record` before waiting for a record."""
-        # Where trainers share an epoch, `batch` is the batch's number, or the end of the epoch. The place may then be
-        # for another batch, which must be brought first. None means that another trainer has this batch.
+        # Where trainers share an epoch, `batch` is the batch's number, or the number after the epoch's last batch. The
+        # place may then be for another batch, which this trainer must bring first. None is returned if another trainer
+        # has the batch.
         try:
             serial = self._steps.next_serial()
             grant: Grant | None = None
@@ -162,7 +163,8 @@ class Session:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
         taken = self.pipeline.begin_batch(grant)
         self._set_pipeline_version()
-        # Not `num_trainers`, because a peer that has a place may not be a trainer yet.
+        # Let the record of a late step come during this batch, unless there may be other trainers. `num_trainers` would
+        # miss a peer that has a place already, and is not a trainer yet.
         if not self.is_shared and self._steps.open_step > self._steps.version:
             taken.begin = partial(self._steps.begin_batch, grant)
         return grant
@@ -208,13 +210,14 @@ class Session:
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
         """Let backwards add to the current batch's gradients from now on.
 
-        If there are other trainers and no local layers, `logs` arm the batch once all its backwards are sent: it counts
-        with these logs even if this trainer dies.
+        With `logs`, and if there are other trainers and no local layers, the batch is armed once all its backwards are
+        sent: from then on it counts, with these logs, even if this trainer dies.
         """
         batch = self.pipeline.batch
         if batch is None:
             return
         batch.counts = True
+        # Within an accumulation window, plain Lightning would also count changes that user code made to gradients.
         if not self.pipeline.clears_gradients:
             self.pipeline.marks.check()
             if self.local_layers is not None:
@@ -230,6 +233,8 @@ class Session:
             self.pipeline.batch.counts = False
 
     async def _arm(self, batch: GrantedBatch, logs: Sequence[LoggedValue], receipts: list[Receipt]) -> None:
+        """Report that servers can complete the batch without this trainer; set how to ask later whether it counts."""
+
         async def confirm() -> None:
             await self._steps.done(batch.grant.lease, receipts, logs=logs)
             batch.completed = list(receipts)
@@ -247,7 +252,7 @@ class Session:
 
     def revoke_batch(self) -> None:
         """Give up the current batch, which was struck. It counts nowhere, and may run again in another place."""
-        if self.pipeline.batch is not None:  # otherwise it was finished, and the coordinator knows
+        if self.pipeline.batch is not None:  # otherwise the batch has ended already, and the coordinator knows
             self._runtime.run(self._steps.report_revoked(self._give_up_batch().grant.lease))
 
     def finish_batch(
@@ -261,7 +266,7 @@ class Session:
     ) -> bool:
         """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`.
 
-        At the lead, `close` asks to close the step, which then has the weight of `close_step`.
+        At the lead, `close` asks to close the step, with `total_weight` as in `close_step`.
         """
         batch = self._current_batch()  # it stays current if `LeaseRevoked` is raised
         self.pipeline.count_statistics()
@@ -285,7 +290,7 @@ class Session:
         self._follow_version()
 
     def close_step(self, *, total_weight: float | None) -> None:
-        """At the lead: ask to close the open step with its present batches; None: its weight is the batches' sum."""
+        """At the lead: ask to close the open step; `total_weight` None: the sum of the weights of its batches."""
         self._runtime.run(self._steps.close(total_weight=total_weight))
 
     def end_step(self) -> bool:
@@ -315,7 +320,7 @@ class Session:
             self.local_layers.drop_uncounted(self._steps.version)
 
     def hold_still(self) -> None:
-        """Let no record come while weights are read. With delayed steps, one could come within a batch."""
+        """Let no record come while weights are read: within a batch, first wait for the record of a late step."""
         if self.pipeline.batch is not None:
             self.catch_up()
         else:
@@ -328,7 +333,7 @@ class Session:
             self.local_layers.refresh(self._steps.version)
 
     def _set_pipeline_version(self) -> None:
-        """Let calls that add to no step use the newest weights; with delayed steps, in a batch, the batch's weights."""
+        """Set the weights of calls that add to no step: the newest, or with delayed steps, in a batch, the batch's."""
         batch = self.pipeline.batch
         self.pipeline.version = self._steps.version
         if batch is not None and self.delays:
@@ -341,7 +346,7 @@ class Session:
 
     @property
     def news(self) -> RunNews:
-        """The records that were not collected yet."""
+        """The newest version, and the records that the loop has not collected yet."""
         return RunNews(self._steps.version, list(self._steps.generation.records))
 
     def restore_news(self, news: RunNews) -> None:
@@ -357,7 +362,7 @@ class Session:
         return lost
 
     def receive_record(self, step: int) -> DecidedRecord | None:
-        """Collect a step's record; None at a busy trainer, not the lead, that knows only a later record."""
+        """Collect a step's record. Not at the lead: None if this trainer missed it, and knows only a later record."""
         generation = self._steps.generation
         found = next((decided for decided in generation.records if decided.record.step == step), None)
         generation.records = [decided for decided in generation.records if decided.record.step > step]
@@ -368,7 +373,7 @@ class Session:
         return dict(self.pipeline.context.events.drain())
 
     def ask_to_stop(self) -> None:
-        """Not at the lead: report to it that this trainer's user code, started by its program, wants the run to end."""
+        """At a trainer that began the run with the lead: report to the lead that user code wants the run to end."""
         step = self._steps.open_step
         self.pipeline.context.events.note(
             "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
@@ -377,7 +382,7 @@ class Session:
 
     @property
     def stopped_by(self) -> Sequence[PeerId]:
-        """At the lead: the trainers of its program that asked it to stop."""
+        """At the lead: the trainers that began the run with it, and that asked it to stop."""
         return self.pipeline.context.events.noted_by("stopped", self.run.manifest.trainers)
 
     @property
