@@ -1,4 +1,4 @@
-"""Context that all microbatches of a trainer share: the network, the routers, recent failures, the copies."""
+"""Context that all microbatches of a trainer share: the network, the routers, recent failures, the replay copies."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _T = TypeVar("_T")
 
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECT_AGAIN_S = 300.0  # rare, because an attempt may hold up a record
-_ACCEPT_TIMEOUT_S = 10.0
+_ACCEPT_TIMEOUT_S = 10.0  # for the answer that a request has arrived, beside the time of its tensors on the link
 _CHECK_TIMEOUT_S = 10.0
-_SLOWEST_BYTES_PER_S = 100e3
+_SLOWEST_BYTES_PER_S = 100e3  # a peer with a slower link counts as late
 _DEFAULT_COPIES_BYTES = 4 << 30
 _KEY_BYTES = 16
 
@@ -94,7 +94,7 @@ class PipelineContext:
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if longer than `timeout`
     # Only in audited runs: returns the coordinator, whose own computation decides if servers' answers are in doubt.
     judge: Callable[[], PeerId] | None = None
-    check: Callable[[], Awaitable[None]] = nothing  # raises the run's error if the run has failed
+    check: Callable[[], Awaitable[None]] = nothing  # raises the run's error; enlists a removed trainer again
     fault_counts: Counter[str] = field(default_factory=Counter)  # busy peers, repeated calls and replaced peers
     # Servers that cannot be reached from here -> (candidate, time of the last attempt). They get no microbatch while
     # another server of their stage can be reached.
@@ -114,8 +114,8 @@ class PipelineContext:
 
     async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
         """Route by the record's rosters from now on; connect to newcomers, and to unreached servers that are due."""
-        # Newcomers of skipped records are connected elsewhere: the lead skips none, a trainer that also serves connects
-        # to each before its record, and `TrainerRole` connects other trainers to them.
+        # Newcomers of records that this trainer skipped are no concern here: the lead skips none, a trainer that also
+        # serves connects to each newcomer before its record, and `TrainerRole` connects other trainers to them.
         await self.replay_buffer.release(record.step)
         self.revokers.clear()
         rosters = [[member.peer_id for member in roster] for roster in members]
@@ -147,7 +147,7 @@ class PipelineContext:
             self.events.log_only("left", peer=peer, step=step)
 
     def _due_again(self, rosters: Sequence[Sequence[PeerId]]) -> dict[PeerId, Candidate]:
-        """Return the unreached servers to try again: each now and then, and at once where a stage has no other."""
+        """Return the unreached servers to try again: each after a pause, or at once if its whole stage is unreached."""
         present = {peer for roster in rosters for peer in roster}
         self.unreached = {peer: tried for peer, tried in self.unreached.items() if peer in present}
         needed = {peer for roster in rosters if self.unreached.keys() >= set(roster) for peer in roster}
@@ -158,6 +158,7 @@ class PipelineContext:
         }
 
     async def _meet(self, newcomer: Candidate) -> None:
+        """Connect to a server, or record it as unreached."""
         peer = newcomer.member.peer_id
         self.unreached.pop(peer, None)
         try:
@@ -174,7 +175,8 @@ class PipelineContext:
 
     def result_key(self, name: str) -> TicketKey:
         """Return the key of a result. Only this trainer, the result's holder and its reader know it."""
-        # Derived, not drawn: a call that is sent again has the same key, and its holder need not learn of a new route.
+        # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need not
+        # learn which readers a new route has.
         return blake2b(name.encode(), key=self._secret, digest_size=_KEY_BYTES).digest()
 
     async def send(self, peer: PeerId, method: TypedRpc[Q, A], request: Q, tensors: Sequence[Tensor]) -> A:
@@ -199,7 +201,7 @@ class PipelineContext:
             return await work()
         except OutOfMemory as error:
             _log.info("No server has memory for a microbatch, which is sent once more, alone: %s", error)
-        self.num_under_way -= 1
+        self.num_under_way -= 1  # so that no microbatch that is to be sent alone waits for this one
         self._progress.set()
         try:
             async with self._turn:
@@ -223,20 +225,20 @@ class PipelineContext:
     def patience_s(self, stage: int, charge: PeerCharge, shapes: int) -> float:
         """Return the seconds that a stage's peer may take once it has its input.
 
-        The whole `timeout` if the peer is unmeasured or has no replacement. `shapes` is a hash of the shapes that it
-        computes, because new shapes may have to be compiled.
+        These are the whole `timeout` if the peer is unmeasured or has no replacement. `shapes` is a hash of the shapes
+        that the peer computes, because it may have to compile for new shapes.
         """
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout
-        # The times of whole microbatches include the links.
+        # The time of a whole microbatch is the least, because it includes the links.
         is_familiar = self.durations.usual_s is not None and shapes in load.shapes
         whole_s = 0.0 if self.durations.usual_s is None else self.durations.deadline_s(longest_s=self.timeout)
         least_s = whole_s if is_familiar else max(whole_s, UNFAMILIAR_S)
         return deadline_s(self._usual_s(stage, charge, load), longest_s=self.timeout, least_s=least_s)
 
     def _usual_s(self, stage: int, charge: PeerCharge, load: PeerLoad) -> float:
-        """Return the usual seconds of a microbatch at a peer, with the work before it."""
+        """Return the usual seconds of a microbatch at a peer, including the work that may be ahead of it."""
         if self.judge is None:
             return charge.expected_s * (1 + self.num_under_way + load.queued)
         # If servers may report false rates and queues, bound both by the medians, so that a server gains little time.
@@ -248,9 +250,9 @@ class PipelineContext:
         return expected_s * (1 + self.num_under_way + queued)
 
     def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
-        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` before it.
+        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it.
 
-        Longer if the audited server may be convicted for its silence, because its link may be slower than all others.
+        These are more if the audited server may be convicted for its silence, because its link may be the slowest.
         """
         rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
         if rate is None or whole_s is None:
@@ -261,31 +263,31 @@ class PipelineContext:
         return deadline_s(usual_s, longest_s=self.timeout)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:
-        """Return whether another peer may replace `peer`."""
+        """Return whether a stage has another peer that may replace `peer`."""
         return self.routers[stage].has_other_peer(peer, now_s=now_s())
 
     def is_banned(self, stage: int, peer: PeerId) -> bool:
-        """Return whether `peer` failed recently."""
+        """Return whether a stage's router avoids `peer`, because it failed recently."""
         return self.routers[stage].is_banned(peer, now_s=now_s())
 
     def note_answer(self, peer: PeerId, *, step: int) -> None:
-        """Record that a peer answered."""
+        """Record that a peer answered. If it was silent before, stages without servers are no longer waited for."""
         if self._silent.pop(peer, None) is not None:
             self._outage_wait.stage_found(step=step)
 
     async def check_reachable(self, peer: PeerId) -> None:
-        """Check whether a peer that missed a deadline can be reached."""
+        """Ping a peer that missed a deadline; record it as silent if it cannot be reached."""
         try:
             await self.transport.ping(peer)
         except Unreachable as error:
             self._silent[peer] = error
 
     def is_empty(self, stage: int) -> bool:
-        """Return whether no peer of a stage can be reached, and waiting for one is allowed."""
+        """Return whether all peers of a stage are silent, and `stage_timeout` leaves time to wait for one."""
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
     async def wait_for_stage(self, stage: int, *, step: int) -> None:
-        """Wait before a peer of an empty stage is asked again; raise if it was empty for too long, or the run ended."""
+        """Log that a stage is empty, and check the run; raise if the stage was empty for too long, or the run ended."""
         gone = {peer: self._silent[peer] for peer in self.routers[stage].peers}
         address = (await self.transport.addresses())[0]
         self._outage_wait.keep(stage, gone, step=step, address=address, now_s=now_s())
@@ -301,7 +303,7 @@ class PipelineContext:
         for stage, router in enumerate(self.routers):
             aside = self._set_aside.setdefault(stage, set())
             known, left = {*router.peers, *aside}, self.peers_of(stage)
-            chosen = left - aside - {*peers} or left
+            chosen = left - aside - {*peers} or left  # if no other server is left, use avoided ones after all
             if not chosen or chosen == {*router.peers}:
                 continue
             for peer in sorted({*router.peers} - chosen):
@@ -315,14 +317,14 @@ class PipelineContext:
         return {*self.routers[stage].peers, *self._set_aside.get(stage, ())} - self._lost
 
     def _take_back(self, stage: int) -> None:
-        """Use a stage's avoided servers again if all others failed, whose false reports may have accused these."""
+        """Use a stage's avoided servers again if all other servers failed, which may have accused them falsely."""
         router, aside = self.routers[stage], self._set_aside.get(stage, set())
         if aside - self._lost and all(self.is_banned(stage, peer) for peer in router.peers):
             router.set_peers(sorted(self.peers_of(stage)))
             aside &= self._lost
 
     def ban(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
-        """Avoid a peer for a while, in all stages."""
+        """Avoid a peer for a while in all stages, because it failed in `stage`."""
         if isinstance(error, Unreachable):
             self._silent[peer] = error
         banned = [router.ban(peer, now_s=now_s()) for router in self.routers]

@@ -37,7 +37,7 @@ class _ChainProgress:
     hidden: Any  # the first block's input
     calls: tuple[BlockCall, ...]
     mode: ComputeMode
-    recomputed_in: FrameType | None  # call of the checkpoint in which the chain began
+    recomputed_in: FrameType | None  # frame of the reentrant checkpoint in which the chain began; None: in none
     versions: tuple[tuple[Tensor, int], ...]  # the arguments' tensors, with their counts of in-place changes
     cache: Any  # cache of keys and values, if the first block got one
 
@@ -66,17 +66,20 @@ class BlockChain:
         self._device_type = device_type
         self._shared = shared
         self._list_name = blocks.root_name
-        self._keys = blocks.names
-        self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]
+        self._keys = blocks.names  # names in the list
+        self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]  # names in the model, for errors
         self._modules = blocks.modules
-        self._inner = dict(blocks.named_modules())
+        self._inner = dict(blocks.named_modules())  # all modules in the blocks
         self._sites = sites
-        self._pending: PendingValues | None = None
+        self._pending: PendingValues | None = None  # of the current chain: values that its forwards will leave
         # Read before the forwards are replaced.
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """Run in place of a block's forward; `place` is the block's first index in the list."""
+        """Run in place of a block's forward; return a `DeferredOutput`, or at the last block the pipeline's output.
+
+        `place` is the block's first index in the list, in which a block may stand several times.
+        """
         if hooks := user_hooks(self._modules[place]):
             raise ConfigError(
                 "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
@@ -101,8 +104,8 @@ class BlockChain:
         if any(tensor._version != version for tensor, version in progress.versions):
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
         self.put_back()
-        # With an inline runtime, stages compute in this thread. Default hooks keep a checkpoint around this block from
-        # handling the tensors that they save.
+        # With an inline runtime, stages compute in this thread. These hooks keep a checkpoint around this block from
+        # handling the tensors that the stages save.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             if progress.cache is not None:
                 _, extras = bind(self._keys, progress.calls, carries=False)
@@ -172,7 +175,8 @@ class BlockChain:
             ) from error
 
     def _begin(self, hidden: Any, arguments: dict[str, Any], tensors: list[Tensor], cache: Any) -> _ChainProgress:
-        self.put_back()
+        """Begin a chain with the call of the first block."""
+        self.put_back()  # the chain before may have been left unfinished
         self._pending = PendingValues(self._inner, self._sites)
         return _ChainProgress(
             list_name=self._list_name,
@@ -186,6 +190,7 @@ class BlockChain:
         )
 
     def _go_on(self, before: _ChainProgress, arguments: dict[str, Any], tensors: list[Tensor]) -> _ChainProgress:
+        """Add the next block's call to a chain; refuse it in another mode, or in another reentrant checkpoint."""
         name = self._names[len(before.calls)]
         if before.mode != self._mode():
             self._refuse(
@@ -219,7 +224,7 @@ class DeferredOutput:
 
     def __init__(self, progress: _ChainProgress, picks: tuple[Pick, ...] = ()) -> None:
         self._progress = progress
-        self._picks = picks
+        self._picks = picks  # selections that lead from the block's output to this part; see `BlockCall.picks`
 
     def __getitem__(self, key: Any) -> DeferredOutput:
         if type(key) not in (int, str):
@@ -269,7 +274,7 @@ DeferredOutput.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone
 
 def _unpacked_into(frame: FrameType) -> int | None:
     """Return the number of names into which a frame unpacks, as in ``x, weights = block(x)``; None if it does not."""
-    # `__iter__` does not get it, and the block's output is not known yet. So look at the instruction that calls it.
+    # `__iter__` gets no such number, and the output is not known yet. So look at the instruction that calls `__iter__`.
     code, at = frame.f_code.co_code, frame.f_lasti
     return code[at + 1] if dis.opname[code[at]] == "UNPACK_SEQUENCE" else None
 
@@ -297,7 +302,7 @@ def _versions(tensors: Iterable[Tensor]) -> tuple[tuple[Tensor, int], ...]:
 
 
 def _reentrant_checkpoint() -> FrameType | None:
-    """Return the frame of a reentrant checkpoint around this call. It runs blocks without a graph, and later again."""
+    """Return the frame of a reentrant checkpoint around this call, if any. It runs blocks without a graph at first."""
     if torch.is_grad_enabled():
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -321,7 +326,7 @@ class Interception:
     def __init__(self, blocks: Blocks, calls: BlockChain | Callable[..., Any]) -> None:
         self.removed = False
         self._guards = guard(blocks.modules, callable_blocks=blocks.one_by_one)
-        self._own: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._own: list[tuple[nn.Module, dict[str, Any]]] = []  # (module, its own `forward` if it had one)
         self._chain: BlockChain | None = None
         if not isinstance(calls, BlockChain):
             self._replace(blocks.root, functools.partial(_call_whole, _places(blocks), calls))
@@ -380,7 +385,7 @@ def _call_whole(
 class _ForwardOverride:
     """Replaces a module's forward on the trainer."""
 
-    of_swarm = True
+    of_swarm = True  # read by `module_states`, for which this forward is no change by user code
 
     def __init__(self, own: Callable[..., Any], call: Callable[..., Any], interception: Interception) -> None:
         self.__wrapped__ = own  # read by `inspect.signature`

@@ -1,4 +1,4 @@
-"""Runs one microbatch through the stages: all calls are sent at once, linked by tickets."""
+"""Runs one microbatch through the stages. All calls are sent at once, with tickets for inputs from other peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRe
 from lightning_swarm.protocol.rpc import REPLAY
 from lightning_swarm.protocol.run_state import RunState
 
-_MOMENT_S = 1.0
+_MOMENT_S = 1.0  # last wait for a receipt that is overdue
 
 
 class MicrobatchRun:
@@ -60,6 +60,7 @@ class MicrobatchRun:
         return found
 
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
+        """Send the forwards of all stages, and replace peers that fail, until the last stage's result has come."""
         calls, context = self._calls, self.context
         began_s = now_s()
         recovery = ForwardRecovery(calls)
@@ -79,7 +80,7 @@ class MicrobatchRun:
                 await recovery.mend(failure)
 
     def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
-        """Report the forwards' times to the routers for the next microbatches, since backwards may come long after."""
+        """Report the forwards' times to the routers now, for the next microbatches; backwards may end much later."""
         route = self._calls.route
         known = len(reports) == len(route)
         # The last stage's server reports for the other stages, too. None can have taken longer than the whole forward.
@@ -90,7 +91,10 @@ class MicrobatchRun:
     async def backward(
         self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        """Return the input's gradients if the mode requires them; with `adds`, every stage adds its own to its sum."""
+        """Return the input's gradients if the mode requires them; call `sent` once all stages accepted their calls.
+
+        With `adds`, every stage adds the gradients of its weights to its sum.
+        """
         self._num_backwards += 1
         calls, context = self._calls if adds else self._calls.input_only(self._num_backwards), self.context
         calls.gradients = gradients
@@ -100,7 +104,7 @@ class MicrobatchRun:
         async def run() -> serialization.Tree:
             nonlocal again
             backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
-            again = True
+            again = True  # after `OutOfMemory` this runs once more, and peers may have used up their tensors
             found = await backward.run(sent=sent)
             if not backward.num_failures:
                 context.durations.note(now_s() - began_s)
@@ -147,14 +151,14 @@ class MicrobatchRun:
         own = self.microbatch
         modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
         self.microbatch = self._calls.microbatch = replace(own, modes=modes)
-        self._num_backwards += 1  # peers may have no graph, so send the inputs again
+        self._num_backwards += 1  # as after another backward, send the inputs again: peers may have no graph
 
     def release(self) -> None:
-        """Take the microbatch off its peers' accounts, because no backward will come."""
+        """No longer count the microbatch as work of its peers, because no backward will come."""
         self._calls.release()
 
     async def _account_forward(self, stage: int) -> None:
-        """Settle a stage without a backward. Its work is done, so a failure now does not fail the microbatch."""
+        """Wait for the forward's report of a stage without a backward. A failure now does not fail the microbatch."""
         try:
             report = await self._calls.wait(stage, "forward")
         except StageCallFailed as failure:
@@ -174,8 +178,9 @@ def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
 
 
 async def judged(runs: Sequence[MicrobatchRun], judge: PeerId) -> list[tuple[serialization.Tree, list[bool]]]:
-    """Return the coordinator's outputs of microbatches that leave no trace; raise its error."""
-    # Stage by stage, because the coordinator loads one at a time of the stages that it does not hold.
+    """Have the coordinator compute microbatches that leave no trace, and return their outputs; raise its error."""
+    # Stage by stage, because the coordinator loads one at a time of the stages that it does not hold. These charges are
+    # on no account, because no router chose the coordinator.
     calls = [run._calls for run in runs]
     for one in calls:
         one.route = [PeerCharge(judge, 0, 0.0) for _ in one.context.routers]
@@ -212,7 +217,7 @@ async def replay(
 
 
 async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
-    """Send the calls of all stages; replace busy peers, and resend to the peers of the stages behind them."""
+    """Send the calls of all stages; replace busy peers, and resend the next stages' calls with the new source."""
     pause_s = FIRST_PAUSE_S
     context = calls.context
     deadline = now_s() + context.timeout
@@ -285,7 +290,7 @@ class _BackwardRun:
         recovery.backwards.update(stages)
         if self._recomputes:
             recovery.forwards.update(range(calls.last_stage))
-        has_begun, has_reported = self._recomputes, False
+        has_begun, has_reported = self._recomputes, False  # a recomputation begins with `_send_again`
         while True:
             try:
                 if not has_begun:
@@ -340,7 +345,7 @@ class _BackwardRun:
             return  # each stage is asked for its own receipt, to find the late one
         reports = [report, *report.others]
         if [report.receipt for report in reports] != [calls.accumulates(stage) for stage in stages]:
-            return
+            return  # `_receive` finds the peer at fault
         for stage, stage_report in zip(stages, reports, strict=True):
             calls.settle(stage, stage_report)
             self._recovery.done.add(stage)

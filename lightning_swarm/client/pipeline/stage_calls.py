@@ -49,7 +49,7 @@ class _InputSource:
     """The peer that is called, and the peers from which the call gets its inputs."""
 
     peer: PeerId
-    source: PeerId | None
+    source: PeerId | None  # peer whose result the call gets; None: the trainer sends the input itself
     recompute: PeerId | None = None  # peer with the forward's input
 
     def agrees(self, now: _InputSource) -> bool:
@@ -65,7 +65,7 @@ class StageCalls:
     microbatch: Microbatch
     # In a replay: stage -> peer that adds the gradient. Other peers add nothing.
     holders: Mapping[int, PeerId] | None = None
-    route: list[PeerCharge] = field(default_factory=list)  # the peers that compute each stage
+    route: list[PeerCharge] = field(default_factory=list)  # for each stage, the peer that computes it
     gradients: serialization.Tree = field(default_factory=list)  # one or None for each output tensor, in wire form
     replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that failed
     _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)
@@ -109,13 +109,13 @@ class StageCalls:
         return self.route[stage].peer
 
     def reroute(self, stage: int, avoid: frozenset[PeerId]) -> None:
-        """Choose another peer for a stage, and take the microbatch off the former peer's account."""
+        """Choose another peer for a stage; no longer count the microbatch as work of the former one."""
         router = self.context.routers[stage]
         router.release(self.route[stage])
         self.route[stage] = router.choose(self.microbatch.num_rows, now_s=now_s(), avoid=avoid)
 
     def release(self) -> None:
-        """Take the microbatch off its peers' accounts, because it is done or given up."""
+        """No longer count the microbatch as work of its peers, because it is done or given up."""
         for router, charge in zip(self.context.routers, self.route, strict=False):
             router.release(charge)
 
@@ -132,7 +132,7 @@ class StageCalls:
         return hash((mode.training, mode.grad, mode.autocast, specs))
 
     def settle(self, stage: int, report: StageReport) -> None:
-        """Take a finished stage off its peer's account, with the time that it took."""
+        """Record that a stage's peer has finished the microbatch, and the time that it reports."""
         self.context.routers[stage].settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
         self.context.note_answer(self.peer(stage), step=self.step)
         self.context.routers[stage].note_shapes(self.peer(stage), self._shapes(stage))
@@ -169,7 +169,7 @@ class StageCalls:
         return True
 
     async def send_backward(self, stage: int, *, recompute: bool = False) -> None:
-        """Send a stage's backward to its peer; with `recompute`, it also runs the forward again if it kept nothing."""
+        """Send a stage's backward to its peer; with `recompute`, the peer runs the forward again if it kept nothing."""
         source = self.peer(stage + 1) if stage < self.last_stage else None
         now = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
         await self._cancel_other(stage, "backward", now)
@@ -192,6 +192,7 @@ class StageCalls:
             await self.context.send(now.peer, BACKWARD, request, tensors)
 
     def _own_input(self, stage: int) -> serialization.Tree:
+        """Return the input that the trainer itself sends to a stage: the first one's positional inputs, and extras."""
         return (None if stage else self.microbatch.inputs, self.microbatch.extras[stage])
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
@@ -202,7 +203,7 @@ class StageCalls:
             return (await self.context.send(self.peer(stage), CANCEL, request, ())).added
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
-        """Cancel a call whose input now comes from another peer, else its peer takes the new call for a repetition."""
+        """Cancel a call whose input now comes from another peer; its peer would take the new call for a repetition."""
         sent = self._sent.get((stage, direction))
         if sent is not None and sent.peer == now.peer and not sent.agrees(now):
             await self.cancel(stage, direction)
@@ -212,7 +213,7 @@ class StageCalls:
     async def wait(self, stage: int, direction: Direction, *, timeout: float | None = None) -> CallReport:
         """Wait for a call's report, at most `timeout` seconds, or as long as the stage's peer may take."""
         if timeout is None:
-            is_only_one = self.holders is not None and stage in self.holders
+            is_only_one = self.holders is not None and stage in self.holders  # no other peer may replace a holder
             timeout = self.context.timeout if is_only_one else self.patience_s(stage)
         with self._blaming(stage, direction), answers_of(self.peer(stage)):
             return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
@@ -238,6 +239,7 @@ class StageCalls:
 
     @contextmanager
     def _blaming(self, stage: int, direction: Direction) -> Iterator[None]:
+        """Inside, turn a failure of a stage's peer into `StageCallFailed`, if another peer may do better."""
         peer = self.peer(stage)
         try:
             yield
@@ -247,14 +249,15 @@ class StageCalls:
             if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
                 raise
-            raise self._refused_by(stage, direction, Refusal(peer, error)) from error  # twice in this step
+            # A peer's second report in this step that a batch was struck may be false, so another peer is tried.
+            raise self._refused_by(stage, direction, Refusal(peer, error)) from error
         except Refusal as refusal:
             raise self._refused_by(stage, direction, refusal) from refusal
         except PeerError as error:
             raise StageCallFailed(stage, peer, error) from error
 
     def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
-        """Return the error to raise: the server failed, unless no other server could do better."""
+        """Return the error to raise for a refusal: the server's own error only if no other server could do better."""
         refused = self._refused.setdefault((stage, direction), set())
         refused.add(self.peer(stage))
         self._num_refusals += 1
