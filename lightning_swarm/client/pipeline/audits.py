@@ -48,6 +48,7 @@ class AuditSender:
         AVOID.serve(context.transport, self._handle_avoid, admit=run.check_coordinator)
 
     async def _handle_order(self, caller: PeerId, order: AuditOrder) -> AuditOrderReply:
+        """Send an order's microbatches to their auditors; report the microbatches that no auditor computed."""
         self._run.check_generation(order.generation)
         last = len(self._context.routers) - 1
         for work in order.work:
@@ -85,6 +86,7 @@ class AuditSender:
     async def _send(
         self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int, convicts: bool
     ) -> None:
+        """Send a microbatch to its auditor; raise the auditor's error, or `_AuditorSilent` if it does not answer."""
         context = self._context
         # Twice the time if the audited server computes its part again, too, or if its silence may convict it.
         patience_s = (1 + (order.compare or convicts)) * context.audit_patience_s(
@@ -101,7 +103,7 @@ class AuditSender:
             place=work.place,
             compare=order.compare,
             structure=structure,
-            patience_s=patience_s / 2,
+            patience_s=patience_s / 2,  # the auditor's wait for the audited server
         )
         begin_s = now_s()
         try:

@@ -58,7 +58,7 @@ def adds_nothing(wanted: Sequence[nn.Parameter], at_begin: Sequence[nn.Parameter
     `at_begin` holds the weights that trained when the batch began; None: the call belongs to no batch.
     """
     if at_begin is None or not wanted:
-        return not wanted and at_begin != []
+        return not wanted and at_begin != []  # `[]`: all weights are frozen in any case, not for this call alone
     if len(wanted) != len(at_begin) or any(one is not other for one, other in zip(wanted, at_begin, strict=True)):
         raise ConfigError(
             "which of the pipeline's weights train is settled when a batch begins; a call may freeze all of them for "
@@ -158,7 +158,7 @@ class GradientMarks:
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights
         self._marks: dict[int, Tensor] = {}  # index of the weight -> mark
-        self._of_window: list[nn.Parameter] = []  # weights marked since the accumulation window began
+        self._of_window: list[nn.Parameter] = []  # weights whose mark must stay until Lightning clears gradients
 
     def set(self) -> None:
         """Mark the weights that train."""

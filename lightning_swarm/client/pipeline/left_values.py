@@ -77,11 +77,11 @@ class UnavailableObject:
 
 
 class Pending(StandIn):
-    """A value that is known after the last block's call, or a result that depends on one."""
+    """A value that is known after the last block's call, or a result that depends on such a value."""
 
     @classmethod
     def of(cls, compute: Callable[[], Any] | None, what: str) -> Pending:
-        """Make a stand-in whose value comes from `compute`, or later from `PendingValues.settle`."""
+        """Make a stand-in whose value comes from `compute`, or else from `PendingValues`; `what` names it in errors."""
         made = cls.make()
         vars(made).update(compute=compute, what=what)
         return made
@@ -92,11 +92,13 @@ class Pending(StandIn):
 
 
 def _is_settled(pending: Pending) -> bool:
+    """Return whether a pending value is known, or can be computed now."""
     own = vars(pending)
     return "value" in own or (own["compute"] is not None and all(map(_is_settled, own["compute"].needs)))
 
 
 def _value_of(stand_in: StandIn) -> Any:
+    """Return a stand-in's value, which may have to be computed first; raise if it is unavailable."""
     own = vars(stand_in)
     if "reason" in own:
         raise ConfigError(own["reason"])
@@ -146,6 +148,7 @@ _CANNOT_WAIT = frozenset(
 
 
 def _use(func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
+    """Call a function of torch on stand-ins, or defer the call if a value is pending; `frame` is the user's code."""
     found: list[StandIn] = []
     tree_map_only(StandIn, found.append, (args, kwargs))
     waiting = [one for one in found if isinstance(one, Pending) and not _is_settled(one)]
@@ -153,7 +156,7 @@ def _use(func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:
         return _computed(func, args, kwargs)
     name = getattr(func, "__name__", "")
     if name.endswith("_") and not name.endswith("__") and _gives_result_a_name(frame):
-        name = name[:-1]
+        name = name[:-1]  # `x += y` can be deferred as `x = x + y`
         func = getattr(torch, name)
     what = vars(waiting[0])["what"]
     if name in _CANNOT_WAIT or (name.endswith("_") and not name.endswith("__")):
@@ -181,6 +184,7 @@ class PendingValues:
     def __init__(self, modules: Mapping[str, nn.Module], sites: Collection[tuple[str, str]]) -> None:
         """Replace the attributes at `sites`, and the attributes that the code of the modules' forwards assigns."""
         by_code = {(name, key) for name, module in modules.items() for key in _set_by(module)}
+        # (module, attribute, pending value, former value); the pending value twice if there was no former one.
         self._pending: list[tuple[nn.Module, str, Pending, Any]] = []
         for name, key in sorted(by_code | {*sites}):
             own = vars(modules[name])
@@ -205,7 +209,7 @@ class PendingValues:
             )
 
     def settle(self) -> None:
-        """Settle the pending values with the attributes' current values."""
+        """Settle the pending values with the attributes' current values, which came back from the servers."""
         for module, key, pending, _ in self._pending:
             missing = f"`{key}` of a {type(module).__name__} was read, and its forward did not set it"
             value = vars(module).get(key, pending)

@@ -43,7 +43,7 @@ class Collected:
     tensors: dict[Place, Tensor]
     structures: dict[Site, serialization.Structure]
     refused: dict[Site, str]  # site -> reason why it has no value
-    objects: set[Site]  # refused sites whose values hold other objects than tensors
+    objects: set[Site]  # refused sites whose values hold objects that cannot be sent
     rules: dict[Place, Rule]
     places: list[list[Place]]  # differentiable tensors of each microbatch, in the order of its servers
     sizes: Sequence[int]
@@ -79,7 +79,7 @@ class Leftovers:
     _num_collected: int = 0  # calls with several microbatches
 
     def collect(self, parts: Sequence[Left], sizes: Sequence[int], trial: Trial) -> Collected | None:
-        """Combine the values that microbatches of these sizes left."""
+        """Combine the values that microbatches of these sizes left; None if they left none."""
         if not any(parts):
             return None
         refused = {site: _cannot_travel(str(kind)) for left in parts for site, kind in _sites(left.refused)}
@@ -139,7 +139,7 @@ class Leftovers:
         return written
 
     def _set(self, site: Site, value: object) -> None:
-        """Set an attribute of a trainer's module, which the next call must not take for a change by the user."""
+        """Set an attribute of a trainer's module, so that the next call does not take it for a change by the user."""
         self.sites.add(site)
         exempt(self.modules[site[0]], site[1])
         vars(self.modules[site[0]])[site[1]] = value
@@ -185,7 +185,7 @@ class Leftovers:
     ) -> None:
         """Find the unknown rules, and check the known ones again at ever longer intervals."""
         self._num_collected += 1
-        places = {*columns, *((*site, -1) for site in structures)}  # -1: the structure, with its constants
+        places = {*columns, *((*site, -1) for site in structures)}  # -1: the value's structure, with its constants
         new = {place for place in places if place not in self._rules}
         is_due = self._num_collected & (self._num_collected - 1) == 0  # a power of two
         todo = new | {place for place in places if is_due and self._rules.get(place) not in (None, "rows")}
@@ -242,7 +242,7 @@ def _agreeing(apart: Sequence[object], together: object, sizes: Sequence[int]) -
 
 
 def _matches(joined: Tensor, together: Tensor, *, by_shape: bool) -> bool:
-    """Return whether a combined tensor is that of both microbatches as one."""
+    """Return whether a combined tensor equals the tensor of both microbatches computed as one."""
     # For one row for each sample the shape is enough. Values need not agree, because random draws may differ.
     return joined.shape == together.shape if by_shape else is_close(joined, together)
 

@@ -172,7 +172,7 @@ def concat_gradients(gradients: Sequence[Sequence[Tensor | None]], sizes: Sequen
 
 
 def _is_for_all(tensor: Tensor) -> bool:
-    """Return whether a keyword's tensor is for all samples. In a batch of one row, the microbatch is the batch."""
+    """Return whether a keyword's tensor is for all samples. If one row is a sample's, the batch is not cut anyway."""
     return tensor.ndim == 0 or tensor.shape[0] == 1
 
 

@@ -27,13 +27,13 @@ from lightning_swarm.network import PeerId
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
-_MAX_REPEATS: Final = 8
-_MIN_FAILURES: Final = 8
-_MAX_OF_A_HOLDER: Final = 2
+_MAX_REPEATS: Final = 8  # repeats at one stage before a microbatch is given up; the call timeout must have passed, too
+_MIN_FAILURES: Final = 8  # likewise, failures at all stages
+_MAX_OF_A_HOLDER: Final = 2  # times that a living holder is asked again
 
 
 class GradientHolderGone(PeerError):
-    """Raised if the named holder of a gradient did not add it. No other peer may take its place."""
+    """Raised if the holder that a replay names for a gradient did not add it. No other peer may take its place."""
 
     def __init__(self, peer: PeerId, error: PeerError) -> None:
         super().__init__(f"{peer} shall hold a gradient, and did not add it: {error}")
@@ -51,7 +51,7 @@ class Recovery:
     calls: StageCalls
     avoid: frozenset[PeerId] = frozenset()  # peers that are gone
     num_failures: int = 0
-    _failing_since_s: float | None = None
+    _failing_since_s: float | None = None  # time of the first failure, or of the first after a wait for servers
     _pause_s: float = FIRST_PAUSE_S
     _repeats: Counter[int] = field(default_factory=Counter)  # stage -> requests that were repeated
     _missing_inputs: Counter[tuple[PeerId, ...]] = field(default_factory=Counter)  # (receiver, *senders) -> failures
@@ -118,6 +118,7 @@ class Recovery:
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
+        """Choose another peer for a stage, if possible none from or to which a neighbour's input failed to come."""
         peer = self.calls.peer(stage)
         if stage in self.holders:
             raise GradientHolderGone(peer, error) from error
@@ -140,7 +141,7 @@ class Recovery:
 
 
 class ForwardRecovery(Recovery):
-    """Repairs a route so that all of it can be sent again. Peers do not repeat calls that are done or under way."""
+    """Repairs a route so that all calls can be sent again. Peers do not repeat calls that are done or under way."""
 
     async def mend(self, failure: StageCallFailed) -> None:
         """Find and replace the peer that failed. The caller then sends all calls again, in order."""
@@ -175,7 +176,7 @@ class BackwardRecovery(Recovery):
     forwards: set[int] = field(default_factory=set)  # stages whose forward must be resent, in order, before backwards
     backwards: set[int] = field(default_factory=set)  # stages whose backward must be resent, last first
     done: set[int] = field(default_factory=set)  # stages whose receipt has come
-    _late: set[tuple[int, PeerId]] = field(default_factory=set)
+    _late: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that missed a deadline once
 
     async def mend(self, failure: StageCallFailed) -> None:
         """Find the calls to resend, and their peers. Raise `GradientHolderGone` if no other peer may do it."""
@@ -200,7 +201,7 @@ class BackwardRecovery(Recovery):
             self._note_moved(stage)
 
     def _note_moved(self, stage: int | None) -> None:
-        """Handle a stage's new peer, which kept nothing; earlier stages wait for the former peer's gradient."""
+        """List calls to resend for a stage's new peer, which kept nothing; earlier stages wait for its gradient."""
         if stage is None:
             return
         self.done.discard(stage)

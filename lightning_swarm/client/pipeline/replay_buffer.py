@@ -60,7 +60,7 @@ class _SpilledCopy:
     """A copy whose tensors are in the file."""
 
     without_tensors: ReplayCopy
-    structure: serialization.Structure
+    structure: serialization.Structure  # tree of (inputs, extras, gradients)
     places: Sequence[TensorPlace]
 
 
@@ -78,8 +78,8 @@ class ReplayBuffer:
         self._file = TensorFile()
         self._using_file = asyncio.Lock()
         self._decided = -1  # the newest decided step, as far as this trainer knows
-        self.used_bytes = 0
-        self.num_spilled = 0
+        self.used_bytes = 0  # bytes of tensors in memory
+        self.num_spilled = 0  # copies that did not fit into memory, so far
 
     def __len__(self) -> int:
         return len(self._in_memory) + len(self._spilled)

@@ -23,10 +23,11 @@ _log = logging.getLogger(__name__)
 # Rounding depends on the number of rows. Mixing rows changes outputs by per cents.
 _TOLERANCES: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 NUM_PROBES: Final = 5  # microbatches that a check computes, if no random numbers are drawn
-_FEW: Final = 4  # rows that are compared at least, of a batch with twice as many
+_FEW: Final = 4  # fewest rows of a group, if the batch has enough for two groups
 _SMALL: Final = 0.1  # smaller outputs are compared relative to this size: their differences may be rounding alone
 
-# Computes rows as microbatches that leave no trace. Equal numbers give equal random draws.
+# Computes probes as microbatches that leave no trace. A probe is a call's arguments, and a number: probes of equal
+# numbers draw equal random numbers. See `Pipeline.evaluate`.
 Evaluate = Callable[[Sequence[tuple[CallArguments, int]], ComputeMode], list[tuple[Structure, list[Tensor]]]]
 
 
@@ -61,7 +62,7 @@ class RowCheck:
         try:
             self._look(arguments, probes, mode)
         except ProtocolError:
-            return  # the step went on meanwhile
+            return  # the step went on meanwhile; the next call checks again
         except ConfigError as refusal:
             if self._confirmation is None:
                 raise
@@ -107,6 +108,7 @@ class RowCheck:
         if not all(map(_has_rows, found, probes)):
             self._refuse_if_whole_works(arguments, mode, "give another number of rows for a part of it.")
             return True
+        # The order of `_probes`: both groups, the first beside itself, the second beside itself, the first, the second.
         size, rows = len(probes[3].tensors[0]), len(probes[0].tensors[0])
         if structures[3] != structures[0] and structures[3] == structures[4]:
             raise ConfigError(
@@ -132,13 +134,13 @@ class RowCheck:
         probe: CallArguments,
         mode: ComputeMode,
         together: Sequence[Tensor],
-        deviations: tuple[float, float],  # (largest with only the rows beside changed, largest)
+        deviations: tuple[float, float],  # largest in calls of one shape, with other rows beside; largest of all
         size: int,
     ) -> None:
         """Refuse blocks whose outputs changed, unless random numbers may be the cause."""
         beside_others, deviation = deviations
         tolerance = self._tolerance(together, mode)
-        # Both draw the same numbers, which differ from the numbers before.
+        # Both probes draw the same random numbers, but other ones than the earlier probes.
         (_, drawn_anew), (_, again) = self._evaluate([(probe, 1), (probe, 1)], mode)
         if (change := _deviation(drawn_anew, again)) > tolerance:
             raise ConfigError(
