@@ -26,7 +26,7 @@ def check_kind(config: Any) -> None:
             f"a served model is tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or a head of "
             "your own."
         )
-    # Peft imports the module that such a config names.
+    # Refused before peft uses the config, because peft imports the module that `megatron_config` names.
     if getattr(config, "megatron_config", None):
         raise ConfigError(
             "a served model has no layers of Megatron, and the adapter's config has `megatron_config`. Take another "
@@ -58,7 +58,7 @@ class FoundAdapters:
     """The active adapters in all blocks, and the mode of the blocks' own modules."""
 
     stages: Sequence[StageAdapter]
-    trains: bool
+    trains: bool  # the blocks' own modules are in train mode
 
     @property
     def is_empty(self) -> bool:
@@ -100,7 +100,11 @@ def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> Found
 
 
 def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], modes: set[bool]) -> None:
-    sent: set[int] = set()
+    """Add the adapters of block `number` to the stage's, and the modes of dropouts and of other modules to the sets.
+
+    Refuse adapters, hooks and weights with which the servers would not compute.
+    """
+    sent: set[int] = set()  # ids of the adapters' parameters
     for name, layer in block.named_modules():
         if name and (hooks := user_hooks(layer)):  # peft adds such hooks for `adapter_names`
             _refuse(f"{name!r} of block {number}", f"a forward hook, which is not called here: {hooks[0]}")
@@ -135,6 +139,7 @@ def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], 
     for name, parameter in block.named_parameters():
         if parameter.requires_grad and id(parameter) not in sent:
             _refuse(f"{name!r} of block {number}", "a parameter that trains")
+        # Weights of blocks are placeholders, expanded from one number; a written one has memory for each number.
         if not is_of_adapter(name) and parameter.numel() > 1 and any(parameter.stride()):
             _refuse(f"{name!r} of block {number}", "a weight that was written here, as by merging")
 

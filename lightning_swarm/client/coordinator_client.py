@@ -1,4 +1,4 @@
-"""A trainer's calls to the coordinator, even if another peer takes its place. Each call may arrive twice."""
+"""A trainer's calls to the coordinator, repeated at a successor that takes its place. Each call may arrive twice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CoordinatorTimeouts:
     """A trainer's timeouts for the coordinator, in seconds."""
 
     answer_s: float  # one answer
-    successor_s: float  # an answer of any coordinator
+    successor_s: float  # an answer, counted over all attempts, of the coordinator or a successor
     # Without an answer from any peer for this long, the others have ended the run. None: the run goes on without this
     # trainer.
     alone_s: float | None = None
@@ -58,7 +58,7 @@ class CoordinatorCalls:
     ) -> None:
         self._transport = transport
         self._run = run
-        self._report = report
+        self._report = report  # returns this trainer's part in the open steps
         self._patience = patience
         self._registered_term = run.term  # newest term whose coordinator has this trainer's report
         self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
@@ -83,9 +83,9 @@ class CoordinatorCalls:
 
     async def accept(self, caller: PeerId, term: Term) -> None:
         """Follow a caller that acts as coordinator. Refuse another peer's term, and a term that is not followed."""
-        if caller != term[1]:
+        if caller != term[1]:  # a term names its coordinator
             raise ProtocolError(f"a coordinator asks under its own term, and {caller} asked under {term}")
-        if caller not in self._run.servers and self._run.term != term:  # it may have joined since
+        if caller not in self._run.servers and self._run.term != term:  # the caller may have joined since
             await self.find_coordinator()
         else:
             await self._follow([term])
@@ -94,7 +94,7 @@ class CoordinatorCalls:
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         """Repeat a call until a coordinator has answered it."""
-        heard_s = now_s()
+        heard_s = now_s()  # when any server last answered
         patience = self._patience
         deadline_s = heard_s + patience.successor_s
         while True:
@@ -104,7 +104,7 @@ class CoordinatorCalls:
             except (PeerError, ProtocolError) as error:
                 if self._transport.closed or isinstance(error, NotEnlisted | AccessDenied):
                     raise
-                if not isinstance(error, PeerError):
+                if not isinstance(error, PeerError):  # a refusal, perhaps because the run has rolled back
                     await self._check_generation(coordinator)
                     raise
                 if now_s() >= deadline_s:
@@ -127,7 +127,7 @@ class CoordinatorCalls:
     async def _registered_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         """Call a coordinator; if it has no report of this trainer on the open step, send that first."""
         term = self._run.term
-        if self._registered_term != term:  # it requests reports, but may have missed this trainer's
+        if self._registered_term != term:  # a new coordinator requests reports, but may have missed this trainer's
             generation, step = self._run.manifest.generation, self._run.version
             request = RegisterRequest(generation=generation, step=step, report=self._report())
             with contextlib.suppress(NotEnlisted):  # the batches count nowhere, or the trainer is about to enlist
@@ -153,7 +153,7 @@ class CoordinatorCalls:
         before = self._run.term
         answered = await self.find_coordinator()
         if self._run.term == before:
-            # A server of another generation may have a lower term.
+            # If the run has rolled back, the term there may be a lower one, which is not followed here.
             for peer in sorted(filter(self._run.decides, answered))[:1]:
                 await self._check_generation(peer)
             await asyncio.sleep(_RETRY_S)
@@ -170,11 +170,12 @@ class CoordinatorCalls:
             _log.info("%s shows no run: %s", peer, error)
             return
         if view.manifest.run_id == own.run_id and view.manifest.generation > own.generation:
-            if own.lead == self._transport.peer_id != view.manifest.lead:
+            if own.lead == self._transport.peer_id != view.manifest.lead:  # this peer was the lead, and is no more
                 raise Replaced(replaced_by(view.manifest))
             raise WentBack(f"the run has gone back to step {view.manifest.first_step}, without this trainer")
 
     async def _follow(self, heard: Collection[Term]) -> None:
+        """Follow the highest promised of these terms, if it is above the present one; calls under way begin anew."""
         timeout = self._patience.answer_s
         term = await find_promised(self._transport, self._run, heard, timeout=timeout)
         if term is not None and self._run.follow_term(term):
@@ -183,7 +184,7 @@ class CoordinatorCalls:
 
 
 async def enter(transport: Transport, seen: RunState, patience: CoordinatorTimeouts) -> tuple[RunView, int]:
-    """Train in a run, known as `seen`, from one of its next records on. Raise `ConfigError` if the run refuses."""
+    """Join a run, known as `seen`, as a trainer from one of its next records on. `ConfigError`: the run refuses."""
     nothing = ReportReply(begun=False, leases=[], closed=[])
     calls = CoordinatorCalls(transport, seen, lambda: nothing, patience)
     return await enlist(calls, transport.peer_id, generation=None)
@@ -194,7 +195,7 @@ async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None)
     request = EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation)
     while True:
         reply = await calls.call(ENLIST, request)
-        if reply.view is None:
+        if reply.view is None:  # no record names this trainer yet, or the lead's loop is in no epoch
             continue
         if me not in reply.view.seats.trainers:
             raise ProtocolError(f"the coordinator shows a run to {me} in which it does not train")
@@ -205,7 +206,8 @@ async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None)
 class EnlistedCalls:
     """Calls the coordinator as a trainer of the run, and enlists again if the run went on without this trainer."""
 
-    # After that it gets the records that it missed, and the fate of its batches, like a trainer that was busy.
+    # After it has enlisted again, the trainer gets the records that it missed, and learns which of its batches count,
+    # like a trainer that was busy.
     calls: CoordinatorCalls
     run: RunState
     me: PeerId

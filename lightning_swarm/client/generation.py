@@ -27,7 +27,7 @@ from lightning_swarm.protocol.run_state import RunState
 
 
 class BatchJournal:
-    """Keeps one trainer's batches in one generation of the run."""
+    """Keeps one trainer's batches in one generation of the run, to report them to a new coordinator."""
 
     def __init__(self) -> None:
         self._leases: dict[tuple[int, int], Lease] = {}  # (step, lease) -> lease
@@ -41,7 +41,7 @@ class BatchJournal:
     def granted(self, grant: Grant, request: GrantRequest) -> None:
         """Record a batch's grant."""
         self._begun = True
-        for key, lease in self._leases.items():  # a trainer brings one batch at a time, so an unfinished one was struck
+        for key, lease in self._leases.items():  # a trainer brings one batch at a time: an unfinished one was struck
             self._leases[key] = replaced(lease, withdrawn=lease.withdrawn or lease.completed is None)
         self._leases[grant.step, grant.lease] = Lease(grant=grant, request=request)
         self._metrics.pop((grant.step, grant.lease), None)
@@ -49,7 +49,7 @@ class BatchJournal:
     def planned(self, plan: EpochPlan, position: BatchNumber, over: BatchNumber | None) -> None:
         """At the lead: record an epoch's plan and the generation's first batch; drop plans of epochs before `over`."""
         self._position = position
-        first_epoch, _ = over or position  # the first batch that no record counts
+        first_epoch, _ = over or position  # `over` is the first batch that no record counts
         self._plans = {epoch: kept for epoch, kept in self._plans.items() if epoch >= first_epoch} | {plan.epoch: plan}
 
     def measured(self, step: int, lease: int, metrics: Message) -> None:
@@ -96,7 +96,7 @@ class BatchJournal:
         ]
 
     def decided(self, record: Record) -> tuple[list[Lease], list[Lease]]:
-        """Apply a record; return finished batches that it does not count, and those without a known record."""
+        """Apply a record; return finished batches that it does not count, and finished ones of earlier steps."""
         step, found = record.step, self.finished(self._decided + 1)
         lost = [entry for entry in found if entry.grant.step == step and not record.closing.counts(entry.grant.first)]
         unknown = [entry for entry in found if entry.grant.step < step]

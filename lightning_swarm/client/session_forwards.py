@@ -88,6 +88,7 @@ class SessionForwards:
         modes: Sequence[ComputeMode],
         drops: Sequence[bool] = (),
     ) -> tuple[SessionInput, Sequence[int]]:
+        """Return a step's input, and the rows and tokens of the hidden state; refuse inputs that require a gradient."""
         if torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in serialization.flatten((hidden, extras))[1]
         ):
@@ -108,6 +109,7 @@ class SessionForwards:
         return given, serialization.leaves(hidden)[0].shape[:2]
 
     def _received(self, found: serialization.Tree, cache: Any) -> Any:
+        """Decode an output, in which `cache` takes the place of the servers' cache."""
         with _any_thread():
             return with_cache(decoded(on_cpu(found, copy=True), self._codec, self._device), cache)
 
@@ -138,9 +140,11 @@ class SessionForwards:
     async def _open(
         self, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
     ) -> InferenceSession:
+        """On the loop: open a session for a cache."""
         return self._opened().open(handle.recipe, weights, adapters)
 
     def _opened(self) -> InferenceSessions:
+        """On the loop: return the client's sessions, which receive messages from the first call on."""
         if self._sessions is None:
             self._sessions = InferenceSessions(self._routes)
         return self._sessions

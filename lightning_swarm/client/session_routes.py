@@ -88,13 +88,14 @@ class RunRoutes:
         return self._choose(stage, rows, avoid=frozenset({route[stage]}))
 
     def _choose(self, stage: int, rows: int, avoid: frozenset[PeerId] = frozenset()) -> PeerId:
+        """Choose a server as for a microbatch, without charging it: a session's steps come much later."""
         router = self.context.routers[stage]
         charge = router.choose(rows, now_s=now_s(), avoid=avoid)
         router.release(charge)
         return charge.peer
 
     def end(self, route: Sequence[PeerId]) -> None:
-        """See `SessionRoutes`."""
+        """See `SessionRoutes`. Routers keep no account of sessions."""
 
     def servers(self, stage: int) -> Collection[PeerId]:
         """See `SessionRoutes`."""
