@@ -44,7 +44,7 @@ class CoordinatorTimeouts:
     """A trainer's timeouts for the coordinator, in seconds."""
 
     answer_s: float  # one answer
-    successor_s: float  # an answer, counted over all attempts, of the coordinator or a successor
+    successor_s: float  # all attempts together, until the coordinator or a successor has answered
     # Without an answer from any peer for this long, the others have ended the run. None: the run goes on without this
     # trainer.
     alone_s: float | None = None
@@ -153,7 +153,7 @@ class CoordinatorCalls:
         before = self._run.term
         answered = await self.find_coordinator()
         if self._run.term == before:
-            # If the run has rolled back, the term there may be a lower one, which is not followed here.
+            # If the run has rolled back, its new term may be lower, and is not followed. So ask a server for its run.
             for peer in sorted(filter(self._run.decides, answered))[:1]:
                 await self._check_generation(peer)
             await asyncio.sleep(_RETRY_S)

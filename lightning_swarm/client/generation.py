@@ -96,7 +96,7 @@ class BatchJournal:
         ]
 
     def decided(self, record: Record) -> tuple[list[Lease], list[Lease]]:
-        """Apply a record; return finished batches that it does not count, and finished ones of earlier steps."""
+        """Apply a record; return finished batches that it does not count, and batches of steps with missed records."""
         step, found = record.step, self.finished(self._decided + 1)
         lost = [entry for entry in found if entry.grant.step == step and not record.closing.counts(entry.grant.first)]
         unknown = [entry for entry in found if entry.grant.step < step]

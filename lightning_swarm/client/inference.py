@@ -132,9 +132,10 @@ class InferenceSession:
         output = self._output = asyncio.get_running_loop().create_future()
         self._num_looks = 0
         timeout = self._routes.timeout
-        last_s = now_s() + _MAX_TIMEOUTS * timeout
+        last_s = now_s() + _MAX_TIMEOUTS * timeout  # the deadline is never extended beyond this
         deadline_s = now_s() + timeout
         try:
+            # Stages that need another server, or the steps so far again.
             broken = await (self._send(self.num_steps, resume=self.num_steps) if self._route else self._begin())
             while not output.done():
                 if broken:

@@ -127,6 +127,7 @@ class ModelDirectory:
                 _log.info("The directory did not list the model's servers: %s", shorten(str(error)))
 
     def _check(self, peer: PeerId, offer: ServerOffer) -> None:
+        """Refuse an offer of stages that the model does not have, or with addresses of other peers."""
         if offer.first_stage + offer.num_stages > len(self.card.stages):
             raise ProtocolError(f"the model has {len(self.card.stages)} stages, got an offer of {offer}")
         others = {address.rpartition("/p2p/")[2] for address in offer.addresses if "/p2p/" in address} - {peer}

@@ -14,7 +14,7 @@ from lightning_swarm.network import PeerId
 TOLERANCE: Final = 0.1
 """Routes that are slower than the best by up to this share are drawn, too, so that clients do not all choose one."""
 
-_UNMEASURED_S: Final = 1e-3  # seconds for a token at a stage
+_UNMEASURED_S: Final = 1e-3  # assumed seconds for a token at a stage, if a server has not measured them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 _CONNECT_TIMEOUT_S = 10.0
 _CONNECT_AGAIN_S = 300.0  # rare, because an attempt may hold up a record
-_ACCEPT_TIMEOUT_S = 10.0  # for the answer that a request has arrived, beside the time of its tensors on the link
+_ACCEPT_TIMEOUT_S = 10.0  # for a peer to accept a request, beside the time of the request's tensors on the link
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3  # a peer with a slower link counts as late
 _DEFAULT_COPIES_BYTES = 4 << 30

@@ -242,7 +242,7 @@ def _agreeing(apart: Sequence[object], together: object, sizes: Sequence[int]) -
 
 
 def _matches(joined: Tensor, together: Tensor, *, by_shape: bool) -> bool:
-    """Return whether a combined tensor equals the tensor of both microbatches computed as one."""
+    """Return whether a combined tensor agrees with the tensor of both microbatches computed as one."""
     # For one row for each sample the shape is enough. Values need not agree, because random draws may differ.
     return joined.shape == together.shape if by_shape else is_close(joined, together)
 

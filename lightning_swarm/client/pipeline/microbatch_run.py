@@ -42,7 +42,7 @@ class MicrobatchRun:
         self.microbatch = microbatch
         self._calls = StageCalls(context, microbatch)
         self._num_backwards = 0
-        self._given: dict[Direction, GivenResult] = {}
+        self._given: dict[Direction, GivenResult] = {}  # in audited runs: results that this trainer received
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Return the last stage's output, in wire form, and which of its tensors require grad."""
@@ -93,7 +93,7 @@ class MicrobatchRun:
     ) -> serialization.Tree:
         """Return the input's gradients if the mode requires them; call `sent` once all stages accepted their calls.
 
-        With `adds`, every stage adds the gradients of its weights to its sum.
+        With `adds`, every stage that trains adds the gradients of its weights to its sum.
         """
         self._num_backwards += 1
         calls, context = self._calls if adds else self._calls.input_only(self._num_backwards), self.context

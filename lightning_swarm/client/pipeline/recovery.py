@@ -118,7 +118,7 @@ class Recovery:
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
-        """Choose another peer for a stage, if possible none from or to which a neighbour's input failed to come."""
+        """Choose another peer for a stage; avoid peers whose exchange of an input with a neighbouring stage failed."""
         peer = self.calls.peer(stage)
         if stage in self.holders:
             raise GradientHolderGone(peer, error) from error
@@ -201,7 +201,7 @@ class BackwardRecovery(Recovery):
             self._note_moved(stage)
 
     def _note_moved(self, stage: int | None) -> None:
-        """List calls to resend for a stage's new peer, which kept nothing; earlier stages wait for its gradient."""
+        """List calls to resend: a stage's new peer kept nothing; earlier stages wait for the former peer's gradient."""
         if stage is None:
             return
         self.done.discard(stage)

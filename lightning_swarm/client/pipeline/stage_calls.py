@@ -68,7 +68,7 @@ class StageCalls:
     route: list[PeerCharge] = field(default_factory=list)  # for each stage, the peer that computes it
     gradients: serialization.Tree = field(default_factory=list)  # one or None for each output tensor, in wire form
     replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that failed
-    _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)
+    _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)  # sent and not cancelled
     # (stage, direction) -> servers that answered with an error; and the number of all such answers.
     _refused: dict[tuple[int, Direction], set[PeerId]] = field(default_factory=dict)
     _num_refusals: int = 0
