@@ -35,7 +35,7 @@ class TrainerSchedulers:
         self._num_moved = 0  # moves for records that are not counted yet
 
     def take_over(self) -> None:
-        """Keep Lightning's loop from moving schedulers again that were already moved for a pending record."""
+        """Keep Lightning's loop from moving the schedulers a second time for a record that `move` ran ahead of."""
         self._update = Override(self._epoch_loop, "update_lr_schedulers", self._update_after_batch)
 
     def release(self) -> None:
@@ -72,8 +72,8 @@ class TrainerSchedulers:
 class LoopBatch:
     """A batch of Lightning's loop, or a batch that this trainer brings in place of another trainer."""
 
-    idx: int
-    kwargs: OrderedDict[str, Any]
+    idx: int  # number of the loop's current batch
+    kwargs: OrderedDict[str, Any]  # arguments of `training_step`
     num_samples: int
     number: BatchNumber | None = None  # set if trainers share the data
 
@@ -83,7 +83,7 @@ class CompletedBatches:
 
     def __init__(self) -> None:
         self._sizes: dict[int, list[int]] = {}  # step -> samples of each batch
-        self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # lease -> step, batch, epoch
+        self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # lease -> step, batch, epoch; see `keep_no_batches`
         self.lost: dict[int, LoopBatch] = {}  # lease -> batch that no record will count, and that must run again
 
     def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
@@ -100,7 +100,7 @@ class CompletedBatches:
         return sum(of == epoch for _, _, of in self._batches.values())
 
     def lose(self, lease: int) -> None:
-        """Mark a batch to run again, because its step does not count it."""
+        """Mark a batch to run again, because its step does not count it. Raises StepError if the batch was freed."""
         step, batch, _ = self._batches.pop(lease, (0, None, 0))
         if batch is None:
             raise StepError(
@@ -134,10 +134,10 @@ def scaling_of(trainer: Trainer) -> LossScaling | None:
 
 
 class LossScale:
-    """The factor by which trainers scale losses for float16's small range. Servers divide the mean gradient by it."""
+    """The factor that brings gradients into float16's range. Trainers multiply losses by it; servers divide by it."""
 
     def __init__(self, scaler: GradScaler | None, of_run: Callable[[], LossScaling | None] = lambda: None) -> None:
-        self._scaler = scaler  # the precision plugin's; None if it never scales
+        self._scaler = scaler  # the precision plugin's; None if the plugin never scales
         self._of_run = of_run  # returns the scaling of all trainers; None if this trainer's scale is its own
 
     @property
@@ -161,7 +161,7 @@ class LossScale:
         """Let the scaler grow or back off after a step, as it does on one machine."""
         if self._scaler is None or self._follow():
             return
-        # The scaler checks gradients for infinities, but they are on the servers. So a stand-in has the step's outcome.
+        # The scaler looks for infinities in gradients, which are on the servers. So it gets a stand-in for them.
         stand_in = torch.nn.Parameter(torch.zeros(()))
         stand_in.grad = torch.full((), math.inf if skipped else 0.0)
         self._scaler.unscale_(SGD([stand_in], lr=0.0))
@@ -219,7 +219,7 @@ class LoopCounters:
         return self._target_batch_size is not None and num_samples >= self._target_batch_size
 
     def is_due(self, num_samples: int) -> bool:
-        """Return whether a step with so many own samples ends here, as Lightning's would, or with the last batch."""
+        """Return whether a step with so many own samples ends with the current batch, by Lightning's counters."""
         if self.by_windows:
             # A window that the epoch's end cuts off counts as a full one, as in Lightning: each loss was divided by the
             # window's length.
@@ -244,7 +244,7 @@ class LoopCounters:
 
     @property
     def ends_epoch(self) -> bool:
-        """Return whether the lead's epoch ends here. A checkpoint at its end, say, must include all of its steps."""
+        """Return whether the lead's epoch ends with the current batch, so that a checkpoint must include its steps."""
         return self._is_lead and self._epoch_loop._num_ready_batches_reached()
 
     @property

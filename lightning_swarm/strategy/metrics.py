@@ -145,7 +145,7 @@ class SharedMetrics:
         return [state for state, _ in packed], tensors
 
     def discard_batch(self, lease: int) -> None:
-        """Forget the contents from a complete batch that counts in no step. The caller restores the metrics."""
+        """Forget the contents from a complete batch that counts in no step. Leaves them in the metrics."""
         self._step.pop(lease, None)
 
     @property
@@ -227,7 +227,7 @@ class SharedMetrics:
             if not entry.is_tensor and id(entry.value) in names:
                 self._results.update_metrics(key, entry.value, 1)
         for entry, value in self._step_values():
-            entry._forward_cache, entry.has_reset = value, False
+            entry._forward_cache, entry.has_reset = value, False  # Lightning logs no result that was reset
         self._decided = []
 
     @property
@@ -256,13 +256,13 @@ class SharedLogs:
         module: nn.Module,
         results: Any,
         metrics: SharedMetrics,
-        is_one_of_several: Callable[[], bool] = lambda: False,
+        is_one_of_several: Callable[[], bool] = lambda: False,  # whether this lead trains beside other trainers
     ) -> None:
         self._module = module
         self._results = results
         self._metrics = metrics
         self._is_one_of_several = is_one_of_several
-        self._own_names: set[str] = set()  # names that a warning has mentioned
+        self._own_names: set[str] = set()  # names logged without `sync_dist` that a warning has mentioned
         self._put_back: Callable[[], None] = lambda: None  # restores the results and metrics before the newest batch
         self._lease = 0  # the current batch's
         self._num_samples: int | None = None  # the current batch's; None between batches
@@ -274,7 +274,7 @@ class SharedLogs:
         self._own_log = Override(results, "log", self._log)
 
     def release(self) -> None:
-        """Leave the results as they were."""
+        """Restore the results' own `log` method."""
         self._own_log.remove()
 
     def begin_batch(self, num_samples: int, lease: int) -> None:
@@ -297,7 +297,7 @@ class SharedLogs:
         self.restore()
 
     def discard_batch(self, lease: int) -> None:
-        """Do not share a complete batch that counts in no step. Leaves results and metrics as they are."""
+        """Do not share the values of a complete batch that counts in no step. Leaves them in results and metrics."""
         self._step.pop(lease, None)
         self._metrics.discard_batch(lease)
 
@@ -358,7 +358,7 @@ class SharedLogs:
             metric = self._entry(logged)
             if metric is not None and logged.on_step:
                 metric._forward_cache = _tensor(logged.value, metric)
-                metric.has_reset = False
+                metric.has_reset = False  # see `SharedMetrics.replay`
                 if not logged.on_epoch:
                     metric.value = metric._forward_cache
 
@@ -403,6 +403,7 @@ class SharedLogs:
 
     def _log_own(self, fx: str, name: str, value: Any, options: Mapping[str, Any]) -> None:
         """Log in the results. This trainer's options take precedence over other trainers' under the same name."""
+        # With equal options, keep the entry that holds the other trainers' values, and log into it.
         key = f"{fx}.{name}"
         made = self._results.pop(key, None) if key in self._made else None
         self._made.discard(key)
@@ -412,7 +413,7 @@ class SharedLogs:
             self._own_log.replaced(fx, name, value, sync_dist=False, **options)
 
     def _entry(self, logged: LoggedValue) -> Any:
-        """Return the lead's result of this name; create it with the other trainer's options if it is missing."""
+        """Return the lead's result of this name, created with these options if missing; None if it can be no number."""
         key = f"{_HOOK}.{logged.name}"
         if key not in self._results:
             if logged.name in _RESERVED:
@@ -434,7 +435,7 @@ class SharedLogs:
 
 def _remember_logs(module: nn.Module, results: Any) -> Callable[[], None]:
     """Copy the logged results and the module's metrics; the returned function restores both."""
-    # A logged value is a metric of Lightning's own.
+    # Each result is itself a metric, of a class of Lightning's.
     entries = {key: copied(entry) for key, entry in results.items()}
     metrics = [(metric, copied(metric)) for metric in module.modules() if isinstance(metric, Metric)]
 

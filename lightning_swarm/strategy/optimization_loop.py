@@ -40,7 +40,7 @@ from lightning_swarm.strategy.rate_hooks import RateHooks
 from lightning_swarm.strategy.run_log import RunLog
 
 _log = logging.getLogger(__name__)
-_MAX_RUNS = 8
+_MAX_RUNS = 8  # attempts to train on one batch
 
 
 def _untrained() -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _untrained() -> dict[str, Any]:
 
 
 class SwarmOptimization:
-    """Runs the loop's batches, whose steps happen on the servers. The closure and counters are Lightning's own."""
+    """Trains on the loop's batches with Lightning's own closure and counters, while the optimizer steps on servers."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SwarmOptimization:
         data: SharedData,
         config: SwarmConfig,
         access: ModuleAccess,
-        run_log: RunLog | None,  # only the lead's
+        run_log: RunLog | None,  # None at trainers that are not the lead
     ) -> None:
         self.trainer = trainer
         self._data = data
@@ -71,10 +71,11 @@ class SwarmOptimization:
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None), lambda: session.run.scaling)
         self._run_log = run_log
         self._version = session.version  # number of records that were counted here
-        self.on_grant: Callable[[RunNews], None] = lambda _: None  # called at a batch's grant, or if no batch is left
+        # Called when a batch stops waiting for its grant, with the records and lost batches not handled by then.
+        self.on_grant: Callable[[RunNews], None] = lambda _: None
         self.stepped = False  # a step was counted in the current batch
-        self._begun = False  # a batch has begun
-        self._num_trained = 0  # Lightning's count of ready batches when the last one was trained
+        self._begun = False  # the loop has begun a batch in this run
+        self._num_trained = 0  # Lightning's count of ready batches when the newest trained batch ended
         self._is_ready = False  # Lightning's counters include the step that the current batch may end
         self._overrides: Sequence[Override] = ()
         self._schedulers = TrainerSchedulers(trainer)
@@ -115,9 +116,9 @@ class SwarmOptimization:
             override.remove()
 
     def _has_stepped(self) -> bool:
-        """Return whether a step ended in the current batch; before a resumed loop's first batch, in its last saved one.
+        """Return whether a step ended in the current batch or, before it is trained, whether one is known to end in it.
 
-        Before a batch is trained, return whether a step will end in it, as far as this is known.
+        Before a resumed loop's first batch, return whether a step ended in the last batch of the saved loop.
         """
         if self._num_ready() != self._num_trained:
             return self._counters.by_windows and self._counters.is_due(0)
@@ -129,7 +130,7 @@ class SwarmOptimization:
         return int(self.trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Train on one batch, and wait for the step that it closes. Returns the outputs for `on_train_batch_end`."""
+        """Train on a batch, and wait for the step that it closes, if any. Returns `on_train_batch_end`'s `outputs`."""
         self._begun, self.stepped = True, False
         self._own_values.look()
         self._rate_hooks.called(kwargs.get("batch"), batch_idx)
@@ -172,15 +173,17 @@ class SwarmOptimization:
         return batch_idx % self.trainer.accumulate_grad_batches == 0
 
     def _loop_batch(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> LoopBatch:
+        """Return the loop's current batch, from the arguments of `training_step`."""
         number = self._data.number
         if number is not None:
-            if "batch_idx" in kwargs:  # the index that one process would have, which reads all of the epoch
+            if "batch_idx" in kwargs:  # the index in the whole epoch, as in one process
                 kwargs["batch_idx"] = number[1]
             return LoopBatch(batch_idx, kwargs, self._data.size(number), number)
+        # With a `dataloader_iter`, `training_step` itself will read the batch, so its size is not known.
         return LoopBatch(batch_idx, kwargs, self._counters.num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
     def _train(self, batch: LoopBatch) -> dict[str, Any] | None:
-        """Train on a batch, again if it is struck. Returns None if another trainer has it."""
+        """Train on a batch, again if it is struck. Returns None if another trainer brings the batch."""
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
             lease = self._begin(batch)
@@ -207,7 +210,7 @@ class SwarmOptimization:
                 self.logs.restore()  # the logs have included this batch since its first run
 
     def _train_extra(self, batch_idx: int, grant: Grant) -> None:
-        """Train on a batch that no other trainer brings. If it is struck, any trainer may get it again."""
+        """Train on a granted batch that is not the loop's. If it is struck, any trainer may get it again."""
         assert grant.batch is not None
         batch = self._data.read_batch(grant.batch)
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, grant.batch[1])
@@ -220,13 +223,13 @@ class SwarmOptimization:
             self.logs.revoke()
 
     def _end_epoch(self, batch_idx: int) -> None:
-        """Wait, after this trainer's last batch of the epoch, until all batches of the epoch are complete."""
-        end = self._data.lane_end
+        """Wait, after this trainer's last batch of the epoch, until all trainers' batches of the epoch are complete."""
+        end = self._data.lane_end  # None before the last batch, and without shared data
         if end is not None:
             try:
                 self._begin(LoopBatch(batch_idx, OrderedDict(), 1, end))
-            except RunOver:  # the current batch was the lead's last one
-                if not self._session.is_lead:
+            except RunOver:
+                if not self._session.is_lead:  # the lead has no batch to leave undone: its current batch was the last
                     raise
 
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
@@ -241,7 +244,7 @@ class SwarmOptimization:
                 closure()
             self._session.pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
-        except LeaseRevoked:
+        except LeaseRevoked:  # `_train` repeats the batch
             raise
         except (PeerError, StepError) as error:
             self._session.check(error)
@@ -262,12 +265,13 @@ class SwarmOptimization:
         if self._completed.lost.pop(lease, None) is not None:
             raise LeaseRevoked("its gradients on the servers were lost, and its step does not count it")
         if not self._session.is_shared and not self._session.delays:
-            # Only a double fault would need these batches, and a step's batches take too much device memory.
+            # A trainer that stays alone needs complete batches again only after a double fault, and keeping a whole
+            # step's batches takes too much device memory.
             self._completed.keep_no_batches()
         return {} if result.loss is None else result.asdict()
 
     def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Clear gradients as Lightning does; meanwhile, refuse uses of the former batch's gradients in hooks."""
+        """Clear gradients as Lightning does. Meanwhile, refuse hooks' uses of the previous batch's gradients."""
         with self._session.gradients_spent():
             zero_grad()
 
@@ -275,6 +279,7 @@ class SwarmOptimization:
         """Report a complete batch and its logged values to the swarm. Returns whether its step closes now."""
         step = self._session.open_step
         close = self._counters.is_due(batch.num_samples)
+        # A trainer that stays alone knows where a step ends, so it can send the next requests with this report.
         alone = not (self._session.is_shared or self._data.shares)
         fills = self._counters.is_full(self.pending_samples + batch.num_samples)
         ends = alone and self._ends_step(close=close or fills)
@@ -288,7 +293,7 @@ class SwarmOptimization:
         return closing
 
     def _next_grant(self, batch: LoopBatch, *, ends: bool) -> NextGrant:
-        """Return the requests at a batch's end; no grant if the next batch may be smaller, or the loss scale adapts."""
+        """Return the requests to send with a batch's report. They ask for no place whose size or scale may change."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         is_last = epoch_loop.batch_progress.current.ready + 1 >= self.trainer.num_training_batches
         if is_last or self._scale.adapts:
@@ -309,7 +314,7 @@ class SwarmOptimization:
             )
 
     def begin_backward(self) -> None:
-        """Send the values that `training_step` logged, because no more will follow."""
+        """Let backward passes count for the current batch, with all values that its `training_step` logged."""
         self._session.begin_backward(self.logs.so_far)
 
     def end_backward(self) -> None:
@@ -336,7 +341,7 @@ class SwarmOptimization:
         return self._completed.num_batches(self.trainer.current_epoch)
 
     def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
-        """Continue from a former run's loop, with its `news` from before the next batch and its `pending` values."""
+        """Continue a former run's loop: the records it counted, and records and logged values that it did not count."""
         self._version = num_counted
         self._session.restore_news(news)
         self.logs.recall(pending)
@@ -354,7 +359,7 @@ class SwarmOptimization:
         self._schedulers.restart()
 
     def _begin(self, batch: LoopBatch) -> int | None:
-        """Get a lease, training batches that no other trainer brings meanwhile; None if another trainer brings it."""
+        """Wait for the batch's lease, and train on batches that must come first. None: another trainer brings it."""
         while not self._leaves():
             try:
                 grant = self._session.begin_batch(
@@ -376,7 +381,7 @@ class SwarmOptimization:
         return None
 
     def _leaves(self) -> bool:
-        """Return whether this trainer must leave a run that continues; another trainer brings the batch."""
+        """Return whether this trainer must leave a run that continues, where another trainer brings its batch."""
         return not self._session.is_lead and bool(self.trainer.received_sigterm)
 
     def _count_others(self) -> None:
@@ -388,7 +393,8 @@ class SwarmOptimization:
     def _end_step(self, *, closing: bool) -> None:
         """Close the step if it ends with this batch, wait for its record, and count all records that came."""
         if not closing and self._counters.is_due(self.pending_samples):
-            self._session.close_step(total_weight=self._counters.total_weight)  # the batch was withdrawn
+            # The batch was withdrawn, so no report of it has asked to close the step.
+            self._session.close_step(total_weight=self._counters.total_weight)
             closing = True
         if self._ends_step(close=closing):
             self._step()
@@ -400,8 +406,8 @@ class SwarmOptimization:
         self._session.follow_records()  # the next hooks must find the weights of all counted steps
 
     def _ends_step(self, *, close: bool) -> bool:
-        """Return whether the batch waits for the end of a step that closes with it."""
-        # Lightning acts on steps once a batch, so the lead leaves a second step to its next batch.
+        """Return whether the current batch waits for the step's end; `close`: the step closes with this batch."""
+        # Lightning logs and saves once a batch, so the lead leaves the end of a second step to its next batch.
         return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
 
     def _catch_up(self) -> None:
@@ -438,7 +444,7 @@ class SwarmOptimization:
             self._take_back_ready()
 
     def _take_back_ready(self) -> None:
-        """Remove the ready step from Lightning's counters, if no step ended."""
+        """Remove from Lightning's counters the step that was to end in the current batch, if it did not."""
         if self._is_ready:
             self._is_ready = False
             progress = self._lightning.optim_progress.optimizer.step
@@ -446,7 +452,7 @@ class SwarmOptimization:
             progress.total.ready -= 1
 
     def _before_step(self, *, has_all: bool) -> None:
-        """Call the hooks before a step. If `has_all`, this trainer's own layers still hold its whole gradient."""
+        """Call `on_before_optimizer_step`. `has_all`: this trainer's own layers hold the whole gradient of the step."""
         self._prepare()
         call = self._framework.call
         with nullcontext() if has_all else self._session.gradients_elsewhere():
@@ -471,12 +477,12 @@ class SwarmOptimization:
         self._completed.count(self._version)
         self._version += 1
         self.stepped = True
-        # Schedulers ask whether the optimizer stepped; it did, elsewhere.
+        # Schedulers check whether the optimizer stepped, which it did on the servers.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self.logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
         if self._run_log is not None:
             self._run_log.count(None if decided is None else decided.record)
-        if decided is None:  # only a later record is known, which will be counted, too
+        if decided is None:  # this trainer knows only a later record, which it will count, too
             return
         record = decided.record
         if not self._session.is_lead:
@@ -499,6 +505,7 @@ class SwarmOptimization:
 
     def _prepare(self) -> None:
         """Move the schedulers to the open step, ahead of records that are not counted yet."""
+        # One move more in a batch that stepped, because Lightning moves them for its first step when the batch ends.
         self._schedulers.move(self.stepped + self._session.open_step - self._version)
         self._rate_hooks.call()
 

@@ -1,4 +1,4 @@
-"""Calls the lead's `on_train_batch_start` for steps that other trainers fill, if it sets hyperparameters."""
+"""Calls the lead's `on_train_batch_start` for steps that other trainers fill, if the hook sets hyperparameters."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RateHooks:
         self._trainer = trainer
         self._session = session
         self._hyperparameters = hyperparameters
-        self._before: Any = None
+        self._before: Any = None  # hyperparameters before Lightning's newest call of the hook
         self._step = 0  # the newest step that the hook was called for
-        self._batch: tuple[Any, int] = (None, 0)
-        self._sets = False
+        self._batch: tuple[Any, int] = (None, 0)  # the newest batch and its index
+        self._sets = False  # the hook may set hyperparameters
         self._start: Override | None = None
         if session.is_lead and session.is_shared:
             self._sets = any(map(_may_set, self._hooks()))
@@ -61,6 +61,7 @@ class RateHooks:
         self._step = step
         trainer: Any = self._trainer
         hooks = list(self._hooks())
+        # If no code shows that it sets hyperparameters, but they changed during the hooks, call all hooks.
         chosen = list(filter(_may_set, hooks)) or hooks
         with self._at(step):
             for hook in chosen:
@@ -101,5 +102,6 @@ def _may_set(hook: MethodType) -> bool:
 
 
 def _sets_items(code: CodeType) -> bool:
+    """Return whether code, nested functions included, has an assignment of the form ``x[i] = value``."""
     inner = any(isinstance(one, CodeType) and _sets_items(one) for one in code.co_consts)
     return inner or any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))

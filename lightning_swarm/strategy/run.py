@@ -34,7 +34,7 @@ class SwarmRun:
     access: ModuleAccess  # user code's access to the module's weights
     data: SharedData
     is_late: bool  # this trainer joined the run when it was under way
-    written: frozenset[str]  # keys of the optimizer's state that its steps write
+    written: frozenset[str]  # keys of the optimizer's parameter groups that its steps write
     undo: contextlib.ExitStack  # undoes the run's changes to module, loop and callbacks
     loop: SwarmOptimization | None = None  # None if the Trainer only evaluates
     trains: bool = False  # True from the loop's connection to its end
@@ -48,7 +48,7 @@ class SwarmRun:
         return self.config.gather_on_end and not is_on_meta(self.trainer.lightning_module)
 
     def end_loop(self) -> None:
-        """Finish a training loop that has ended: collect late records, or serve beside the lead."""
+        """Finish a training loop that has ended: the lead counts late records; other trainers serve on."""
         self.trains = False
         if not self.session.is_lead:
             over = self.data.run_is_over

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def tell(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool) -> None:
-    """Ask the lead to end the run if user code stopped this trainer; a trainer that joined later only leaves."""
+    """Ask the lead to end the run if user code stopped this trainer's loop. A trainer that joined later just leaves."""
     if session.is_lead or run_is_over or trainer.received_sigterm or not trainer.should_stop:
         return
     if not joined:
@@ -26,7 +26,7 @@ def tell(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool)
 
 
 def follow(trainer: Trainer, session: Session) -> None:
-    """Stop the lead's loop if user code has stopped a trainer that began with it."""
+    """Stop the lead's loop if user code has stopped the loop of a trainer that its program started."""
     if session.is_lead and not trainer.should_stop and (others := session.stopped_by):
         trainer.should_stop = True
         _log.warning(
