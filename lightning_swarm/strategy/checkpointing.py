@@ -44,10 +44,10 @@ class CheckpointFiles(Callback):
         self._io = io
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-files")
         self._jobs: list[Future[None]] = []
-        self._under_way: str | None = None
+        self._under_way: str | None = None  # path of the newest file that is written in the background
         self._error: BaseException | None = None
         self._in_background = False  # True while a file is saved that no code reads before the next hook
-        self._hook = ""  # the current or last hook
+        self._hook = ""  # name of the Trainer's current or last hook
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         # Subclasses are not watched, because user code may use the file as soon as it is saved.
         self._watched = [
@@ -60,7 +60,7 @@ class CheckpointFiles(Callback):
         return Callback, ()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, own: Iterable[Tensor]) -> None:
-        """Write a file. `own` are its tensors without other references, which need no copy."""
+        """Write a file. `own` are tensors in the checkpoint that nothing else refers to, so they need no copy."""
         self.finish()
         write = partial(self._io.save_checkpoint, storage_options=options)
         taken = _copied(checkpoint, own) if self._in_background else None
@@ -96,9 +96,9 @@ class CheckpointFiles(Callback):
 
     def begin_hook(self, name: str, trainer: Trainer) -> None:
         """Finish the pending writes before a hook of user code, which may read the files."""
-        if name != "on_save_checkpoint":  # it is called within other hooks
+        if name != "on_save_checkpoint":  # this hook is called within other hooks
             self._hook = name
-        # A full disk is reported at the next batch, unless an error is on its way already.
+        # A failed write, as on a full disk, is reported at the next batch, but not in place of another error.
         is_over = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
         if name == "on_exception":
             wait(self._jobs)
@@ -111,6 +111,7 @@ class CheckpointFiles(Callback):
         return any(hook is not None and not _is_lightnings(hook) for hook in hooks)
 
     def _do(self, do: Callable[..., object], *args: object) -> None:
+        """Write or remove a file, in the background thread."""
         if self._error is not None:
             return  # a removal must not follow a failed write of the file's replacement
         try:
@@ -147,7 +148,7 @@ def _add_hook(name: str) -> None:
     setattr(CheckpointFiles, name, hook)
 
 
-for _name in vars(Callback):
+for _name in vars(Callback):  # `begin_hook` must come before each hook of other callbacks and of the module
     if _name.startswith("on_"):
         _add_hook(_name)
 
@@ -158,7 +159,7 @@ def _is_lightnings(hook: object) -> bool:
 
 
 def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
-    """Copy a checkpoint, so that training does not change it. Returns None if an object in it cannot be copied."""
+    """Copy a checkpoint, except its tensors `own`, so that training does not change it. None: an object has no copy."""
     try:
         return copy.deepcopy(checkpoint, {id(tensor): tensor for tensor in own})
     except Exception:  # noqa: BLE001 - a user's class may raise anything, but can be saved all the same
@@ -176,6 +177,7 @@ def _has_made_tensors(module: nn.Module, state: Mapping[str, Any], names: Mappin
 
 def _reads(logger: object) -> bool:
     """Return whether a logger may read a file once it is saved."""
+    # The methods of these two classes of loggers do nothing; a subclass may have a method of its own.
     modules = [import_module(f"{framework.name}.loggers") for framework in FRAMEWORKS]
     known = [getattr(module, name) for module in modules for name in ("Logger", "TensorBoardLogger")]
     return getattr(type(logger), "after_save_checkpoint", None) not in [base.after_save_checkpoint for base in known]
@@ -190,8 +192,8 @@ class Checkpoints:
         self.writes_files = False  # the user brought no `CheckpointIO`
         self.files: CheckpointFiles | None = None  # the lead's during training, if `writes_files`
         self.restored_step: int | None = None  # step of the checkpoint that this run resumed from
-        self.known_peers: Any = None  # the peers in this checkpoint, until the run knows them
-        self._peers_of_last: dict[str, Any] | None = None  # the peers that the latest run knew
+        self.known_peers: Any = None  # entry `_PEERS` of that checkpoint, until a run has begun with it
+        self._peers_of_last: dict[str, Any] | None = None  # the same entry for the newest run's checkpoints
         self._folder: ShardedCheckpoint | None = None  # the loaded checkpoint, if it is sharded
 
     def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
@@ -217,7 +219,7 @@ class Checkpoints:
         own, names = self._state_and_names()
         run = strategy.run
         if self._stale_weights is not None and run is not None and _has_made_tensors(module, own, names):
-            # The module's own `state_dict`, or a hook of it, may have computed them from weights.
+            # The module's own `state_dict`, or a hook of it, may have computed such tensors from the old weights here.
             if is_on_meta(module):
                 raise ConfigError(
                     "the `state_dict` of a module on the meta device may rename tensors and leave some out, but it "
@@ -226,7 +228,7 @@ class Checkpoints:
             run.access.refresh()
             own, names = self._state_and_names()
         states = self._rollback.states
-        if states is not None and states.taking:
+        if states is not None and states.taking:  # a state of the loop for rollbacks, in memory
             written = run.access.pending if run is not None else {}
             with strategy.paused_access():
                 unsaved = unsaved_buffers(module)
@@ -279,9 +281,10 @@ class Checkpoints:
         """Write a checkpoint."""
         strategy, run = self._strategy, self._strategy.run
         if run is not None and run.loop is not None and run.loop.num_late_batches:
+            # The weights lack these batches, so a run that resumes must read them again.
             take_back_batches(checkpoint, run.loop.num_late_batches)
         self._remember_peers()
-        if self._peers_of_last is not None:  # also once `fit` is over
+        if self._peers_of_last is not None:  # also of a run that is over
             checkpoint[_PEERS] = self._peers_of_last
         if self._is_sharded:
             self._save_sharded(checkpoint, path, options)
@@ -300,7 +303,7 @@ class Checkpoints:
         if weights is not None:
             optimizer = self._strategy.optimizers[0] if "optimizer_states" in checkpoint else None
             weights.save_shards(Path(path), checkpoint, optimizer)
-        else:
+        else:  # the checkpoint has all weights, and servers add none
             model_state.save(Path(path), checkpoint, lambda _: [], part=0, also={})
 
     def remove(self, path: Any, default: Callable[[Any], None]) -> None:
@@ -380,7 +383,7 @@ class Checkpoints:
         if strategy.is_plain and self._folder is not None:
             whole = {**self._folder.read_groups(), "state": self._folder.read_state(None)}
             checkpoint = {**checkpoint, "optimizer_states": [optimizer_state.by_numbers(whole)]}
-        elif self._folder is None and is_on_meta(strategy.own_module):  # the optimizer here keeps no state
+        elif self._folder is None and is_on_meta(strategy.own_module):  # only the servers keep the optimizer's state
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         default(checkpoint)

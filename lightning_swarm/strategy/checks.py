@@ -42,6 +42,7 @@ _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
+# Function of the Trainer -> hook that makes its data.
 _LOADERS = {
     "fit": "train_dataloader",
     "validate": "val_dataloader",
@@ -49,7 +50,7 @@ _LOADERS = {
     "predict": "predict_dataloader",
 }
 
-_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
+_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")  # values of `ckpt_path`, or their beginnings before a colon
 
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
 
@@ -68,7 +69,7 @@ def refusing_several_optimizers() -> Iterator[None]:
 
 
 def check_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that read or change weights during `fit`, when they live on the servers."""
+    """Refuse callbacks that read or change weights during `fit`, when the weights live on the servers."""
     for callback in callbacks_of(trainer, *_WEIGHT_CALLBACKS):
         raise ConfigError(
             "callbacks must not read or change weights during fit, they live on the servers: "
@@ -77,7 +78,7 @@ def check_callbacks(trainer: Trainer) -> None:
 
 
 def of_tuner(callback: object) -> str:
-    """Mention `Tuner` for a callback that the user may not have added, but `Tuner` has."""
+    """Return words about `Tuner` for an error, if a callback may come from `Tuner` and not from the user."""
     return ", through which `Tuner` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
@@ -164,6 +165,7 @@ def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, o
 
 
 def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    """Refuse features that a swarm does not support in `fit`."""
     is_overridden = framework_of(trainer).is_overridden
     if not module.automatic_optimization:
         raise ConfigError(
@@ -225,7 +227,7 @@ def check_folder(path: object, storage_options: object) -> None:
 
 
 def find_folder(path: object) -> ShardedCheckpoint | None:
-    """Return the sharded checkpoint at a path; None if it is no folder. Refuses a folder that is no checkpoint."""
+    """Return the sharded checkpoint at a path; None if the path is no folder. Refuses a folder of any other kind."""
     if "://" in str(path) or not Path(str(path)).is_dir():
         return None
     folder = Path(str(path))
@@ -351,7 +353,7 @@ def new_selection(
 
 
 def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:
-    """Refuse local gradients of weights in the servers' stages: the weights are old here, and no step counts them."""
+    """Refuse local gradients of weights in stages, which no step counts; layers `around` the stages may have some."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if around is not None:
         stepped -= set(map(id, around.parameters.values()))

@@ -90,7 +90,7 @@ class RankHooks(_Strategy):
         self.divides_data = True  # the strategy divides the data among them; else user code does
         self._num_collectives = 0  # user code's collectives in this call of the Trainer
         self._has_begun = False  # the first batch has begun
-        self._in_batches = False  # Lightning runs batches, and makes no loaders
+        self._in_batches = False  # Lightning is running batches, not making loaders
         self._rank_override = RankOverride()
 
     @property
@@ -150,7 +150,7 @@ class RankHooks(_Strategy):
     # ------------------------------------------------------------------ the trainers of a run
 
     def count_trainers(self, trainer: Trainer) -> None:
-        """Count the trainers that a call of the Trainer starts on this machine, and forget its earlier calls."""
+        """Count the trainers that a call of the Trainer starts on this machine; count its collectives anew."""
         together = self.config.role == "both" and trainer.state.fn == TrainerFn.FITTING
         self.num_trainers = self.num_devices if together else 1
         self.divides_data = bool(trainer._accelerator_connector.use_distributed_sampler)
@@ -191,7 +191,7 @@ class RankHooks(_Strategy):
 
     @contextmanager
     def evaluating_beside(self, trainer: Trainer) -> Iterator[None]:
-        """Inside, an evaluation writes no predictions, because the lead runs it, too, and writes them."""
+        """Inside, an evaluation writes no predictions, because the lead runs the same evaluation, and writes them."""
         own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
         callbacks, writers = list(own.callbacks), callbacks_named("BasePredictionWriter")
         own.callbacks[:] = [callback for callback in callbacks if not isinstance(callback, writers)]
@@ -332,7 +332,7 @@ def leave_decisions(trainer: Trainer) -> None:
 
 
 def follow_schedule(trainer: Trainer) -> None:
-    """Let the lead end the run. Keep only schedulers that count steps; records bring the values that the rest set."""
+    """Let the lead end the run. Keep only schedulers that count steps; records bring what the lead's others set."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [
@@ -367,7 +367,7 @@ def reseed(rank: int) -> None:
 
 
 def settle_dtype(precision: Precision) -> Callable[[], None]:
-    """Keep the default dtype of `precision` until the returned function is called."""
+    """Set torch's default dtype to that of `precision`, until the returned function restores the former one."""
     # A server's thread and the trainer's would each set the process's dtype, and then restore the other thread's.
     before = torch.get_default_dtype()
     with precision.forward_context():
@@ -390,7 +390,7 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool =
     if iterable:
         remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
         if isinstance(dataloader, DataLoader) and not isinstance(dataloader.dataset, IterDataPipe):
-            dataloader = part_of(dataloader, 0, 1)
+            dataloader = part_of(dataloader, 0, 1)  # all of it, read inside `reading_data` (see `world_size`)
             if not joins:
                 remedy = "Let it divide itself by `trainer.global_rank` and `trainer.world_size`, or draw at random"
     elif divides_itself(dataloader.sampler):

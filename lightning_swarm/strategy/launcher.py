@@ -90,11 +90,11 @@ class TrainerCall:
             call = call.resumed(path)
 
     def run_beside(self) -> str | None:
-        """Call the function beside the lead, as `run` does. Returns a checkpoint if this peer must lead from it."""
+        """Call the function as a trainer that is not the lead. Returns the checkpoint to lead from, if it must lead."""
         call = self
         while True:
             _, path = call._run_once()
-            if path is None or self.strategy.is_global_zero:
+            if path is None or self.strategy.is_global_zero:  # the rollback made this process the lead
                 return path
             call = call.resumed(path)
 
@@ -118,12 +118,12 @@ class TrainerCall:
 
 
 class SwarmLauncher(MachineLauncher):
-    """Starts and ends this machine's other peers. One class serves both import trees, as Lightning never checks it."""
+    """Starts and ends this machine's other peers. One class serves both import trees, whose type no Trainer checks."""
 
     launched: ClassVar[bool] = False
     """True if this process has launched a swarm."""
 
-    _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
+    _first_module: ClassVar[weakref.ref[LightningModule] | None] = None  # see `_check_module`
 
     def __init__(self, strategy: SwarmStrategy, num_peers: int) -> None:
         super().__init__(num_peers)
@@ -131,7 +131,7 @@ class SwarmLauncher(MachineLauncher):
         self._children: list[subprocess.Popen[bytes]] = []
         self._num_threads: int | None = None  # torch's, before this run shared the cores
         self._is_leaving = False  # this server was asked to leave
-        self._entry: Entry | None = None  # the newest peer's admission to its run
+        self._entry: Entry | None = None  # admission of this process's peer to its run; None if it needs none
 
     def __reduce__(self) -> tuple[type[SwarmLauncher], tuple[SwarmStrategy, int]]:  # a copy has started no peers
         return SwarmLauncher, (self._strategy, self._num_peers)
@@ -149,11 +149,12 @@ class SwarmLauncher(MachineLauncher):
         try:
             return self._launch(trainer, function, *args, **kwargs)
         except _HelpedInNotebook:
-            self._strategy.peer = None  # it has left
+            self._strategy.peer = None  # the peer has left the run
             trainer.training, trainer.state.status = False, type(trainer.state.status).FINISHED
             return None
 
     def _launch(self, trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the Trainer's function in this process's role: without a swarm, as a server, as a trainer or as lead."""
         SwarmLauncher.launched = True
         collect_as_usual()
         follow_environment()
@@ -161,7 +162,7 @@ class SwarmLauncher(MachineLauncher):
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
         kinds = tuple(framework.data_module for framework in FRAMEWORKS)
         datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)
-        if self._strategy.config.only_serves:
+        if self._strategy.config.only_serves:  # `_end_with` returns only if this server must become the lead
             return call.run_as_lead(self._end_with(lambda: self._serve(call, datamodule)))
         if datamodule is not None:
             check_data_module(trainer, datamodule)
@@ -172,7 +173,7 @@ class SwarmLauncher(MachineLauncher):
             return function(*args, **kwargs)
         self._check_module(trainer.lightning_module)
         if self._strategy.waits_for_fit(trainer):
-            self._num_threads = _share_cores(self._num_peers)  # the other processes evaluate, too
+            self._num_threads = _share_cores(self._num_peers)  # this machine's other processes evaluate, too
             with self._strategy.evaluating_beside(trainer):
                 return function(*args, **kwargs)
         self._strategy.check(trainer, call.arguments)
@@ -220,14 +221,14 @@ class SwarmLauncher(MachineLauncher):
         )
 
     def _follow(self, call: TrainerCall, start: Callable[[], object] = lambda: None) -> TrainerCall:
-        """Train beside the lead, then end the process. If this peer must lead, return the call to lead with."""
+        """Train as a further trainer, then end the process. If this peer must lead, return the call to lead with."""
 
         def follow() -> str | None:
             start()
             self._strategy.follow(call.trainer)
             try:
                 return call.run_beside()
-            except BaseException as error:
+            except BaseException as error:  # `_end_with` ends the process before Lightning could handle the error
                 framework_of(call.trainer).call._interrupt(call.trainer, error)
                 call.trainer._teardown()
                 raise
@@ -290,6 +291,7 @@ class SwarmLauncher(MachineLauncher):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_children_in_order(self, code: int) -> None:
+        """End the children when this process ends with an exit code; from 128 on, the code is a signal's."""
         limits = self._strategy.config.limits
         # Servers that leave may have to wait for the record that releases them.
         timeout = limits.leave_timeout + (limits.drain_timeout if self._is_leaving else 0.0)
@@ -297,7 +299,7 @@ class SwarmLauncher(MachineLauncher):
 
     @override
     def kill(self, signum: int) -> None:
-        """Lightning passes signals on here. The children are asked to leave in `Strategy.teardown` instead."""
+        """Do nothing with signals that Lightning passes on, because `Strategy.teardown` ends the children in order."""
 
     @property
     def processes(self) -> list[int]:
@@ -344,7 +346,7 @@ class SwarmLauncher(MachineLauncher):
                 child.stdin.close()
 
     def _start_peers(self, trainer: Trainer) -> bool:
-        """Start this process's peer and, at the first one, its children. Returns whether it trains beside a lead."""
+        """Start this process's peer and, in the first process, the children. True: this trainer has joined a run."""
         first, joins = self.local_rank == 0, False
         starts_others = first and self._num_peers > 1 and not self._evaluates_alone(trainer)
         command = process.child_command() if starts_others else []
@@ -360,7 +362,7 @@ class SwarmLauncher(MachineLauncher):
             announced = peer.runtime.run(peer.transport.addresses())
             addresses = process.addresses_for_children(self._strategy.config, announced)
             joins = self._strategy.enter(trainer)
-            # A run that only evaluates lets no peer in.
+            # A run that only evaluates admits no further peers.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
                 self._invite()
             if starts_others:
@@ -428,7 +430,7 @@ class SwarmLauncher(MachineLauncher):
 
 
 def _share_cores(num_peers: int) -> int | None:
-    """Share the cores among this machine's peers, unless the user decided. Returns the number of threads before."""
+    """Share the cores among this machine's peers. Returns torch's former number of threads; None if the user set it."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
     before = torch.get_num_threads()

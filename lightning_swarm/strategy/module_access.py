@@ -26,8 +26,9 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-# Tensors of stages are watched: before user code reads one, the newest weights are gathered into the module. Writes are
-# found by comparing. Layers around the pipeline are computed here, so their tensors are compared, but not watched.
+# Stages' tensors are watched: before user code reads one, the newest weights are gathered into the module. To find
+# writes, tensors are compared with copies. The trainer itself computes the layers around the pipeline, so their tensors
+# are compared, but not watched.
 class ModuleAccess:
     """Synchronizes a trainer's module with the servers' weights, in both directions, when user code uses it."""
 
@@ -37,17 +38,17 @@ class ModuleAccess:
         self._stages = stages
         self._limits = limits
         self._thread = threading.get_ident()
-        self._paused = self._warned = False
+        self._paused = self._warned = False  # warned: of views that user code keeps
         self._closing = contextlib.ExitStack()
         self._version = session.version  # version of the stages' weights in the module
-        self._before: dict[str, Tensor] = {}  # original values of weights that user code has used since that version
+        self._before: dict[str, Tensor] = {}  # copies, at that version, of weights that user code has used since
         self._evaluation_weights: dict[
             str, Tensor
         ] = {}  # weights that user code had written when they were last sent for evaluations
-        self._evaluation_number = 0
+        self._evaluation_number = 0  # of the newest weights that were sent for evaluations
         self._check_optimizer: Callable[[], None] = lambda: None
-        self._own: dict[str, Tensor] = {}
-        self._watched: set[str] = set()
+        self._own: dict[str, Tensor] = {}  # name -> tensor of a stage
+        self._watched: set[str] = set()  # names of tensors that could be watched
         for stage in stages:
             if not stage.spec.on_trainers:
                 self._own.update(stage.named_stage_tensors())
@@ -155,9 +156,11 @@ class ModuleAccess:
             self.refresh()
 
     def _note_aliased(self) -> None:
+        """Copy tensors that user code has views of, because writes through a view are found only by comparing."""
         self._before.update((name, self._own[name].detach().clone()) for name in aliased(self._own))
 
     def _use(self, name: str) -> None:
+        """Before user code uses a tensor: gather the newest weights, and copy the tensor to detect a write."""
         if self._paused or threading.get_ident() != self._thread:
             return
         with self.paused():
@@ -174,6 +177,7 @@ class ModuleAccess:
         return {**self._written(), **(local.written() if local is not None else {})}
 
     def _written(self) -> dict[str, Tensor]:
+        """Return copies of the stages' tensors that user code has written at this version of the weights."""
         if not self._before:
             return {}
         with torch.no_grad(), self.paused():
@@ -216,6 +220,7 @@ class ModuleAccess:
         stages = self._holding(written)
         self._set_evaluation_weights(stages)
         session.change(StepChange(written=WrittenWeights(number=self._evaluation_number, stages=stages)))
+        # From the step that begins, these are the run's own weights, and no longer weights for evaluations only.
         self._before.update((name, tensor) for name, tensor in written.items() if name in self._own)
         self._evaluation_weights = {}
         session.pipeline.evaluation_number = 0
@@ -242,6 +247,7 @@ class ModuleAccess:
         self._session.pipeline.evaluation_number, self._evaluation_weights = self._evaluation_number, written
 
     def _set_evaluation_weights(self, stages: Collection[int]) -> None:
+        """Send the servers of some stages the module's weights, which they keep beside the run's under a new number."""
         self._evaluation_number += 1
         with self.paused():
             self.refresh()
@@ -255,6 +261,7 @@ class ModuleAccess:
             self._peer.runtime.run(sending)
 
     def _drop_evaluation_weights(self) -> None:
+        """Make servers forget the written weights, and evaluate with the run's again."""
         pipeline = self._session.pipeline
         number, pipeline.evaluation_number, self._evaluation_weights = pipeline.evaluation_number, 0, {}
         if number:

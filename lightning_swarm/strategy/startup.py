@@ -141,7 +141,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
         written = checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
     assert strategy.data is not None
     with contextlib.ExitStack() as undo:
-        if strategy.is_shared:
+        if strategy.is_shared:  # also undone if the run cannot be started
             undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
         session = strategy.start_run(trainer, model, selection)
         access = ModuleAccess(peer, session, stages, config.limits)
@@ -180,6 +180,7 @@ def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selec
     follower = strategy.own_peer.follower
     if strategy.joined is not None and not (rollback.is_resuming or rollback.begins_anew):
         serves = config.role == "both"
+        # With all weights, its server could also take the lead over.
         inherits = serves and model_setup.has_whole_model(trainer.lightning_module, config)
         session, epoch = follower.train_in(strategy.joined, model, device, serves=serves, inherits=inherits)
         extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
@@ -212,7 +213,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
     config, restored_step = strategy.config, strategy.checkpoints.restored_step
     clip_at = trainer.gradient_clip_val or None  # Lightning's 0 means no clipping
     by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-    # Trial steps do not count, and Lightning limits them itself.
+    # The steps of a `LearningRateFinder`, say, do not count as the run's, and Lightning limits them itself.
     is_limited = trainer.max_steps != -1 and not callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
     return RunSpec(
         ranges=strategy.ranges,

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     EitherPrecision: TypeAlias = Precision | plugins.Precision
 
 _LIMITS = Limits()
+# Attributes that a compiled LightningModule has in place of the class's own.
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step", "_compiler_ctx")
 
 
@@ -83,8 +84,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         boundary: Layers to insert where the model is cut, so that fewer features travel; they are trained with the
             model. `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers already is cut at them.
         microbatch_size: Samples per microbatch, the unit that is routed through the pipeline. None: each batch is cut
-            into enough microbatches to keep the stages busy, and not at all while this peer's server has all stages
-            alone. Run-wide.
+            into enough microbatches to keep the stages busy, and not at all while this peer's server alone holds all
+            stages. Run-wide.
         shared: Names of keyword arguments of the pipelined module that every microbatch gets whole.
         target_batch_size: Samples per optimizer step, independent of the size of a batch. None: steps are counted as
             Lightning does, with `accumulate_grad_batches`.
@@ -103,7 +104,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             number at the end.
         trust: Peers that may take part. ``"invited"``: peers with an invitation of the run's owner, the user who starts
             it; ``"audited"``: the same, and servers' results are checked; ``"open"``: any peer that reaches this one.
-            None: ``"invited"`` if other machines reach it, by `listen` or `announce`, or if it has an invitation.
+            None: ``"invited"`` if other machines reach this peer, by `listen` or `announce`, or if it is invited.
         invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
             has been in the run needs no invitation if its `identity_path` is the same.
         audit_share: With ``trust="audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
@@ -123,8 +124,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
             and `microbatch_size`. ``Trainer(deterministic=True)`` requests reproducible kernels. Run-wide.
         rebalancing: Rule by which servers move to other stages during the run. ``"gain"``: if the pipeline gains more
             than the move costs; ``"paper"``: the rule of the SWARM paper; ``"none"``: never. Run-wide.
-        rebalance_interval: Longest time in seconds between two such decisions. Whenever peers come or go, one is made
-            at once. Run-wide.
+        rebalance_interval: Longest time in seconds between two decisions about moves. Whenever peers come or go, the
+            run decides at once. Run-wide.
         preemption: Cloud provider whose preemption notices this peer watches for: ``"aws"``, ``"gcp"``, ``"azure"``, or
             ``"auto"`` to detect it. On notice a server leaves the run in order; a trainer acts as on SIGTERM.
             None: do not watch.
@@ -241,7 +242,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
                 checks.check_compiling()
             self._module = module = self.framework.to_uncompiled(module)
         if not self.is_plain:
-            remember(module)
+            remember(module)  # its attributes as built, before hooks that servers do not call may set some
 
     @property
     @override
@@ -312,13 +313,13 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Lightning's first call to a strategy after the module has added its callbacks.
+        # This is Lightning's first call to a strategy after the module has added its callbacks.
         if self.is_plain:
             checks.check_callback_imports(self.own_module.trainer)
             vars(self.own_module).update(self._compiled)  # Lightning's check for compiled modules is over
             self._compiled = {}
         elif not self.config.only_serves:
-            self._has_begun = False  # also after a rollback
+            self._has_begun = False  # each run, also after a rollback, begins without a batch
             startup.complete_callbacks(self, self.own_module.trainer)
 
     @override
@@ -337,7 +338,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        # The module's last change before its optimizer is made.
+        # This is the module's last change before its optimizer is made.
         model_setup.cut(self, self.own_module, restored=self.checkpoints.restored_step is not None)
         return super()._setup_model(model)
 
@@ -359,7 +360,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._in_batches = self._has_begun = True
         if self.weights is not None:
-            self.weights.stale = True
+            self.weights.stale = True  # from the first batch on, only the servers have the newest weights
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

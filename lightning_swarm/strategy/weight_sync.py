@@ -43,7 +43,7 @@ class ModuleWeights:
         self._session: Session | None = session
         self._module = module
         self._limits = limits
-        self._gathered: list[weakref.ref[Tensor]] = []
+        self._gathered: list[weakref.ref[Tensor]] = []  # tensors of the newest checkpoint; see `gathered`
         self._optimizer_access: OptimizerAccess | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
@@ -63,7 +63,7 @@ class ModuleWeights:
     # ------------------------------------------------------------------ in the module
 
     def end_training(self) -> None:
-        """Wait for the last record, and drop batches that no record counts from the module's own statistics."""
+        """Wait for the last record, and drop batches that no record counts from the statistics of local batch norms."""
         session, _ = self._active_run
         session.end_training()
 
@@ -83,9 +83,9 @@ class ModuleWeights:
         return [tensor for reference in self._gathered if (tensor := reference()) is not None]
 
     def complete(self, own: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Fill the module's state dict with the weights of the last step, unless the module holds them.
+        """Fill the module's state dict `own` with the weights of the last step, unless the module holds them.
 
-        `names` maps its keys to the tensors' first names.
+        `names` maps keys of the state dict to the tensors' first names in the module.
         """
         self._gathered.clear()
         if self.stale:
@@ -99,9 +99,9 @@ class ModuleWeights:
         return {key: value for key, value in own.items() if names.get(key) not in held}
 
     def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-        """Write a checkpoint `without_stages` into a folder, to which the servers add their stages."""
+        """Write `found`, a checkpoint without the stages' tensors, into a folder, and have servers add their stages."""
         session, _ = self._active_run
-        names, parameter_names = self._saved_names, self._parameter_names
+        names, parameter_names = self._saved_names, self._parameter_names  # names of each stage; id -> name
 
         def as_saved(state: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
             with self._access.paused():
@@ -164,7 +164,7 @@ class ModuleWeights:
         self.stale = False
 
     def hand_out_first_state(self, optimizer: Optimizer) -> None:
-        """Send the servers the state that an optimizer has before the run, from an earlier run, say."""
+        """Send the servers the state that an optimizer has before the run, such as from an earlier run."""
         tensors = serialization.flatten(list(optimizer.state.values()))[1]
         if tensors and not any(tensor.is_meta for tensor in tensors):  # servers make the state of a module on meta
             self.hand_out_optimizer(optimizer)
@@ -193,7 +193,7 @@ class ModuleWeights:
         self._note_optimizer()
 
     def watch_optimizer(self, trainer: Trainer, written: Collection[str]) -> None:
-        """Show user code the last step's state in the Trainer's optimizer, whose steps write the keys `written`."""
+        """Show user code the last step's state in the Trainer's optimizer; its steps write the group keys `written`."""
         session, _ = self._active_run
         gather = partial(self._gather, model_state.gather_optimizer)
         optimizer = OptimizerAccess(trainer, self._access, gather, lambda: session.version, written)
@@ -228,7 +228,7 @@ class ModuleWeights:
 class WeightSync(Callback):
     """Gathers the trained weights into the module when training ends, as the Trainer's first callback until `close`."""
 
-    # It is first, so that later callbacks may change the weights, and changed weights are saved.
+    # As the first callback it precedes callbacks that change or save the trained weights.
     def __init__(self, trainer: Trainer, weights: ModuleWeights, access: ModuleAccess) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights, self._access = weights, access
