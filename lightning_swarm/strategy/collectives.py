@@ -11,11 +11,12 @@ from lightning_swarm.core.module_names import is_of
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 MAX_SAID: Final = 32_768
-"""Most characters of a value that `broadcast` sends, because it must fit into one entry of the directory."""
+"""Largest number of characters of a value that `broadcast` sends, because it must fit into one directory entry."""
 
 
 def asks_as_user() -> bool:
     """Return whether user code called a strategy's method. Lightning's own calls need the process's own value."""
+    # Frame 0 is this function, frame 1 the strategy's method, frame 2 its caller.
     return not is_of(OWN_PACKAGES, sys._getframe(2).f_globals.get("__name__"))
 
 

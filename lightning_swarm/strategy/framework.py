@@ -60,9 +60,9 @@ class ImportTree:
 
     def take_messages(self) -> None:
         """Make both trees log and warn under this tree's name, for which a script may have set levels and filters."""
-        # By default they use the name of the tree that was imported last.
+        # By default both use the name of the tree that was imported last.
         own = import_module(f"{self.name}.utilities.rank_zero")
-        own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees have the same
+        own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees share this module
         own.rank_zero_module.rank_zero_deprecation_category = own.LightningDeprecationWarning
 
 
@@ -120,7 +120,7 @@ def framework_of_class(found: object) -> ImportTree | None:
 
 
 def callbacks_named(*names: str) -> tuple[type[Any], ...]:
-    """Return Lightning's callback classes of these names in both trees, as far as their versions have them."""
+    """Return Lightning's callback classes of these names, from each imported tree whose version has them."""
     modules = [framework.callbacks for framework in FRAMEWORKS]
     return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))
 

@@ -45,7 +45,7 @@ class MetricContents:
 
 
 def check_metric(name: str, metric: Metric) -> None:
-    """Refuse a metric whose states cannot be combined."""
+    """Refuse a metric whose states cannot be combined; `name` is its name in the module."""
     kind = type(metric).__name__
     if any(isinstance(child, Metric) for child in metric.children()) or not metric._defaults:
         raise ConfigError(
@@ -115,6 +115,7 @@ def combine(metric: Metric, first: MetricContents, other: MetricContents) -> Met
 def _reduced(
     reduction: object, first: Tensor | list[Tensor], other: Tensor | list[Tensor], share: float
 ) -> Tensor | list[Tensor]:
+    """Combine two contents of one state; `share` is the other contents' share of all updates, for a mean."""
     if isinstance(first, list) or isinstance(other, list):
         return [*first, *other]
     first, other = first.detach(), other.detach()
@@ -160,7 +161,7 @@ def _kinds(state: Tensor | list[Tensor], reduction: object) -> set[str]:
     """Describe the tensors of a state by the properties that must agree in all batches."""
     if not isinstance(state, list):
         return {f"{state.dtype} {list(state.shape[reduction == dim_zero_cat :])}"}
-    if reduction != dim_zero_cat:  # each may have a shape of its own
+    if reduction != dim_zero_cat:  # tensors that are not concatenated may have any shapes
         return {str(one.dtype) for one in state}
     return {f"{one.dtype} {list(one.shape[1:])}" for one in state}
 

@@ -18,6 +18,7 @@ from lightning_swarm.model.optimizer_template import HOOKS, optimizers_in, param
 from lightning_swarm.model.watched import same
 from lightning_swarm.strategy.module_access import ModuleAccess
 
+# Methods by which code uses an optimizer's state.
 _READS = (
     *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__repr__"),
     *("get", "pop", "popitem", "clear", "update", "setdefault", "keys", "values", "items", "copy"),
@@ -31,11 +32,12 @@ class _WatchedState(defaultdict[Any, Any]):
         super().__init__(dict, state)
         self.on_use = on_use
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # a copy is not watched
         return defaultdict, (dict, dict(self.items()))
 
 
 def _add(name: str) -> None:
+    """Add a method to `_WatchedState` that reports the use."""
     own = getattr(defaultdict, name)
 
     def use(self: _WatchedState, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +63,7 @@ class _WatchedGroup(dict[str, Any]):
 
 
 def _add_to_group(name: str, *, keyed: bool) -> None:
+    """Add a method to `_WatchedGroup` that reports the use; `keyed`: the method's first argument is a key."""
     own = getattr(dict, name)
 
     def use(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
@@ -91,14 +94,14 @@ class OptimizerAccess:
         written: Collection[str],
     ) -> None:
         self._trainer, self._access = trainer, access
-        self._gather = gather  # the newest state, by parameter name
-        self._newest = version
+        self._gather = gather  # returns the newest state, by parameter name
+        self._newest = version  # returns the version of the newest state
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._thread = threading.get_ident()
         self._hooks = self._found_hooks()
         self._watches = type(vars(self._optimizer).get("state")) in (dict, defaultdict)
-        self._written = set(written)  # keys of parameter groups that its own steps write
-        self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # each with its expected values of these keys
+        self._written = set(written)  # keys of parameter groups that the optimizer's own steps write
+        self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # each with the expected values of these keys
         self.note_current()
 
     def note_current(self) -> None:
@@ -159,14 +162,17 @@ class OptimizerAccess:
                 groups[:] = [made.setdefault(id(group), (group, replaced(group)))[1] for group in groups]
 
     def _known_of(self, group: _WatchedGroup) -> dict[str, Any]:
+        """Return a group's present values of the keys that steps write."""
         with self._access.paused():
             return {key: group[key] for key in self._written if key in group}
 
     def _found_hooks(self) -> list[Any]:
+        """Return the optimizer's `step`, if it is not torch's usual one, and its hooks."""
         own = vars(self._optimizer)
         return [step_of_its_own(self._optimizer), *(dict(own.get(name, {})) for name in HOOKS)]
 
     def _use(self) -> None:
+        """Before user code uses state or groups: load the newest values, and copy the state to find changes later."""
         if self._access.is_paused or threading.get_ident() != self._thread:
             return
         if self._version != self._newest():
@@ -188,7 +194,7 @@ class OptimizerAccess:
                 }
 
     def _take_written(self, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Update the groups with the values that the servers' steps wrote; `found` has them by parameter id."""
+        """Update the groups with the values that the servers' steps wrote; `found` maps a parameter's id to values."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 values = found.get(id(parameter), {})
@@ -205,7 +211,7 @@ def _changed(what: str, remedy: str) -> ConfigError:
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a parameter's state to a device; scalars stay on theirs. A server here may use the original."""
+    """Copy a parameter's state to a device, except scalars. A server in this process may use the original."""
     own = {name: value for name, value in copied_state(dict(state)).items() if name != GROUP}
     return {
         name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()
@@ -218,6 +224,7 @@ def _filled(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _differs(state: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    """Return whether two states differ. Objects that are no tensors or plain values are compared only by their type."""
     if state.keys() != before.keys():
         return True
     for key, own in state.items():

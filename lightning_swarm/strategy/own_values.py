@@ -49,12 +49,14 @@ class OwnValues:
         self._trainer = trainer
         self._num_trainers = num_trainers
         self._brings_metrics = brings_metrics
-        self._first: Mapping[str, Any] | None = None
-        self._num_looks = 0
+        self._first: Mapping[str, Any] | None = None  # stamps at the first look with several trainers
+        self._num_looks = 0  # batches that began with several trainers
         self._warned, self._warned_of_validation = False, False
         framework = framework_of(trainer)
+        # Attributes that Lightning itself sets on each module and data module.
         self._bare_module = frozenset(vars(framework.module()))
         self._bare_data = frozenset(vars(framework.data_module()))
+        # Names in the module's code. In batches, only callbacks' attributes of these names are examined.
         self._used = frozenset[str]().union(*map(_names, functions_of(type(self._module))))
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         self._before: Mapping[str, Any] | None = None  # stamps from before the current validation
@@ -64,12 +66,12 @@ class OwnValues:
         ] if is_lead else []  # fmt: skip
 
     def release(self) -> None:
-        """Leave Lightning's loop as it was."""
+        """Restore Lightning's validation loop."""
         for override in self._overrides:
             override.remove()
 
     def look(self) -> None:
-        """Compare the values with their first stamps when a batch begins."""
+        """When a batch begins, warn if values differ from their first stamps."""
         if self._num_trainers() < 2:
             return
         self._num_looks += 1
@@ -78,7 +80,7 @@ class OwnValues:
         found = self._stamps(self._in_batches)
         if self._first is None:
             self._first = found
-            if self._overrides:
+            if self._overrides:  # this is the lead
                 self._check_metrics()
         if changed := _changed(self._first, found):
             self._warned = True
@@ -96,7 +98,7 @@ class OwnValues:
         self._overrides[0].replaced()
 
     def _end_validation(self) -> Any:
-        """Replace the validation loop's `on_run_end`, which also runs its hooks."""
+        """Replace the validation loop's `on_run_end`, which calls the last hooks of a validation."""
         result = self._overrides[1].replaced()
         before, self._before = self._before, None
         after = {} if before is None else self._stamps(self._around_validation)
@@ -111,11 +113,11 @@ class OwnValues:
         return result
 
     def _stamps(self, values: Callable[[], Iterator[tuple[str, Any]]]) -> dict[str, Any]:
-        """Stamp values of user code. Reading a value may raise, which must not end the training."""
+        """Return stamps of values by their paths; equal stamps mean that a value did not change."""
         found: dict[str, Any] = {}
         try:
             found.update(values())
-        except Exception as error:  # noqa: BLE001 - a user's property, say, may raise anything
+        except Exception as error:  # noqa: BLE001 - a user's property may raise anything, and training must go on
             _log.debug("Not all values could be looked at: %r", error)
         return found
 
@@ -199,7 +201,7 @@ class OwnValues:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the names of values that were there before and differ now."""
+    """Return the names of values that have stamps in both mappings, and not the same."""
     return [name for name, value in after.items() if name in before and not value == before[name]]  # noqa: SIM201
 
 

@@ -37,7 +37,7 @@ _MAX_BYTES: Final = 1 << 16  # bytes hashed per array; a larger array is sampled
 
 
 class _SameObject:
-    """A stamp that equals another one of the same object with the same content. It does not keep the object alive."""
+    """A stamp that equals another if both are of one object with one content. It does not keep the object alive."""
 
     def __init__(self, value: object, content: object) -> None:
         self._of, self._content = weakref.ref(value), content
@@ -57,9 +57,10 @@ def stamp(value: Any) -> Any:
 
 
 def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
+    """Stamp a value and, up to `depth` levels, the values in it; `num_items` counts the items stamped so far."""
     if type(value) in SCALARS:
         return "nan" if value != value else (type(value), value)  # NaN does not equal itself
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):  # tensors of inference mode count no writes
         return _SameObject(value, None if value.is_inference() else value._version)
     if isinstance(value, enum.Enum):
         return type(value), value.name
@@ -72,7 +73,7 @@ def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
             items = [] if not depth else value.items() if isinstance(value, _MAPPINGS) else value
             few = itertools.takewhile(lambda _: next(num_items) < _MAX_ITEMS, items)
             seen = [_stamp(item, depth - 1, num_items) for item in few]
-        except RuntimeError:  # another thread writes it
+        except RuntimeError:  # another thread changes the container
             return None
         return type(value), len(value), seen
     if depth and is_users(value):
@@ -81,6 +82,7 @@ def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
 
 
 def _content(value: np.ndarray) -> int | None:
+    """Return a checksum of an array, or of a sample of a large array; None for an array of Python objects."""
     if value.dtype.hasobject:
         return None
     sample = value.reshape(-1)[:: max(1, value.nbytes // _MAX_BYTES)] if value.flags.c_contiguous else value.flat[:4096]
@@ -100,7 +102,7 @@ def is_users(value: object) -> bool:
 
 @cache  # each stamp of a model checks the classes of all its modules
 def _is_users_code(module_name: str) -> bool:
-    """Return whether a Python module is the user's. Objects of installed packages may change their private state."""
+    """Return whether a Python module is the user's, not installed. Installed code may change private state."""
     if is_of(_OPAQUE, module_name):
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
