@@ -23,6 +23,7 @@ else:
     _SingleDeviceStrategy = object
 
 _INITS: Final = (True, False, "gaussian", "orthogonal")  # peft's other methods compute with the layers' own weights
+# The Trainer's precision -> dtype that the served model must have; other precisions fit any dtype.
 _DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "64-true": "float64"}
 
 
@@ -132,7 +133,7 @@ class AttachStrategy(_SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        module, self._lightning_module = self._lightning_module, None  # keeps the base class from moving it to the CPU
+        module, self._lightning_module = self._lightning_module, None  # else the base class moves it to the CPU
         try:
             super().teardown()
         finally:
@@ -141,6 +142,7 @@ class AttachStrategy(_SingleDeviceStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def _served_names(self) -> set[str]:
+        """Return the names under which the module has placeholders of served weights."""
         places = set(map(id, self._client.places))
         module = self.lightning_module
         assert module is not None

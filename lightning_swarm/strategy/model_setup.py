@@ -116,7 +116,7 @@ def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None
 
 
 def _ranges(strategy: RankHooks, module: LightningModule, blocks: Blocks) -> Sequence[range]:
-    """Return the blocks of each stage, from the run that this process joins or took over, or by its own choice."""
+    """Return the blocks of each stage: as in the run that this process joins or took over, or newly chosen."""
     if blocks.are_none:
         return ()
     return ranges_of(_stages_of_run(strategy)) or choose_ranges(
@@ -165,7 +165,7 @@ def served_model(strategy: RankHooks, module: LightningModule) -> PeerModel:
 
 
 def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
-    """Call the module's setup hooks as before a loop, without running one, and without data if possible."""
+    """Call the module's setup hooks as Lightning does before a loop, without data if possible."""
     module.trainer = trainer
     if datamodule is not None:  # the module may read a size from it, say
         trainer._data_connector.attach_datamodule(module, datamodule)

@@ -59,7 +59,7 @@ class RunLog:
         return undo
 
     def count(self, record: Record | None) -> None:
-        """Log a record's changes of membership, and the events reported with it."""
+        """Log new events, and a record's changes of membership."""
         self._log_events()
         if record is not None:
             self._show(self.membership.follow(record, self._session.run))
@@ -69,7 +69,7 @@ class RunLog:
         self._show(self.membership.catch_up(self._session.run))
 
     def _is_reported(self, event: Event) -> bool:
-        """Return whether the next record will name the event's peer."""
+        """Return whether a membership line will report the event, because the next record will name its peer."""
         run = self._session.run
         return event.kind in _REPORTED and (event.peer in run.servers or run.manifest.open_to_trainers)
 
@@ -77,13 +77,13 @@ class RunLog:
         bar: Any = self._trainer.progress_bar_callback
         if not lines or isinstance(bar, written_part(SwarmView)):  # `SwarmView` shows the changes itself
             return
-        # A line must not begin behind a bar of tqdm.
+        # Clear the bars of tqdm meanwhile, because a line must not begin behind a bar.
         with tqdm.external_write_mode(file=sys.stderr) if tqdm._instances else contextlib.nullcontext():
             for line in lines:
                 _log.log(line.level, "%s", line.text)
 
     def _log_events(self) -> None:
-        """Log the swarm's events, if there are any."""
+        """Log counts of the events since the last call, and the number of servers, if it changed."""
         metrics = {f"swarm/{kind}": float(count) for kind, count in self._session.take_events().items()}
         num_servers = self._session.num_servers
         if metrics or num_servers != self._num_servers:

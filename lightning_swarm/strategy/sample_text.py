@@ -28,7 +28,7 @@ else:
 __all__ = ["Sample", "SampleText"]
 
 _COLUMNS: Final = ("step", "prompt", "text", "tokens_per_s")
-_NUM_BYTES: Final = 256
+_NUM_BYTES: Final = 256  # tokens that are bytes, if there is no tokenizer; a model may have further tokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sample:
     step: int  # the Trainer's `global_step`
     prompt: str
     text: str  # the continuation, without the prompt
-    tokens_per_s: float
+    tokens_per_s: float  # characters per second, if the user's `generate` made the text
 
 
 @written_once(Callback)
@@ -124,7 +124,7 @@ class SampleText(_Callback):
         begin_s = time.perf_counter()
         if self._generate is not None:
             text = self._generate(module, prompt)
-            num_tokens = len(text)
+            num_tokens = len(text)  # characters, because the tokens are unknown here
         else:
             tokens = self._encode(prompt).to(module.device)
             found = _generator_of(module).generate(
@@ -150,7 +150,7 @@ class SampleText(_Callback):
 
 
 def _generator_of(module: LightningModule) -> Any:
-    """Return the module that generates text: this one, or the first below it."""
+    """Return the first module with a method `generate`: this one, or one up to two levels below it."""
     for found in _near(module):
         if callable(getattr(found, "generate", None)):
             return found
@@ -182,6 +182,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 def _log(logger: Any, samples: Sequence[Sample]) -> None:
+    """Log the texts by the logger's own method, or in a CSV file in its folder."""
     rows = [[one.step, one.prompt, one.text, one.tokens_per_s] for one in samples]
     step = samples[0].step
     if callable(getattr(logger, "log_text", None)):  # Weights & Biases, and loggers with the same method

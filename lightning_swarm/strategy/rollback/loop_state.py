@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 UNSAVED: Final = "unsaved_buffers"
 """Entry of a checkpoint: the buffers that no state dict holds, but that a resumed run needs, too."""
 
-_SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")  # in Lightning's logger connector
 _LOGGING: Final = ("_first_loop_iter", "_current_fx")  # Lightning's flags for where an epoch's averages begin
 
 
@@ -70,10 +70,8 @@ class ResumePoint:
     num_counted: int  # records that the loop had counted
     version: int  # lowest version of the weights that the state fits
     completed: Collection[int]  # places of own batches in that version's step; with any, only later versions fit
-    # Records that the loop had received, but not counted, when the state was taken; and up to the grant of the next
-    # batch (None before the grant).
-    before: RunNews
-    news: RunNews | None = None
+    before: RunNews  # records that the loop had received, but not counted, when the state was taken
+    news: RunNews | None = None  # the same when the next batch had its grant; None before that grant
 
     def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
         """Return whether the state fits a version of the weights; `counts` knows records that the loop has not seen."""
@@ -143,7 +141,7 @@ class LoopStates:
         self._stand_ins, self._unsaved = {}, {}
         try:
             state = self._take(position, pending)
-            # Without a grant since the last state, the new state replaces it.
+            # Without a grant since the last state, the new state replaces the last one.
             before = self._kept[:-1] if self._kept and self._kept[-1].news is None else self._kept
             self._kept = (*before, ResumePoint(state, version, version, tuple(completed), RunNews(version)))
         except Exception as error:  # noqa: BLE001 - hooks may raise anything, and the run can continue without
@@ -253,7 +251,7 @@ def _gathered(metric: Metric) -> dict[str, Any]:
 
 
 def _filled(tree: Any, filled: Mapping[int, Any]) -> Any:
-    """Copy nested containers, with gaps replaced."""
+    """Copy nested containers, with each gap replaced; `filled` maps the id of a gap to its value."""
     if isinstance(tree, Awaited):
         return filled[id(tree)]
     if isinstance(tree, dict):

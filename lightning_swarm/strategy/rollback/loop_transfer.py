@@ -38,8 +38,8 @@ from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, 
 _log = logging.getLogger(__name__)
 
 _NEARLY: Final = 0.9
-"""Fraction of the snapshot interval after an order of snapshots in which no further order comes. It is less than 1
-because the order reached this peer's server some time after it was issued."""
+"""For this fraction of the snapshot interval after an order of snapshots, no further order is expected. It is less than
+1 because an order reaches this peer's server some time after it was issued."""
 
 
 class LoopRecorder:
@@ -55,7 +55,7 @@ class LoopRecorder:
         self._loop = loop
         self._snapshot_interval_s = snapshot_interval  # None if no snapshots are ordered
         self._first_step = session.version
-        self._newest: OrderedSnapshots | None = None  # newest order of this run
+        self._newest: OrderedSnapshots | None = None  # newest order of snapshots in this run
         self._newest_sent: int | None = None  # version of the state that standbys have
         self._left_out: set[str] = set()  # parts that cannot travel, and that a warning has named
         loop.on_grant = self._granted
@@ -249,6 +249,7 @@ def _unpack_record(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentM
 
 
 def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
+    """Unpack the logged values and metric contents of batches that no record counts yet."""
     modules = dict(trainer.lightning_module.named_modules())
 
     def contents(sent: SentMetrics) -> Iterator[tuple[str, MetricContents]]:
@@ -281,7 +282,7 @@ def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict[str, tuple[Metric, Mapping[str, Any]]]:
-    """Create the entries again, as `self.log` does, except for metrics that this module does not have."""
+    """Create Lightning's results again, as `self.log` does, except results of metrics that this module lacks."""
     results = type(trainer.fit_loop.epoch_loop._results)(training=True)
     modules = dict(trainer.lightning_module.named_modules())
     made = {}
