@@ -22,7 +22,7 @@ class Choice:
     text: str = ""
     finish_reason: str = "stop"
     scores: list[TokenScore] = field(default_factory=list)
-    has_begun: bool = False
+    has_begun: bool = False  # its first chunk was made
 
     def add(self, piece: TextPiece) -> None:
         """Append the next piece."""
@@ -37,7 +37,7 @@ class AnswerForm:
 
     model: str
     chat: bool
-    has_scores: bool
+    has_scores: bool  # log probabilities were requested
 
     def __post_init__(self) -> None:
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -76,6 +76,7 @@ class AnswerForm:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": list(choices)}
 
     def _of(self, index: int, reason: str | None, scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
+        """Return a choice's fields beside its text; `begin` is the position in the text of the first scored token."""
         logprobs = None
         if self.has_scores:
             logprobs = {"content": [_entry(one) for one in scores]} if self.chat else _columns(scores, begin)
@@ -83,11 +84,13 @@ class AnswerForm:
 
 
 def _entry(score: TokenScore) -> dict[str, Any]:
+    """Return a token's score in the form of chats."""
     top = [{"token": text, "logprob": value, "bytes": [*text.encode()]} for text, value in score.top]
     return {"token": score.text, "logprob": score.logprob, "bytes": [*score.text.encode()], "top_logprobs": top}
 
 
 def _columns(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
+    """Return tokens' scores in the form of completions."""
     offsets = []
     for score in scores:
         offsets.append(begin)

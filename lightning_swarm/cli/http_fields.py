@@ -14,7 +14,7 @@ MAX_TOKENS: Final = 1 << 20
 MAX_CHOICES: Final = 16
 MAX_TEXTS: Final = 32  # per request, and per client at once
 MAX_LOGPROBS: Final = 20
-_MAX_STOPS, _MAX_STOP = 16, 256
+_MAX_STOPS, _MAX_STOP = 16, 256  # number of stop strings, and characters of each
 
 WITHOUT_EFFECT: Final = frozenset(
     {
@@ -246,6 +246,7 @@ def read(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return a message in the form that a chat template takes. Raises RequestError for a part that is no text."""
     given = {name: value for name, value in message.items() if value not in (None, [], {})}
     role, content, name = given.pop("role", None), given.pop("content", ""), given.pop("name", None)
     if given:

@@ -26,7 +26,7 @@ class _Grow(Protocol):
 
 
 class Budget:
-    """A number of bytes, or of texts, that requests share. A quarter of it is kept for small requests."""
+    """A number of bytes, or of texts, that requests share. A quarter of the number is kept for small requests."""
 
     def __init__(self, total: int, what: str) -> None:
         self._total, self._what = total, what
@@ -57,7 +57,7 @@ class Budget:
 
 
 class RequestLimits:
-    """Admits requests by the size of their bodies and of the texts that they ask for."""
+    """Admits requests by the bytes of their bodies, and by the number and length of the texts that they ask for."""
 
     def __init__(self) -> None:
         self._bodies = Budget(64 << 20, "bytes of requests")

@@ -30,8 +30,8 @@ class Access:
 
     Args:
         key: The bearer token that requests of `/v1` must bring. None: no token.
-        hosts: The host names by which clients may address it; `("*",)`: any.
-        origins: The origins of other sites whose pages may use it from a browser.
+        hosts: The host names by which clients may address the endpoint; `("*",)`: any.
+        origins: The origins of other sites whose pages may use the endpoint from a browser.
     """
 
     key: str | None = None
@@ -40,12 +40,12 @@ class Access:
 
 
 class TextEndpoint:
-    """Answers the HTTP requests."""
+    """Answers HTTP requests about served models: their texts, their list, their health."""
 
     def __init__(self, served: Sequence[ServedText]) -> None:
         self._served = {one.name: one for one in served}
         self._health: tuple[float, str] = (float("-inf"), "")  # time of the last check, and its problem
-        self._looking = asyncio.Lock()
+        self._looking = asyncio.Lock()  # held during a health check
         self._probe: TextWriter | None = None  # the text of the last health check
         self._limits = RequestLimits()
 
@@ -111,6 +111,7 @@ class TextEndpoint:
         return _json({"status": problem or "ok"}, 503 if problem else 200)
 
     async def _problem(self) -> str:
+        """Have each model write one token; return the first problem, or an empty text."""
         import torch
 
         if self._probe is not None and not self._probe.is_done:
@@ -128,7 +129,7 @@ class TextEndpoint:
             except TimeoutError:
                 writer.abort()
                 return f"{served.name}: no token came within {_HEALTH_S:g} s"
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is not healthy
+            except Exception as error:  # noqa: BLE001 - with any error, the model is not healthy
                 return f"{served.name}: {error}"
         return ""
 
@@ -168,11 +169,12 @@ class TextEndpoint:
     async def _answer(
         self, request: Any, asked: TextFields, served: ServedText, given: Sequence[_Prompt], *, chat: bool
     ) -> Any:
+        """Write the texts of a request, `asked.n` for each prompt, and return the whole answer or a stream of it."""
         from lightning_swarm.cli.sampling import check_tokens
 
         check_tokens(asked, served.model.config.get_text_config().vocab_size)
         held, places = ExitStack(), ExitStack()
-        with places:  # a text's thread holds its place until it ends, even if the request ends earlier
+        with places:  # gives the places back if the request is refused for a later text
             wanted = []
             for one in given:
                 num_prompt = one.tokens["input_ids"].shape[1]
@@ -187,7 +189,7 @@ class TextEndpoint:
                     places.push(place)
                     make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text)
                     wanted.append(partial(make, choice=choice, prompt_scores=scores, on_end=place.close))
-            places.pop_all()
+            places.pop_all()  # each text keeps its place until its thread ends, even if the request ends earlier
         texts = [begin() for begin in wanted]
         for text in texts:
             held.callback(text.abort)
@@ -197,7 +199,7 @@ class TextEndpoint:
             return _stream(_events(texts, form, asked.n, with_usage=with_usage), held)
         choices = [Choice(index) for index in range(len(texts))]
         watching = asyncio.ensure_future(_until_gone(request))
-        watching.add_done_callback(lambda _: held.close())
+        watching.add_done_callback(lambda _: held.close())  # aborts the texts when the client leaves
         try:
             async for index, piece in _merged(texts):
                 choices[index].add(piece)
@@ -209,6 +211,8 @@ class TextEndpoint:
 
 @dataclass(frozen=True)
 class _Prompt:
+    """A prompt's tokens, and its text for `echo`."""
+
     tokens: dict[str, Any]
     text: str
 
@@ -271,7 +275,7 @@ async def _merged(texts: Sequence[TextWriter]) -> AsyncIterator[tuple[int, TextP
         try:
             async for piece in texts[index].pieces():
                 pieces.put_nowait((index, piece))
-        except Exception as error:  # noqa: BLE001 - whoever reads raises it
+        except Exception as error:  # noqa: BLE001 - raised below, from the queue
             pieces.put_nowait((index, error))
         else:
             pieces.put_nowait((index, None))
@@ -293,6 +297,7 @@ async def _merged(texts: Sequence[TextWriter]) -> AsyncIterator[tuple[int, TextP
 
 
 async def _until_gone(request: Any) -> None:
+    """Wait until the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -375,7 +380,7 @@ class _Guarded:
 
     def _problem(self, scope: Any) -> RequestError | None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        origin = headers.get("origin")
+        origin = headers.get("origin")  # sent by browsers, with the site of the page that asks
         is_own = origin is None or origin.partition("://")[2] == headers.get("host")
         if not is_own and not {"*", origin} & {*self._access.origins}:
             return RequestError(403, f"pages of {origin} may not use this endpoint: allow it by `--allow-origin`")
@@ -414,7 +419,7 @@ def run(
 
 
 def _connections() -> Any:
-    """Return uvicorn's protocol, extended to close connections without a request before they use up all places."""
+    """Return uvicorn's protocol, which here also closes connections that send no request for `_REQUEST_S` seconds."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -108,6 +108,8 @@ def processors(
 
 
 class _Seen(transformers.LogitsProcessor):
+    """Passes each token's logits to a function, before other processors change them."""
+
     def __init__(self, see: Callable[[Tensor], None]) -> None:
         self._see = see
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from lightning_swarm.cli.http_fields import RequestError, TextFields
 
 _CONTEXT: Final = 4  # last tokens of the prompt, decoded together with the first new tokens
-_MAX_SCORED: Final = 2048  # most tokens of a prompt whose logprobs are reported
+_MAX_SCORED: Final = 2048  # largest number of tokens of a prompt whose logprobs are reported
 _UNLIMITED: Final = 1 << 24  # positions; tokenizers without a limit report a huge number
 
 
@@ -29,7 +29,7 @@ class ServedText:
 
     @cached_property
     def turn(self) -> AbstractContextManager[Any]:
-        """A lock if the model writes one text at a time, because its position tables depend on the text so far."""
+        """A lock if the model's position tables depend on the text so far: then it writes one text at a time."""
         from lightning_swarm.peer.remote_model import positions_depend_on_length
 
         return threading.Lock() if positions_depend_on_length(self.model) else nullcontext()
@@ -93,8 +93,8 @@ class StopFinder:
     def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
         self._stops = stops
         self._keeps = keeps  # the stop string stays part of the text
-        self._held = ""
-        self.found = False
+        self._held = ""  # text that may begin a stop string
+        self.found = False  # the text has a stop string
 
     def take(self, text: str) -> str:
         """Append more text, and return the part that is certainly before any stop string."""
@@ -142,12 +142,12 @@ class TokenScore:
 
 @dataclass
 class TextPiece:
-    """A piece of a text under way, or its end."""
+    """A piece of a text that is being written, or the text's end."""
 
     text: str = ""
-    finish_reason: str | None = None
-    error: BaseException | None = None
-    scores: Sequence[TokenScore] = ()  # scores of its tokens, if requested
+    finish_reason: str | None = None  # only at the end
+    error: BaseException | None = None  # the error that ended the text
+    scores: Sequence[TokenScore] = ()  # scores of the piece's tokens, if requested
 
 
 class PromptScores:
@@ -192,7 +192,7 @@ class TextWriter:
         prompt: str = "",  # the prompt's text
         choice: int = 0,  # index among the choices of the prompt
         prompt_scores: PromptScores | None = None,  # None: not requested
-        on_end: Callable[[], None] = lambda: None,  # called in the loop when its thread has ended
+        on_end: Callable[[], None] = lambda: None,  # called on the event loop when the text's thread ends
     ) -> None:
         self._on_end = on_end
         self.served, self._given, self.asked = served, given, asked
@@ -203,7 +203,7 @@ class TextWriter:
         self.num_prompt = int(given["input_ids"].shape[1])
         self.num_new = num_new
         self.prompt_end: list[int] = given["input_ids"][0, -_CONTEXT:].tolist()
-        self.num_tokens = 0
+        self.num_tokens = 0  # new tokens so far
         self._logits: Any = None  # logits of the next token
         self._scores: list[TokenScore] = []  # scores of tokens whose text was not passed on yet
         self._thread = threading.Thread(target=self._run, name="text", daemon=True)
@@ -215,7 +215,7 @@ class TextWriter:
 
     @property
     def is_done(self) -> bool:
-        """Return whether its thread has ended."""
+        """Return whether the text's thread has ended."""
         return not self._thread.is_alive()
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
@@ -265,6 +265,7 @@ class TextWriter:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
     def _run(self) -> None:
+        """Write the text on its own thread; its last piece has the finish reason or the error."""
         try:
             with self.served.turn:
                 if self._prompt_scores is not None and not self._aborted.is_set():
@@ -280,6 +281,7 @@ class TextWriter:
                 self._loop.call_soon_threadsafe(self._on_end)
 
     def _generate(self) -> str:
+        """Write the text, and return the finish reason."""
         if self.num_new == 0:
             return "length"
         found = self._write()
@@ -310,7 +312,7 @@ class TextWriter:
             num_beams=1,
             num_return_sequences=1,
             max_new_tokens=self.num_new,
-            do_sample=False,
+            do_sample=False,  # `processors` draw the token
             repetition_penalty=1.0,  # `processors` applies it in vLLM's order
             logits_processor=transformers.LogitsProcessorList(drawing),
             stopping_criteria=transformers.StoppingCriteriaList([_Until(self._aborted)]),
@@ -335,7 +337,8 @@ class _Streamer:
 
     def __init__(self, writer: TextWriter) -> None:
         self._writer = writer
-        self._tokens = list(writer.prompt_end)  # decoding drops a space at the beginning of a text
+        # Decoding drops a space at the beginning of a text, so it begins with tokens of the prompt.
+        self._tokens = list(writer.prompt_end)
         self._begin, self._given = 0, len(self._tokens)  # first decoded token; first token not passed on
         self._is_prompt = True
 
@@ -358,6 +361,7 @@ class _Streamer:
             self._give(text)
 
     def _new_text(self) -> str:
+        """Return the text of the tokens that were not passed on."""
         return self._decoded(len(self._tokens))[len(self._decoded(self._given)) :]
 
     def _decoded(self, end: int) -> str:
@@ -370,4 +374,5 @@ class _Streamer:
 
     def _give(self, text: str) -> None:
         self._writer.give(text)
+        # The next decoding begins with these tokens, as the first began with the prompt's.
         self._begin, self._given = self._given, len(self._tokens)
