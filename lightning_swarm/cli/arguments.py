@@ -1,4 +1,4 @@
-"""Commands with their options, and the options of all commands that import torch, whose help must not wait for it."""
+"""The class of commands, and help texts and options of commands that import torch: help must not wait for torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_swarm.trust.certificates import MAX_REASON
 
 @dataclass(frozen=True)
 class Command:
-    """A command that argparse parses. Its code is imported when it runs."""
+    """A command that argparse parses. The command's code is imported when it runs."""
 
     name: str
-    description: str  # its first sentence stands in the list of commands, too
+    description: str  # the text of `--help`; its first sentence stands in the list of commands, too
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: str = ""  # ``module:function`` of this package: takes the parsed arguments, returns the exit status
     usage: str | None = None
@@ -292,6 +292,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the compression of tensors."""
     group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
     group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
     for name in COMPRESSION_NAMES:
@@ -300,6 +301,7 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for a swarm that runs."""
     live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
     live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
     add_visitor_arguments(live)

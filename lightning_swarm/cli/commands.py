@@ -1,4 +1,4 @@
-"""The command `lightning-swarm`: its list of commands. The code of each is imported when it runs."""
+"""The command `lightning-swarm`: its list of commands. The code of each command is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ def main() -> int:
 
 
 def _command(words: Sequence[str]) -> Callable[[], int]:
+    """Parse the words of a command line; return the function that runs its command and returns the exit status."""
     name = words[0] if words else ""
     # Lightning's own parsers of these commands take seconds to build, and need jsonargparse.
     if name in programs.TRAINER_COMMANDS or name in ("-c", "--config"):
-        return collecting_rarely()(programs.run_trainer)  # ends when `fit` begins
+        return collecting_rarely()(programs.run_trainer)  # the launcher ends this when `fit` begins
     if name in programs.PEER_COMMANDS:
         return partial(programs.run_peer, name, words[1:])
     return partial(_run, command_parser().parse_args(words))

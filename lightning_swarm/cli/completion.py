@@ -1,6 +1,7 @@
 """The command `lightning-swarm completion`: scripts that complete a command line in bash and zsh.
 
-A script is static text with the words of all parsers. To start Python at each press of the tab key would take too long.
+A script is static text with the words of all parsers, because starting Python at each press of the tab key would take
+too long.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class _Words:
-    """The words to complete with."""
+    """The commands, options and values that a script completes."""
 
     commands: dict[str, str]  # name -> help
     options: dict[str, dict[str, str]] = field(default_factory=dict)  # command -> option -> help
@@ -112,11 +113,13 @@ class _Words:
             options = [option for option in action.option_strings if option.startswith("--")]
             for option in options:
                 self.options.setdefault(command, {})[option] = formatter._expand_help(action) if action.help else ""
+            # A value follows its option or, for a positional argument, the command.
             if action.choices is not None:
                 self.values.update({(command, before): [*map(str, action.choices)] for before in options or [command]})
 
 
 def _words() -> _Words:
+    """Collect the words of all commands from their parsers."""
     parser = commands.command_parser()
     listed = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     words = _Words({action.dest: action.help or "" for action in listed._get_subactions()})
@@ -162,7 +165,7 @@ def _described(words: Mapping[str, str]) -> list[str]:
 
 
 def _filled(script: str, **lines: list[str]) -> str:
-    """Put lines in the place of markers, all with the indentation of the marker's line."""
+    """Replace each marker ``@name@`` in a script by lines, all with the indentation of the marker's line."""
     for name, found in lines.items():
         [indentation] = re.findall(rf"^( *).*@{name}@", script, re.MULTILINE)
         script = script.replace(f"@{name}@", f"\n{indentation}".join(found))

@@ -13,6 +13,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Examine this machine; returns the exit status."""
     num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
+    # Without a peer or an invitation, no run is examined, so no credentials are read.
     looks = addresses or arguments.invite is not None
     visitor = visitor_of(arguments) if looks else doctor.ANYONE
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses, visitor=visitor):

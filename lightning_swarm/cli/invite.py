@@ -113,6 +113,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _seconds(name: str, text: str) -> float:
+    """Return the seconds of a time such as ``12h``, the value of the option `name`."""
     found = re.fullmatch(r"([1-9]\d{0,8})([mhdw])", text, re.ASCII)
     seconds = int(found[1]) * _UNITS[found[2]] if found is not None else 0
     if not 0 < seconds <= OWN_STAY_S:
@@ -124,6 +125,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 def _write(line: str, out: Path | None) -> None:
+    """Write the invitation to a new file, or to standard output."""
     if out is None:
         sys.stdout.write(line)
         sys.stdout.flush()
@@ -142,6 +144,7 @@ def _write(line: str, out: Path | None) -> None:
 
 
 def _summary(invitation: Invitation, peer: str | None) -> str:
+    """Describe an invitation in words; `peer` is the only peer that may use it, if there is one."""
     until = f"{datetime.fromtimestamp(invitation.expires_at_s, UTC):%Y-%m-%d %H:%M} UTC"
     size_s, unit = next((size, name) for size, name in _STAYS if invitation.stay_s % size == 0)
     number = invitation.stay_s // size_s

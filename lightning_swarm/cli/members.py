@@ -26,7 +26,7 @@ from lightning_swarm.protocol.bans import MAX_BANS
 from lightning_swarm.trust.certificates import MAX_REASON, encode
 from lightning_swarm.trust.owner import Owner
 
-_TIMEOUT_S: Final = 10.0
+_TIMEOUT_S: Final = 10.0  # for each call of a peer
 
 
 def show_members(arguments: argparse.Namespace) -> int:
@@ -111,6 +111,7 @@ def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
 
 
 def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]], *, is_lifted: bool) -> int:
+    """Print which peers accepted a ban; returns the exit status. `each`: for each subject, peer -> problem or None."""
     name = " and ".join(
         short_name(one) if public_key(one) is not None else f"the invitation {one[:8]}" for one in subjects
     )

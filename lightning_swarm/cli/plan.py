@@ -42,7 +42,7 @@ class _Subject:
     measure: Callable[[], float]  # FLOP/s of this machine with the model
     sequence: int = 1024  # tokens of a sample
     width: int | None = None  # features of a token
-    travel: WireSettings = NOT_GIVEN
+    travel: WireSettings = NOT_GIVEN  # compression of tensors in the configuration file
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def _of_numbers(arguments: argparse.Namespace) -> _Subject:
 
 
 def _of_file(path: Path, *, measured: bool) -> _Subject:
-    """Build the model of a file that `fit` takes; the file's Trainer and data are built, too, but not used."""
+    """Build the model of a file that `fit` takes. This also builds the file's Trainer and data, which are not used."""
     require_jsonargparse("plan --config")
     given = ["--config", str(path)]
     tree = cli_module(given, [])
@@ -120,7 +120,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
     travel = WireSettings(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)
     example = module.example_input_array
     module.configure_model()
-    # Counting removes the weights, so it comes second.
+    # Measure first, because counting removes the weights.
     blocks_s = probe.measure_blocks(module, pipeline, example) if measured and example is not None else 0.0
     model = probe.count(module, pipeline, example)
     return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, travel=travel)
@@ -128,6 +128,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
 
 def _chosen_travel(arguments: argparse.Namespace) -> WireSettings:
     """Read the options about the compression of tensors; raises a ConfigError if they are invalid."""
+    # `--compression` is for all tensors; `--compression.NAME` then replaces its value for some.
     every = arguments.compression
     options = {name: getattr(arguments, f"compression.{name}") for name in COMPRESSION_NAMES}
     chosen = {name: _value(text) for name, text in options.items() if text is not None}
@@ -137,6 +138,7 @@ def _chosen_travel(arguments: argparse.Namespace) -> WireSettings:
 
 
 def _value(text: str) -> object:
+    """Return an option's text as a number or a truth value, if it is one."""
     if text.isdigit():
         return int(text)
     return {"true": True, "false": False}.get(text.lower(), text)
@@ -187,6 +189,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
 
 
 def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
+    """Survey the swarm twice, `--over` seconds apart, and return its measured rates."""
     address = Address.parse(arguments.swarm)
     with looking(arguments, "plan --swarm", str(address)) as visitor:
         sightings = survey.watch_sightings(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)

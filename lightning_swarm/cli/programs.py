@@ -81,7 +81,7 @@ Classes are named by their import path from the current folder, like my_project.
 
 
 def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
-    """Choose the import tree whose Trainer can run a command line, which begins with one of `commands`."""
+    """Choose the import tree whose Trainer can run a command line. `commands`: the Trainer commands it may name."""
     from lightning_swarm.strategy.framework import LIGHTNING, framework_of_class, mixed_import
 
     named: dict[str, Any] = {}
@@ -102,6 +102,7 @@ def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> Impor
 
 
 def _named_in_file(path: str | None, candidates: Sequence[str], commands: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of `_CLASSES` that a configuration file sets, with their class paths."""
     try:
         content = yaml.safe_load(Path(path or "").read_text())
     except (OSError, ValueError, yaml.YAMLError):  # the real parser reports the error
@@ -116,17 +117,19 @@ def _named_in_file(path: str | None, candidates: Sequence[str], commands: Sequen
 
 
 def _at(content: Any, *keys: str) -> Any:
+    """Return the value in nested mappings; None if a key is missing."""
     for key in keys:
         content = content.get(key) if isinstance(content, Mapping) else None
     return content
 
 
 def _imported(path: Any) -> Any:
+    """Import the class at a dotted path; None if there is none."""
     if not isinstance(path, str) or "." not in path:
         return None
     try:
         return pkgutil.resolve_name(path)
-    except Exception:  # noqa: BLE001 - the parser imports it again, and names the option
+    except Exception:  # noqa: BLE001 - the parser imports the class again, and its error names the option
         return None
 
 
@@ -134,7 +137,7 @@ def cli_module(arguments: Sequence[str], commands: Sequence[str]) -> Any:
     """Import the module whose `SwarmCLI` can run a command line, which may name classes of the current folder."""
     folder = str(Path.cwd())
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
+        sys.path.insert(0, folder)  # without it, a console script finds no model in the current folder
     in_lightning = choose_framework(arguments, commands).name == "lightning.pytorch"
     return import_module(f"lightning_swarm.cli.{'swarm_cli' if in_lightning else 'pytorch_lightning'}")
 
@@ -281,7 +284,7 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
         parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
     with handed_over(_from_stdin() if chosen.invite == "-" else None) as (invitation, _):
         os.environ.update({**environment, **invitation})
-        with collecting_rarely():  # ends when `fit` begins
+        with collecting_rarely():  # the launcher ends this when `fit` begins
             _run_program(name, program)
     return 0
 
@@ -294,6 +297,7 @@ def _from_stdin() -> str:
 
 
 def _run_program(name: str, program: Sequence[str]) -> None:
+    """Run a program, whose `fit` finds in the environment that it must join. Refuses a program without such a `fit`."""
     if program[0].startswith("-") and program[0] != "-m":
         say("Importing torch, Lightning and the model.")
         sys.argv[1:] = ["fit", *program]
@@ -339,7 +343,7 @@ def _looks_like_address(text: str) -> bool:
 
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that make the program join."""
+    """Return the environment variables with which the program's `fit` joins or serves."""
     if chosen.invite is not None:
         check_is_file_name(chosen.invite)
     variables = {

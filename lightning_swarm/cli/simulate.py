@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
-    """Simulate all seeds by each rule."""
+    """Simulate each rule with all seeds; returns each rule's spans of constant throughput, for each seed."""
     found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.file.rules}
     for seed in range(runs.file.seeds):
         work = runs.work(seed)

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     with looking(arguments, "status", str(address)) as visitor:
         reports = survey.watch_reports(address, every_s=arguments.watch, timeout=arguments.timeout, visitor=visitor)
-        with closing(reports), suppress(KeyboardInterrupt):  # how --watch ends
+        with closing(reports), suppress(KeyboardInterrupt):  # Ctrl-C is the usual end of `--watch`
             for report in reports:
                 print(json.dumps(asdict(report)) if arguments.json else swarm_report.table(report), flush=True)  # noqa: T201 - a command
     return 0

@@ -24,7 +24,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.strategy.strategy import SwarmStrategy
 
-# At run time `written_once` puts these classes before the base classes of either import tree.
+# At run time `written_once` derives these classes from the base classes of either import tree.
 if TYPE_CHECKING:
     _LightningCLI = LightningCLI
     _SaveConfigCallback = SaveConfigCallback
@@ -38,7 +38,7 @@ class SaveConfig(_SaveConfigCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Without a logger it would be the current folder, where the user's own files are.
+        # Without a logger, Lightning would write into the current folder, where the user's own files are.
         if stage == "fit" and trainer.loggers:
             super().setup(trainer, pl_module, stage)
 
@@ -92,6 +92,7 @@ class SwarmCLI(_LightningCLI):
     def _refuse(self, strategy: Any) -> None:
         """Raise the strategy's own error if its arguments are at fault."""
         if not isinstance(strategy, str) and strategy.get("class_path") == self.strategy_class.framework.strategy_path:
+            # Build the strategy from the parsed arguments, so that its own error is raised here.
             given = strategy.as_dict().get("init_args", {})
             limits = Limits(**given.pop("limits", {}))
             if given.get("boundary"):
@@ -118,7 +119,7 @@ class SwarmCLI(_LightningCLI):
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
     def _chosen(self, registered: Mapping[str, tuple[Any, str]]) -> Any:
-        """Return the class path and arguments of the optimizer or scheduler that the model does not make itself."""
+        """Return the class path and arguments of the optimizer or scheduler that Lightning makes for the model."""
         for key, (kind, link_to) in registered.items():
             if link_to == "AUTOMATIC":
                 chosen = self._get(self.config_init, key)

@@ -1,4 +1,4 @@
-"""Credentials of commands that only look at a run: by an invitation, or as its owner."""
+"""Credentials of commands that only look at a run: by an invitation, or as the run's owner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_swarm.trust.owner import Owner
 
 @contextmanager
 def looking(arguments: argparse.Namespace, command: str, address: str) -> Iterator[Visitor]:
-    """Yield the visitor by which a command looks at a run; errors of access name the command's own options."""
+    """Yield the visitor with which a command looks at a run. A denial of access names the options of `command`."""
     visitor = visitor_of(arguments)
     try:
         yield visitor
