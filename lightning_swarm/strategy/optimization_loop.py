@@ -224,12 +224,12 @@ class SwarmOptimization:
 
     def _end_epoch(self, batch_idx: int) -> None:
         """Wait, after this trainer's last batch of the epoch, until all trainers' batches of the epoch are complete."""
-        end = self._data.lane_end  # None before the last batch, and without shared data
+        end = self._data.lane_end  # None before the lane's last batch, and without shared data
         if end is not None:
             try:
                 self._begin(LoopBatch(batch_idx, OrderedDict(), 1, end))
             except RunOver:
-                if not self._session.is_lead:  # the lead has no batch to leave undone: its current batch was the last
+                if not self._session.is_lead:  # at the lead, the current batch was the run's last: no wait is needed
                     raise
 
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class OptimizerAccess:
             return {key: group[key] for key in self._written if key in group}
 
     def _found_hooks(self) -> list[Any]:
-        """Return the optimizer's `step`, if it is not torch's usual one, and its hooks."""
+        """Return the `step` that user code assigned to the optimizer, or None, followed by the optimizer's hooks."""
         own = vars(self._optimizer)
         return [step_of_its_own(self._optimizer), *(dict(own.get(name, {})) for name in HOOKS)]
 

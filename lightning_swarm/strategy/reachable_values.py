@@ -102,7 +102,7 @@ def is_users(value: object) -> bool:
 
 @cache  # each stamp of a model checks the classes of all its modules
 def _is_users_code(module_name: str) -> bool:
-    """Return whether a Python module is the user's, not installed. Installed code may change private state."""
+    """Return whether a Python module is user code; installed packages are not, as they may change private state."""
     if is_of(_OPAQUE, module_name):
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""

@@ -48,7 +48,7 @@ class SwarmRun:
         return self.config.gather_on_end and not is_on_meta(self.trainer.lightning_module)
 
     def end_loop(self) -> None:
-        """Finish a training loop that has ended: the lead counts late records; other trainers serve on."""
+        """Finish a training loop that has ended: the lead counts late records; other trainers serve on or leave."""
         self.trains = False
         if not self.session.is_lead:
             over = self.data.run_is_over

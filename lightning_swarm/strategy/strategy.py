@@ -104,7 +104,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             number at the end.
         trust: Peers that may take part. ``"invited"``: peers with an invitation of the run's owner, the user who starts
             it; ``"audited"``: the same, and servers' results are checked; ``"open"``: any peer that reaches this one.
-            None: ``"invited"`` if other machines reach this peer, by `listen` or `announce`, or if it is invited.
+            None: ``"invited"`` if other machines reach this peer, by `listen` or `announce`, or it has an invitation.
         invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
             has been in the run needs no invitation if its `identity_path` is the same.
         audit_share: With ``trust="audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
