@@ -54,7 +54,7 @@ class Ban:
     @property
     def is_of_invitation(self) -> bool:
         """Return whether it bans an invitation, not a single peer."""
-        return len(self.subject) == 2 * INVITATION_BYTES
+        return len(self.subject) == 2 * INVITATION_BYTES  # a peer's id is longer
 
 
 class Credentials(Protocol):

@@ -77,7 +77,7 @@ class HostPort:
         )
 
     def check_answers_as(self, found: PeerId | None, own: PeerId) -> None:
-        """Raise a ConfigError if another peer was found at this address, which peer `own` announces."""
+        """Raise a ConfigError if another peer was `found` at this address, which `own` announces; None: no peer was."""
         if found not in (None, own):
             raise ConfigError(
                 f"`announce` must name an address at which this peer answers: {self} answers as {found}, this peer is "

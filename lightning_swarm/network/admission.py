@@ -25,7 +25,7 @@ class ByteBudget:
     _freed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced at each release
 
     def take(self, peer: PeerId, num_bytes: int) -> bool:
-        """Reserve bytes for a peer; False without room. A peer's only message may exceed the limit of each peer."""
+        """Reserve bytes for a peer; False without room. A peer's only message may be larger than the peer's limit."""
         num_bytes, held = min(num_bytes, self.max_peer_bytes), self._by_peer[peer]
         if (held and held + num_bytes > self.max_peer_bytes) or (
             self._num_bytes and self._num_bytes + num_bytes > self.max_bytes
@@ -78,7 +78,7 @@ class ByteBudget:
 class StreamSlot:
     """The slot of a stream that another peer has opened."""
 
-    owner: Hashable
+    owner: Hashable  # identifies the peer and the kind of its stream; limits hold for each owner
     hang_up: Callable[[], None]
     since_s: float  # when it was last busy, or opened
     num_busy: int = 0  # requests that are being answered
@@ -114,6 +114,7 @@ class StreamSlots:
         if len(own) >= at_most:
             self._evict(own)  # the newest streams stay; the owner may have lost track of older ones
         elif self._num_open >= self.max_in_all and not self._evict_idle(self._all()):
+            # All are busy. The owner of the most streams loses one, unless it would then have fewer than the new one's.
             most = max(self._by_owner.values(), key=len)
             if len(most) <= len(own) + 1:
                 return False

@@ -53,13 +53,16 @@ class Certification:
             return await ask()
         except Uncertified:
             await self._certify_at(peer)
-            self._gate.check_answers(peer, method)  # its role may have changed
+            self._gate.check_answers(peer, method)  # the peer's role may have changed
         try:
             return await ask()
-        except Uncertified as error:  # another class, so that no caller repeats a request that a handler has begun
+        # Not `Uncertified`: if a handler sends this request, the error goes on to the handler's caller, which would
+        # repeat a request that was begun.
+        except Uncertified as error:
             raise AccessDenied(f"{peer} forgets this peer's certificate at once: {error}") from error
 
     async def _certify_at(self, peer: PeerId) -> None:
+        """Exchange certificates with a peer, or join a running exchange, and raise its error if it fails."""
         running = self._running.get(peer)
         if running is None:
             running = self._running[peer] = self._spawn(self._exchange(peer))
@@ -70,7 +73,7 @@ class Certification:
             raise Unreachable(f"The transport was closed before {peer} had answered.")
         error = running.exception()
         if isinstance(error, SwarmError):
-            raise type(error)(str(error)) from error
+            raise type(error)(str(error)) from error  # a new error, because several calls may wait
         running.result()
 
     def _end(self, peer: PeerId, task: asyncio.Task[None]) -> None:

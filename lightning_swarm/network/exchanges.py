@@ -54,7 +54,7 @@ class OpenAnswers(Guard):
         self._ended: dict[asyncio.Task[Any], bool] = {}  # task to end -> whether it is cancelled already
 
     def end(self, caller: PeerId) -> None:
-        """Cancel the answers to a caller on the loop's next turn. The running task may be one, and end before."""
+        """Cancel the answers to a caller, on the loop's next turn, because the running task may be an answer itself."""
         for task, peer in self._caller_of.items():
             if peer == caller and task not in self._ended:
                 self._ended[task] = False

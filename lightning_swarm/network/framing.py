@@ -23,7 +23,7 @@ from lightning_swarm.core.errors import Damaged, ProtocolError, SwarmError, from
 from lightning_swarm.network import MAX_CALL_BYTES, SMALL_BYTES, Message
 from lightning_swarm.network.tensors import TensorSpec, check_tensor, from_bytes, parse_spec, spec_of, to_bytes
 
-_HUGE_BYTES: Final = 4 << 20
+_HUGE_BYTES: Final = 4 << 20  # larger buffers use huge pages, and a pool reuses them
 _ALIGNMENT: Final = 64  # torch's own: some libraries round differently if memory is aligned differently
 
 
@@ -51,11 +51,12 @@ class BufferPool:
             return torch.empty(n, dtype=torch.uint8)
         raw = self._take(n)
         buffer = _aligned(raw, n)
-        # A tensor refers to the array that it is made from, and so do all its views.
+        # The tensor and all its views refer to `buffer`, which is finalized once the last of them is gone.
         weakref.finalize(buffer, self._keep, raw).atexit = False
         return torch.from_numpy(buffer)
 
     def _take(self, n: int) -> npt.NDArray[np.uint8]:
+        """Return an unused buffer of the size for `n` aligned bytes, or a new one."""
         for _ in range(len(self._spare)):
             try:
                 raw = self._spare.popleft()
@@ -82,10 +83,10 @@ MAX_METHOD_CHARS: Final = 256
 MAX_TENSORS: Final = 16_384
 MAX_ERROR_CHARS: Final = 32_768
 CHUNK_BYTES: Final = 1 << 20
-"""Most payload bytes per write."""
+"""Most payload bytes in one write."""
 
 _MAX_CONTROL_BYTES: Final = MAX_CALL_BYTES + (1 << 20)  # a spec has a few dozen bytes, or hundreds with 64 dimensions
-_JOIN_BYTES: Final = 1 << 16  # below this size one copy is cheaper than more writes
+_JOIN_BYTES: Final = 1 << 16  # copying this many bytes is cheaper than one more write
 _MAGIC: Final = b"LSWM"
 _VERSION: Final = 1
 _END: Final = b"LEND"
@@ -93,7 +94,7 @@ _END: Final = b"LEND"
 # shape per tensor), a payload (the tensors' raw bytes, little endian, without padding), and a trailer: marker, checksum
 # of the payload. Lengths are checked before memory is allocated, and a tensor reaches the caller only after the
 # trailer, so a malformed or broken message changes nothing. The fixed header:
-# magic, version, kind, reserved, exchange id, control bytes, payload bytes, control checksum; then its own checksum.
+# magic, version, kind, reserved, exchange id, control bytes, payload bytes, control checksum, the header's checksum.
 _FIXED: Final = struct.Struct("<4sBBHQIQI")
 _CHECKSUM: Final = struct.Struct("<I")
 _TRAILER: Final = struct.Struct("<4sI")
@@ -193,7 +194,8 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
     if payload_bytes <= _JOIN_BYTES:
         payload = b"".join(views)
         return iter((b"".join((head, payload, _TRAILER.pack(_END, crc32(payload)))),))
-    # The payload is read when its chunks are written. Contiguous tensors are not copied, but for 64 KiB at both ends.
+    # The tensors are read when their chunks are written, and must not change until then. Contiguous tensors are not
+    # copied, except for 64 KiB at both ends.
     return _buffers(head, views)
 
 
@@ -214,7 +216,7 @@ def exchange_id_of(data: bytes) -> int:
 
 
 def decode(data: bytes) -> Head:
-    """Read a whole small message, except its tensors, which `take_tensors` reads. Refuse more than `SMALL_BYTES`."""
+    """Read a whole small message, except its tensors, which `take_tensors` reads; refuse over `SMALL_BYTES` of them."""
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
     fixed = parse_small(data)
@@ -260,7 +262,7 @@ _MIN_BYTES_PER_S: Final = 4 << 10
 
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
     """Read the tensors of `head` into new memory; `TimeoutError` if too little comes for `stall_timeout` s."""
-    # `Head.check_size` must have checked their size.
+    # The caller must have bounded the size by `Head.check_size`, because all memory is allocated at once.
     raw = [new_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in head.specs]
     loop = asyncio.get_running_loop()
     checksum = num_bytes = 0
@@ -282,7 +284,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
     """Cut a large payload into writes, the first with the head, the last with the trailer."""
-    # The daemon makes a packet of each write, so head and trailer must not be writes of their own.
+    # The daemon makes a packet of each write, so head and trailer are joined with up to 64 KiB of the payload.
     chunks = [view[begin : begin + CHUNK_BYTES] for view in views for begin in range(0, view.nbytes, CHUNK_BYTES)]
     chunks[:1] = chunks[0][:_JOIN_BYTES], chunks[0][_JOIN_BYTES:]
     chunks[-1:] = chunks[-1][:-_JOIN_BYTES], chunks[-1][-_JOIN_BYTES:]

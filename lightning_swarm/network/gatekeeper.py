@@ -25,7 +25,7 @@ STRANGER_BYTES: Final = 4 << 10
 
 _MAX_PERMITS: Final = 4096
 _MAX_FAILING: Final = 1024
-_FIRST_PAUSE_S: Final = 1.0
+_FIRST_PAUSE_S: Final = 1.0  # pause after a refused certificate of a peer; doubles with each further one
 _LONGEST_PAUSE_S: Final = 64.0
 
 
@@ -35,8 +35,8 @@ class _Known(NamedTuple):
     certificate: bytes
     permit: Permit
     expires_at_s: float  # seconds since the epoch
-    may_call: frozenset[str]
-    answers: frozenset[str]
+    may_call: frozenset[str]  # methods that it may call at this peer
+    answers: frozenset[str]  # methods that it may be asked for
 
 
 class _Failing(NamedTuple):
@@ -48,7 +48,7 @@ class _Failing(NamedTuple):
 
 
 class Gatekeeper:
-    """Keeps the permits of other peers, and refuses requests that they do not permit."""
+    """Keeps the permits of other peers, and refuses requests, in both directions, that no permit allows."""
 
     def __init__(
         self,
@@ -66,15 +66,16 @@ class Gatekeeper:
         self.credentials = credentials
         self._rpcs = {rpc.name: rpc for rpc in rpcs}
         listed = self._rpcs.values()
+        # role -> methods that it may call, and methods that it answers
         self._may_call = {
             role: OPEN_METHODS.union(rpc.name for rpc in listed if role.includes(rpc.by)) for role in Role
         }
         self._answers = {role: frozenset(rpc.name for rpc in listed if role.includes(rpc.of)) for role in Role}
-        self._on_certified = on_certified
+        self._on_certified = on_certified  # called with each peer whose certificate was verified
         self._on_cut_off = on_cut_off  # called when the certificate of a known peer permits nothing any more
         self._on_banned = on_banned  # called when this peer itself is banned
         self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
-        # Recently used peers come last. A forgotten peer shows its certificate again, so members lose nothing.
+        # Recently used peers come last. A peer forgotten for lack of room shows its certificate again.
         self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
         self._failing: OrderedDict[PeerId, _Failing] = OrderedDict()
         self._bans: dict[str, Ban] = {}  # peer or invitation -> its newest ban
@@ -90,6 +91,7 @@ class Gatekeeper:
         return None if known is None else known.permit
 
     def _find(self, peer: PeerId) -> _Known | None:
+        """Return a known peer. If its certificate has expired, cut it off, and return None."""
         known = self._permits.get(peer)
         if known is None:
             return None
@@ -101,11 +103,12 @@ class Gatekeeper:
                 short_name(peer),
             )
             return None
-        if len(self._permits) > _MAX_PERMITS // 2:  # else no peer is forgotten soon
+        if len(self._permits) > _MAX_PERMITS // 2:  # with fewer peers, none is forgotten soon
             self._permits.move_to_end(peer)
         return known
 
     def _cut(self, peer: PeerId, ban: Ban | None) -> None:
+        """Take a peer's permit because of a ban; None: because its certificate has expired."""
         known = self._permits.pop(peer, None)
         self._cut_off[peer] = ban
         _keep_newest(self._cut_off, peer, _MAX_PERMITS)
@@ -113,18 +116,18 @@ class Gatekeeper:
             self._on_cut_off(peer)
 
     def check_not_cut_off(self, peer: PeerId) -> None:
-        """Raise `Unreachable` for a peer whose certificate permits nothing any more: it counts as gone."""
+        """Raise `Unreachable` for a peer whose certificate permits nothing any more; such a peer counts as gone."""
         if reason := self._why_cut_off(peer):
             raise Unreachable(f"{peer} is not asked any more: {reason}")
 
     def check_answered(self, caller: PeerId, method: str) -> None:
-        """Refuse an answer to a caller whose certificate does not permit the request any more."""
+        """Refuse an answer that the caller's certificate does not permit any more. A forgotten caller still gets it."""
         if self.lets_call(caller, method):
             return
         known = self._find(caller)
         if reason := self._why_cut_off(caller):
             self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
-        if known is not None:  # it has shown another certificate since
+        if known is not None:  # the caller has shown another certificate since its request
             self.check_caller(caller, method)
 
     def check_enters(self, caller: PeerId, method: str) -> None:
@@ -132,7 +135,7 @@ class Gatekeeper:
         if self.lets_call(caller, method):
             return
         self.check_answered(caller, method)
-        self.check_caller(caller, method)  # also refuses a forgotten caller, which may repeat: nothing was done yet
+        self.check_caller(caller, method)  # refuses even a forgotten caller, which can send the request again
 
     def _why_cut_off(self, peer: PeerId) -> str:
         """Return why a peer's certificate permits nothing any more; empty if no reason is known."""
@@ -158,12 +161,12 @@ class Gatekeeper:
         at_s = self._wall_s()
         failing = self._failing.get(peer, _Failing(0, 0.0, ""))
         wait_s = failing.next_s - at_s
-        if 0 < wait_s <= _LONGEST_PAUSE_S:
+        if 0 < wait_s <= _LONGEST_PAUSE_S:  # a longer wait shows only that the clock was set back
             raise Busy(
                 f"the next certificate of {peer} is verified in {wait_s:.0f} s: {failing.in_a_row} were refused. "
                 f"The last reason: {failing.reason}"
             )
-        # The attempt counts before the certificate is verified, so that it counts even if that fails unexpectedly.
+        # The attempt counts before the certificate is verified, so that it counts even after an unexpected error.
         pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.in_a_row, 20), _LONGEST_PAUSE_S)
         failing = self._failing[peer] = _Failing(failing.in_a_row + 1, at_s + pause_s, "Its certificate was refused.")
         _keep_newest(self._failing, peer, _MAX_FAILING)
@@ -181,6 +184,7 @@ class Gatekeeper:
         self._on_certified(peer)
 
     def _verified(self, peer: PeerId, certificate: bytes, at_s: float) -> Permit:
+        """Return the permit of a valid certificate; `AccessDenied` if it is invalid, or a ban denies it."""
         if len(certificate) > MAX_CERTIFICATE_BYTES:
             raise AccessDenied(
                 f"A certificate has at most {MAX_CERTIFICATE_BYTES} bytes, got {len(certificate)}. Join with "
@@ -216,7 +220,7 @@ class Gatekeeper:
         for peer in [peer for peer, one in self._permits.items() if self._ban_of(peer, one.permit) is ban]:
             self._cut(peer, ban)
             _log.warning("%s %s", short_name(peer), banned(ban))
-        with suppress(AccessDenied):  # this peer's certificate has expired, which other peers will report
+        with suppress(AccessDenied):  # raised if this peer's certificate has expired, which other peers report
             own = self.credentials.verify(self.own, self.credentials.certificate, now_s=self._wall_s())
             if self._ban_of(self.own, own) is ban:
                 self._on_banned(ban)
@@ -303,9 +307,9 @@ def _beyond(peer: PeerId, role: Role, does: str, least: Role) -> str:
 
 # ------------------------------------------------------------------ the log of refusals
 
-_GRACE_S: Final = 5.0  # a member that was forgotten is refused, and shows its certificate at once
+_GRACE_S: Final = 5.0  # no warning before this time, because a forgotten member shows its certificate after a refusal
 _INTERVAL_S: Final = 60.0
-_MAX_TOLD: Final = 32
+_MAX_TOLD: Final = 32  # most peers that warnings name at a time
 
 
 @dataclass(eq=False)
@@ -318,10 +322,10 @@ class _Refused:
 class RefusalLog:
     """Warns about refused peers: once a minute for each, with a count, and for a few peers at a time."""
 
-    on_refused: Callable[[int], None] = lambda _: None  # called with each warning, and the number of requests
+    on_refused: Callable[[int], None] = lambda _: None  # called at each warning with its number of requests
     _refused: dict[PeerId, _Refused] = field(default_factory=dict)
-    total: int = 0
-    _num_unnamed: int = 0  # refusals of further peers
+    total: int = 0  # without refusals of peers that have shown their certificates since
+    _num_unnamed: int = 0  # refusals of peers beyond `_MAX_TOLD`
 
     def note(self, peer: PeerId, reason: str) -> None:
         """Count a refusal."""
@@ -345,9 +349,9 @@ class RefusalLog:
         asyncio.get_running_loop().call_later(after_s, self._tell, peer, one)
 
     def _tell(self, peer: PeerId, one: _Refused) -> None:
-        if self._refused.get(peer) is not one:
+        if self._refused.get(peer) is not one:  # the peer has shown its certificate since
             return
-        if not one.count:
+        if not one.count:  # no refusal since the previous warning
             del self._refused[peer]
             return
         others, self._num_unnamed = self._num_unnamed, 0

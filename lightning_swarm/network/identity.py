@@ -27,7 +27,7 @@ _DIGITS: Final = {letter: digit for digit, letter in enumerate(_BASE58)}
 _ED25519_PRIVATE: Final = bytes.fromhex("08011240")  # followed by the seed and the public key
 _ED25519_ID: Final = bytes.fromhex("002408011220")  # followed by the public key: the id is not a hash
 _RSA_KEY: Final = bytes.fromhex("080012")  # followed by a length, and the key in DER
-_SHA256_ID: Final = bytes.fromhex("1220")
+_SHA256_ID: Final = bytes.fromhex("1220")  # followed by the digest of an RSA key
 _KEY_BYTES: Final = 32
 _NUM_ID_BYTES: Final = len(_ED25519_ID) + _KEY_BYTES
 _ED25519_NAME: Final = re.compile(rf"12D3KooW[{_BASE58}]{{44}}")
@@ -149,12 +149,13 @@ def load_identity(path: Path, use: KeyUse = PEER_KEY) -> Identity:
 
 
 def _read(path: Path, use: KeyUse) -> bytes:
+    """Read a key's file; refuse anything but a regular file, and a file of this user that other users may use."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # reading a pipe could block for ever
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             _refuse(path, use, "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file")
-        if status.st_uid == os.getuid() and status.st_mode & 0o077:  # like ssh, which accepts files of other owners
+        if status.st_uid == os.getuid() and status.st_mode & 0o077:  # as in ssh, other owners' files pass
             _refuse(
                 path,
                 use,
@@ -167,6 +168,7 @@ def _read(path: Path, use: KeyUse) -> bytes:
 
 
 def _refuse(path: Path, use: KeyUse, why: str, remedy: str = "") -> NoReturn:
+    """Raise the error about a key's file. A `remedy` comes before the advice to name another file."""
     raise ConfigError(
         f"{use.setting} must be a file with {use.holder} private key, or a new name in a folder that can be written "
         f"to, got {str(path)!r}: {why}. {f'{remedy}, name' if remedy else 'Name'} another file, or remove this one: "
@@ -180,6 +182,7 @@ def _in_domain(domain: bytes, message: bytes) -> bytes:
 
 
 def _rsa_id(encoded: bytes) -> PeerId:
+    """Return the peer id of an encoded RSA key: the digest of the public key, as libp2p encodes it."""
     length, der = encoded[len(_RSA_KEY) :][:2], encoded[len(_RSA_KEY) + 2 :]
     if length != _varint(len(der)):
         raise ValueError("its end is missing, or there is more behind it")

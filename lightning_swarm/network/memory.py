@@ -25,7 +25,7 @@ class WireTap(Tap, Protocol):
 
     @property
     def is_on_wires(self) -> bool:
-        """Return whether it may still damage messages; else it need not see them."""
+        """Return whether the tap may still damage messages. If not, `damages` need not be called."""
         ...
 
     def damages(
@@ -43,15 +43,15 @@ class MemoryNetwork:
         *,
         latency_s: float = 0.0,  # delay of each request and of each answer
         silence_s: float = SILENCE_S,  # silence after which a peer counts as gone
-        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # peer -> its link, with additional latency
+        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # peer -> its link, whose latency is added
     ) -> None:
         self.tap: WireTap | None = None  # on all wires
         self.silence_s = silence_s
         self._latency_s = latency_s
         self._links = lines
-        self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
+        self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}  # two peers -> set when they are mended
         self._peers: dict[PeerId, MemoryTransport] = {}
-        self._frozen: dict[PeerId, asyncio.Event] = {}
+        self._frozen: dict[PeerId, asyncio.Event] = {}  # peer -> set when it thaws
         self.wires: dict[_Wire, None] = {}  # ordered, so that a run repeats exactly
         # key -> peer -> (announcement, time of expiry)
         self.records: defaultdict[str, dict[PeerId, tuple[bytes, float]]] = defaultdict(dict)
@@ -168,7 +168,7 @@ class _Wire(asyncio.ReadTransport):
         self._room = asyncio.Event()
         self._room.set()
         self._broken = False
-        self._departed = False
+        self._departed = False  # whether the first buffer has waited for the latency; later buffers need not
         self.damaged = False  # the next buffer will arrive with one bit flipped
 
     def pause_reading(self) -> None:
@@ -189,7 +189,7 @@ class _Wire(asyncio.ReadTransport):
             self.damaged, data = False, _damage(bytes(data))
         if not self._broken:
             self.reader.feed_data(data)
-        # Without this a reader that keeps up would only ever see complete messages.
+        # Without this pause, a reader that keeps up would see complete messages only.
         await asyncio.sleep(0)
         await self._room.wait()
         if self._broken:
@@ -261,7 +261,7 @@ class MemoryTransport(BaseTransport):
             raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
 
     async def answer_call(self, caller: PeerId, request: bytes) -> bytes:
-        """Answer an encoded call in a task that ends with this peer; then `ConnectionError` is raised."""
+        """Answer an encoded call in a task that is cancelled if this peer dies; then raise `ConnectionError`."""
         serving = self._spawn(self._serve_call(caller, request))
         try:
             await asyncio.wait({serving})
@@ -298,7 +298,7 @@ class MemoryTransport(BaseTransport):
 
 
 def _damage(data: bytes) -> bytes:
-    """Flip one bit, near the end."""
+    """Flip one bit near the end: in a whole message, in the last byte before the trailer."""
     index = max(0, len(data) - 9)
     return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
 

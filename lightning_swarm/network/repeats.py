@@ -15,7 +15,7 @@ from lightning_swarm.network.liveness import Exchange
 from lightning_swarm.network.rpc import Responder
 
 _T = TypeVar("_T")
-_Request: TypeAlias = tuple[PeerId, int, str, bytes]
+_Request: TypeAlias = tuple[PeerId, int, str, bytes]  # caller, exchange id of the first request, method, body
 _REPEAT_BITS: Final = 48  # bits of the first request's id; the number of the repeat stands above them
 
 
@@ -42,9 +42,9 @@ class RepeatedSend(Generic[_T]):
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._exchange, self._send, self._spawn = exchange, send, spawn
-        self._first = asyncio.timeout(None)
-        self._again: list[asyncio.Task[None]] = []
-        self._answers: list[_T | SwarmError] = []
+        self._first = asyncio.timeout(None)  # ends the wait for the answer to the first request
+        self._again: list[asyncio.Task[None]] = []  # the repeats
+        self._answers: list[_T | SwarmError] = []  # answers to repeats
 
     async def first_answer(self) -> _T:
         """Return the answer that comes first, or raise the error that it carries."""
@@ -74,7 +74,8 @@ class RepeatedSend(Generic[_T]):
             self._answers.append(await self._send(number))
         except SwarmError as error:
             self._answers.append(error)
-            # The first answer may be under way. An answer that can be fetched only once is gone for the repeat.
+            # The answer to the first request may still be under way. If that answer holds tensors that can be fetched
+            # only once, the repeat gets an error instead.
             if self._exchange.is_large or isinstance(error, Unreachable):
                 return
         end_now(self._first)
@@ -107,7 +108,7 @@ class RunningAnswers:
             return answer
         except SwarmError as error:
             running.set_exception(error)
-            running.exception()  # perhaps no repeat joined
+            running.exception()  # marks the error as retrieved, because perhaps no repeat joined
             raise
         finally:
             del self._running[request]

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 STALL_TIMEOUT_S: Final = 60.0
 """Seconds that a server waits for the next chunk of a request, or for room to write the next chunk of an answer."""
 
-_LINGER_S: Final = 10.0
+_LINGER_S: Final = 10.0  # longest wait until a refused caller hangs up
 
 
 class Feed(asyncio.StreamReader):
@@ -51,7 +51,7 @@ class Channel:
 
     def __init__(self, reader: Reader, write: Callable[[Buffer], Awaitable[None]]) -> None:
         self._reader = reader
-        self._write = write  # sends one buffer, and waits for room. It may keep the buffer only until it returns
+        self._write = write  # sends one buffer, and waits for room. The buffer may change once it returns
         self._sent_bytes = 0
         self._received_bytes = 0
 
@@ -111,7 +111,7 @@ class Guard(Protocol):
     def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
         """Register the running task as an answer to a caller and return it, or refuse a caller that may not call.
 
-        The caller's permit may have changed while its tensors, or its turn, were awaited.
+        The caller's permit may have changed while its request waited for room, or for tensors.
         """
         ...
 
@@ -135,11 +135,11 @@ class ServedMethod(NamedTuple):
     respond: Responder
     hold: Hold = hold_all  # reserves room for the request's tensors until it is answered
     caller: PeerId = PeerId("")
-    guard: Guard | None = None
+    guard: Guard | None = None  # None: no check at the handler
 
 
 class Tap(Protocol):
-    """Sees and changes a peer's exchanges, also with itself. Tests use it to place faults by the bodies of messages."""
+    """Sees and changes a peer's exchanges, even those with itself. Tests place faults by the bodies of its messages."""
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
         """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
@@ -185,7 +185,7 @@ async def serve(
     idle_timeout: float,
     hold: Hold = hold_all,  # reserves room for a request without its tensors
 ) -> None:
-    """Answer the requests that come over a channel, one after the other, until it ends or one is refused unread."""
+    """Answer the requests that come over a channel, one by one, until it ends or a request is refused unread."""
     while True:
         exchange_id, method = 0, ""
         try:
@@ -207,6 +207,7 @@ async def serve(
 
 
 async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], ServedMethod]) -> None:
+    """Read a request's tensors, run its handler, and send the answer."""
     served = find(head)
     head.check_size(served.max_bytes)
     async with served.hold(head.payload_bytes):
@@ -214,7 +215,8 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Served
         work = answer_to(head, served, message)
         async with _in_background(work) as working, _in_background(channel.read(1)) as hangup:
             await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
-            if hangup.done():  # the caller no longer waits for the answer, so the handler is cancelled
+            # A waiting caller sends nothing. If bytes or the end come, it has stopped waiting: cancel the handler.
+            if hangup.done():
                 raise EOFError("the caller is gone, or does not wait for its answers")
             answer = working.result()
     await channel.send(answer, stall_timeout=STALL_TIMEOUT_S)
@@ -223,7 +225,7 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Served
 async def answer_to(
     head: Head, served: ServedMethod, message: Message, *, max_bytes: int | None = None
 ) -> Iterable[Buffer]:
-    """Run a handler in this task, and encode its answer or its error. This raises nothing."""
+    """Run a handler in this task, and encode its answer, or its error. Answers over `max_bytes` become errors, too."""
     guard = served.guard
     try:
         if guard is None:

@@ -18,7 +18,7 @@ class Direction:
     """One direction of a link. It transmits all bytes in the order of sending."""
 
     bytes_per_s: float = math.inf
-    _free_s: float = 0.0
+    _free_s: float = 0.0  # time when all queued bytes are transmitted
 
     def transmit(self, num_bytes: int, now_s: float) -> float:
         """Queue bytes behind all earlier bytes, and return the time when they are transmitted."""
@@ -34,7 +34,7 @@ class FlowWindow:
     round_trip_s: float  # time until the reader's answer to the first bytes of a window arrives
     _size_bytes: int = FIRST_WINDOW_BYTES
     _left_bytes: int = FIRST_WINDOW_BYTES
-    _began_s: float | None = None
+    _began_s: float | None = None  # time when the window's first bytes left; None: nothing was sent yet
 
     def send(self, num_bytes: int, now_s: float) -> float:
         """Send the next piece, and return the time when it may leave."""

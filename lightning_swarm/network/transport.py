@@ -53,16 +53,17 @@ SILENCE_S: Final = 10.0
 
 _IDLE_TIMEOUT_S: Final = 60.0  # longer than callers keep idle streams, so that no request meets a closing stream
 
-# Limits on unanswered requests of strangers, for all together and for each: any peer with this one's address may call.
+# Limits on unanswered requests that no `admit` has accepted, for all callers together and for each caller: any peer
+# that knows this peer's address may send such requests.
 _STRANGERS_BYTES: Final = 512 << 20
 _STRANGER_BYTES: Final = 64 << 20
-_FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: their number is bounded
+_FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: each stream bounds their number
 
 
 class CutOff(asyncio.Event):
-    """Is set when no peer can reach this one any more, although it did not close its transport."""
+    """Is set when no peer can reach this peer any more, although this peer has not closed its transport."""
 
-    reason: str = ""
+    reason: str = ""  # text for the user; empty until the event is set
 
 
 class BaseTransport(Transport):
@@ -78,13 +79,15 @@ class BaseTransport(Transport):
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_handlers: dict[str, CallHandler] = {}
+        # method -> handler, most tensor bytes of a request, check of callers
         self._stream_handlers: dict[str, tuple[StreamHandler, int, Admit | None]] = {}
-        self._budget = ByteBudget(receive_bytes, receive_bytes // 2)  # requests whose callers `admit` has accepted
+        # Requests whose callers `admit` has accepted. Each caller may have half, which leaves room for other callers.
+        self._budget = ByteBudget(receive_bytes, receive_bytes // 2)
         self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
         self._asking = OpenExchanges()
         self._answering = OpenAnswers()
         self._running = RunningAnswers()
-        self._serving: set[asyncio.Task[Any]] = set()
+        self._serving: set[asyncio.Task[Any]] = set()  # tasks that `close` cancels
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
         self._gate: Gatekeeper | None = None  # None: all peers may call, and are called
@@ -147,6 +150,7 @@ class BaseTransport(Transport):
     async def _send_large(
         self, peer: PeerId, method: str, message: Message, max_bytes: int, first_id: int, num_repeats: int
     ) -> Message:
+        """Send a request once over a separate stream, and measure the link; `num_repeats`: 0 for the first request."""
         began_s = now_s()
         answer = await self._send_stream(peer, method, message, max_bytes, repeated_id(first_id, num_repeats))
         self._liveness.heard(peer)
@@ -170,7 +174,7 @@ class BaseTransport(Transport):
     async def _send_small(
         self, peer: PeerId, kind: Kind, first_id: int, method: str, message: Message, num_repeats: int
     ) -> tuple[Head, bytes]:
-        """Send a small request once; return the answer with its head, or raise the error that it carries."""
+        """Send a small request once; return the head and the bytes of its answer, or raise the answer's error."""
         exchange_id = repeated_id(first_id, num_repeats)
         request = b"".join(framing.encode(kind, exchange_id, method, message))
         self.traffic.sent_bytes[peer, method] += len(request)
@@ -186,7 +190,7 @@ class BaseTransport(Transport):
         return head, data
 
     def set_credentials(self, credentials: Credentials | None, rpcs: Iterable[Rpc] = ()) -> None:
-        """Answer and ask only peers whose certificates permit it, from now on, and only `rpcs`; None: all peers."""
+        """From now on, answer and ask only certified peers, as `rpcs` permit their roles; None: all peers."""
         self._gate = self._certification = self._answering.gate = None
         if credentials is not None:
             self._gate = Gatekeeper(
@@ -234,6 +238,7 @@ class BaseTransport(Transport):
         self.cut_off.set()
 
     async def _answer_certify(self, caller: PeerId, body: bytes) -> bytes:
+        """Answer `CERTIFY`: verify the caller's certificate, the `body`, and return this peer's own."""
         if self._gate is None:
             raise Untrusted(
                 f"{self._peer_id} takes any peer and has no certificate to show: `trust` is not 'invited' there, as it "
@@ -246,7 +251,7 @@ class BaseTransport(Transport):
         return self._gate.credentials.certificate
 
     def _on_refused(self, num_requests: int) -> None:
-        """Call the present `on_refused`, which is set after the gate is made."""
+        """Call the current `on_refused`, which may have been set after the gate was made."""
         self.on_refused(num_requests)
 
     def _on_certified(self, peer: PeerId) -> None:
@@ -300,7 +305,7 @@ class BaseTransport(Transport):
                 answer = b"".join(await answer_to(head, served, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
-        # A caller that passed the check of a members' method is known.
+        # `method` is set once `_find` has admitted the request. Unless any peer may call it, the caller is certified.
         account = caller if method and method not in OPEN_METHODS else self._account_of(caller)
         self.traffic.received_bytes[account, method] += len(request)
         self.traffic.sent_bytes[account, method] += len(answer)
@@ -335,9 +340,11 @@ class BaseTransport(Transport):
         return served
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
+        """Find the handler of a request and its limits; refuse an unknown method, or a caller that may not call it."""
         guard = None
         if self._gate is not None and caller != self._peer_id:
             self._gate.check_caller(caller, head.method)
+            # The guard would refuse callers without a certificate, which may call the open methods.
             guard = None if head.method in OPEN_METHODS else self._answering
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
 
@@ -362,7 +369,7 @@ class BaseTransport(Transport):
             answer = await served.respond(message)
         except SwarmError:
             raise
-        except Exception as error:
+        except Exception as error:  # becomes the error that another peer would receive
             raise from_wire(*to_wire(error)) from error
         _describe(Kind.ANSWER, method, answer).check_size(max_bytes)
         return answer
@@ -386,7 +393,7 @@ class BaseTransport(Transport):
             return self._find(caller, head, joins=not head.payload_bytes)  # only requests without tensors are repeated
 
         def count(method: str, channel: Channel) -> None:
-            if slot is not None and slot.num_busy:  # else the bytes were no valid request
+            if slot is not None and slot.num_busy:  # else the bytes were no valid request, and `find` was not called
                 slot.end()
             # Unknown method names share one entry, or strangers could fill the memory by making up names.
             known = method in self._call_handlers or method in self._stream_handlers
@@ -423,7 +430,7 @@ class BaseTransport(Transport):
                 with watching:
                     yield exchange
         except TimeoutError as error:
-            if not limit.expired():
+            if not limit.expired():  # another timeout, within the exchange
                 raise
             if self._closed:
                 raise Unreachable(f"The transport was closed during `{method}` to {peer}.") from None
