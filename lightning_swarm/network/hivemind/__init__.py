@@ -31,7 +31,7 @@ __all__ = ["HivemindDirectory", "HivemindTransport", "start"]
 _log = logging.getLogger(__name__)
 
 _NUM_ATTEMPTS: Final = 3
-PORT_PATIENCE_S = 10.0
+PORT_PATIENCE_S = 10.0  # longest wait for a port that a killed peer may still hold
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.5
 _KNOWS_NOBODY: Final = "find any peer in table"  # a daemon's error until its first connection is in its table
@@ -72,7 +72,7 @@ async def start(
         transport.set_credentials(certify(transport.peer_id), rpcs)
     try:
         await transport.open()
-        # If a router does not route its outer address back inside, the check gets no answer until the timeout.
+        # If a router does not route its outer address back inside, the check waits until its timeout, and passes.
         await gather(_check_answers(transport, place) for place in announce)
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
@@ -87,6 +87,7 @@ async def _check_answers(transport: HivemindTransport, place: str) -> None:
 
 
 def _identity(path: str | None, *, is_local: bool) -> Identity:
+    """Load or generate the key pair; refuse a key that cannot sign if other machines reach this peer."""
     identity = Identity.generate() if path is None else load_identity(Path(path))
     if not (identity.can_sign or is_local):
         raise ConfigError(
@@ -129,7 +130,8 @@ async def _start_daemon(
     initial_peers: Sequence[str],
     startup_timeout: float,
 ) -> P2P:
-    # Nothing forks: the only child process is libp2p's daemon, which dies with this one.
+    """Start libp2p's daemon and return its client; after a few failed attempts, raise an error with advice."""
+    # Nothing forks: the only child process is the daemon, which dies with this process.
     problem: Exception | None = None
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
@@ -161,7 +163,7 @@ async def _start_daemon(
 
 
 async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:
-    """Return whether the network of `initial_peers` finds a peer of this id."""
+    """Return whether the network of `initial_peers` finds a peer of this id, asked by a temporary second daemon."""
     seeker = await P2P.create(
         initial_peers=list(initial_peers), dht_mode="client", auto_nat=False, nat_port_map=False, use_relay=False
     )

@@ -24,12 +24,12 @@ MAX_CALLS: Final = 4096
 a server holds calls (`Limits.max_pending_calls`), and ask for other things meanwhile."""
 
 _IDLE_S: Final = 30.0  # idle time after which a stream is closed; shorter than the other side's patience
-_PATIENCE_S: Final = 60.0
+_PATIENCE_S: Final = 60.0  # idle time after which this peer closes a stream that another peer has opened
 _CALLS_PER_TURN: Final = 32  # calls read before other tasks of the loop run
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
 _OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would block too many openings
 _READ_BYTES: Final = 1 << 18
-_MAX_UNSENT_BYTES: Final = 16 << 20  # abandoned calls, or answers, for a peer that does not read
+_MAX_UNSENT_BYTES: Final = 16 << 20  # most unsent bytes for a peer; beyond, its stream is closed
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
@@ -43,6 +43,7 @@ class OutgoingCalls:
     _spawn: Spawn  # runs a task while the transport is open
     _patience_s: Callable[[PeerId], float]  # how long a peer may be silent
     _openings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_OPENING))
+    # peer -> the task that opens the stream, or has opened it
     _streams: dict[PeerId, asyncio.Task[_PeerStream]] = field(default_factory=dict)
 
     async def exchange(self, peer: PeerId, request: bytes) -> bytes:
@@ -63,6 +64,7 @@ class OutgoingCalls:
     def hang_up(self, peer: PeerId) -> None:
         """Close the stream to a peer, if there is one."""
         opening = self._streams.get(peer)
+        # `cancel` is False for a stream that is open already.
         if opening is not None and not opening.cancel() and not _has_ended(opening):
             opening.result().close()
 
@@ -100,7 +102,7 @@ class _PeerStream:
         self._patience_s = patience_s
         self._silent_since_s: float | None = None  # the first call after the last answer; None: no call waits
         self._answers: dict[int, asyncio.Future[bytes]] = {}
-        self._used_s = now_s()
+        self._used_s = now_s()  # time when the newest call ended
         self._closed = False
 
     @property
@@ -130,6 +132,7 @@ class _PeerStream:
             self._used_s = now_s()
 
     def _cancel(self, exchange_id: int) -> None:
+        """Notify the peer that a call is cancelled. Close the stream if the peer is silent, or does not read."""
         with suppress(OSError):
             self._stream.write_soon(framing.encode_cancel(exchange_id))
         since_s = self._silent_since_s
@@ -173,7 +176,7 @@ class _IncomingMessages:
     def __init__(self, channel: Channel, refuse: Callable[[FixedHeader], bool] = lambda _: False) -> None:
         self._channel = channel
         self._refuse = refuse  # returns whether to drop a message unread
-        self._num_dropping = 0  # bytes of such a message that are still to come
+        self._num_dropping = 0  # bytes of a refused message that are still to come
         self._data = bytearray()
         self._head: FixedHeader | None = None  # header of the message at the start of `_data`, once it has come
 
@@ -231,10 +234,10 @@ async def answer_calls(
             try:
                 head, request = await incoming.next(_PATIENCE_S)
             except TimeoutError:
-                if answers.tasks and not incoming.is_partial:
+                if answers.tasks and not incoming.is_partial:  # the caller waits for answers
                     continue
                 return
-            if request:
+            if request:  # empty: it was refused unread, and answered by the error
                 await answers.accept(head, request)
     except (OSError, EOFError, ProtocolError):
         return

@@ -38,7 +38,7 @@ class _Answer(asyncio.Future[Any]):
 class _PendingCalls(dict[UUID, asyncio.Future[Any]]):
     @override
     def __setitem__(self, call_id: UUID, _: asyncio.Future[Any], /) -> None:
-        # The client looks up the future to await in this dict.
+        # Replaces the client's future by an `_Answer`. The client looks up the future to await in this dict.
         super().__setitem__(call_id, _Answer())
 
 
@@ -107,7 +107,7 @@ def _is_dead(path: Path) -> bool:
 
 async def exited(pid: int) -> None:
     """Wait until the child process `pid` has ended."""
-    # It is not reaped here, because hivemind may still signal the pid, which must not belong to another process then.
+    # The child is not reaped here: hivemind may still signal its pid, which must not belong to another process then.
     # SIGCHLD is of no use: torch's DataLoader replaces the signal's handler as soon as it starts workers.
     try:
         descriptor = os.pidfd_open(pid)

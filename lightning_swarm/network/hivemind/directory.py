@@ -31,7 +31,7 @@ class HivemindDirectory(Directory):
         self._identity = identity
         self._node = node
         self._closed = False
-        self._stored_until: dict[str, float] = {}
+        self._stored_until: dict[str, float] = {}  # key -> expiry of this peer's newest record in the DHT
 
     @classmethod
     async def join(
@@ -74,7 +74,7 @@ class HivemindDirectory(Directory):
         check_record(key, value, ttl_s)
         self._check_open()
         expires_at = time.time() + ttl_s
-        # hivemind keeps the record that lives longest, so a new record must outlive the old. It contains its real end.
+        # hivemind keeps the record that lives longest, so a new record must outlive the old. It also has its real end.
         stored_until = max(expires_at, self._stored_until.get(key, 0.0) + _NEWER_S)
         self._stored_until[key] = stored_until
         key_id = DHTID.generate(source=key)

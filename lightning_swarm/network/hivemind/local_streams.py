@@ -19,8 +19,8 @@ from lightning_swarm.network.hivemind.streams import Stream
 
 _log = logging.getLogger(__name__)
 
-_CALLER: Final = b"caller"
-_LISTENER: Final = b"listener"
+_CALLER: Final = b"caller"  # marks the secret that the caller sends
+_LISTENER: Final = b"listener"  # marks the secret that the caller receives
 _SECRET_BYTES: Final = 32  # length of a SHA-256 digest
 # magic, the caller's secret, lengths of the protocol's name and of the caller's id; then the name and the id
 _GREETING: Final = struct.Struct(f"<4s{_SECRET_BYTES}sBB")
@@ -47,7 +47,7 @@ class LocalPeers:
         self._serve = serve
         self._greeting_s = greeting_s  # seconds to wait for a greeting before using the daemon
         self._key = secrets.token_bytes(_SECRET_BYTES)
-        self._introductions: dict[PeerId, bytes] = {}
+        self._introductions: dict[PeerId, bytes] = {}  # peer -> both secrets, as it has answered `INTRODUCE`
         self._greeting: set[asyncio.Task[Any]] = set()  # tasks of connections whose peers are not known yet
         self._server: asyncio.Server | None = None
 

@@ -60,6 +60,7 @@ def pack(identity: Identity, key: DHTID, value: bytes, *, expires_at: float, sto
 
 
 def _signed(key: bytes, peer: str, stored_until: float, announcement: Announcement) -> bytes:
+    """Return the bytes that the announcing peer signs."""
     return msgspec.msgpack.encode((key, peer, stored_until, announcement.expires_at, announcement.value))
 
 
@@ -137,6 +138,7 @@ class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is 
         return False
 
     def _is_own(self, record: DHTRecord) -> bool:
+        """Return whether the peer under whose id a record is stored has announced it, for a bounded time."""
         try:
             peer = PeerId(_text_decoder.decode(record.subkey))
             announcement = _decoder.decode(_bytes_decoder.decode(record.value))

@@ -24,24 +24,24 @@ _STAGING_BYTES: Final = 64 << 10
 class Inbox(asyncio.BufferedProtocol):
     """A `Reader` of a connected socket, whose protocol it becomes; it also tracks room for writing."""
 
-    # `arrived` has been read from the socket before; `ended`: the other side has hung up after it.
+    # `arrived` are bytes that were read from the socket before; `ended`: the other side has hung up after them.
     def __init__(self, transport: asyncio.Transport, arrived: bytes, *, ended: bool) -> None:
         self._transport = transport
         self._staging = memoryview(bytearray(max(_STAGING_BYTES, 2 * len(arrived))))
-        self._start, self._stop = 0, len(arrived)
+        self._start, self._stop = 0, len(arrived)  # bounds of the unread bytes in the staging memory
         self._staging[: self._stop] = arrived
         self._target: memoryview | None = None  # the rest of the memory to fill instead of the staging memory
         self._seen: Callable[[memoryview], None] = _ignore
         self._ended = ended
         self._problem: Exception | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        self._full = False
-        self._room = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # the reader's wait for bytes
+        self._full = False  # the staging memory is full, so the socket is not read
+        self._room = asyncio.Event()  # not set while the transport has no room for writes
         self._room.set()
         transport.pause_reading()  # asyncio chooses how to read by the protocol's class when reading starts
         transport.set_protocol(self)
         transport.resume_reading()
-        # So `drain` waits until nothing is buffered, and written buffers may change again.
+        # With this limit, `drain` waits until nothing is buffered, and written buffers may change again.
         if not transport.is_closing():  # uvloop would raise an error that is no OSError
             transport.set_write_buffer_limits(high=0)
 
@@ -203,7 +203,7 @@ class Stream:
         arrived, ended = bytes(reader._buffer), reader._eof  # type: ignore[attr-defined]
         self._inbox = Inbox(self._transport, arrived, ended=ended or self._transport.is_closing())
         self.channel = Channel(self._inbox, self.write)
-        self.expiry: asyncio.TimerHandle | None = None
+        self.expiry: asyncio.TimerHandle | None = None  # closes the stream if it stays idle
 
     def gather_writes(self) -> None:
         """Send small writes together. From now on, a buffer must not change after it was written."""
@@ -342,6 +342,7 @@ class StreamPool:
             self._drop(stream)
 
     async def _open(self, peer: PeerId) -> Stream:
+        """Open a stream, after closing the one that has been idle for longest if there are too many."""
         if self._num_busy + len(self._idle) > _MAX_OPEN:
             self._drop(next(iter(self._idle)))
         return await self._open_stream(peer)

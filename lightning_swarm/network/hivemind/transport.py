@@ -213,6 +213,7 @@ class HivemindTransport(BaseTransport):
                 self._strangers.close(slot)
 
     def _open_slot(self, protocol: str, caller: PeerId, stream: Stream) -> StreamSlot | None:
+        """Assign a slot to a stream that a caller has opened. None: the stream must close."""
         owner = (caller, protocol)
         if self._gate is None or self._gate.knows(caller):
             return self._slots.open(owner, stream.close, at_most=_MAX_STREAMS.get(protocol, 0))
@@ -245,7 +246,7 @@ class HivemindTransport(BaseTransport):
         asyncio.get_running_loop().call_later(_FAREWELL_S, self._hang_up_on, peer, self._gate)
 
     def _hang_up_on(self, peer: PeerId, gate: Gatekeeper | None) -> None:
-        if gate is None or gate is not self._gate or gate.knows(peer):  # its ban was lifted meanwhile
+        if gate is None or gate is not self._gate or gate.knows(peer):  # other credentials apply, or the ban was lifted
             return
         for slot in [slot for protocol in _MAX_STREAMS for slot in self._slots.of((peer, protocol))]:
             self._slots.close(slot)
