@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def answer_bans(
     transport: Transport,
     members: Callable[[], Iterable[PeerId]] = tuple,  # the peers of this peer's run
-    spawn: Callable[[Coroutine[Any, Any, None]], Awaitable[object]] | None = None,
+    spawn: Callable[[Coroutine[Any, Any, None]], Awaitable[object]] | None = None,  # None: forward no bans
 ) -> None:
     """Apply bans signed by the owner, from any sender, and forward them, because a banned coordinator would not."""
 

@@ -70,7 +70,7 @@ class EventLog:
     """A peer's log of events, with other peers' counts. The swarm's loop and a trainer's own thread may both use it."""
 
     def __init__(self) -> None:
-        self._id = secrets.randbits(62)
+        self._id = secrets.randbits(62)  # identifies this log in reports, because a restarted peer counts anew
         self._counts: Counter[EventKind] = Counter()
         self._others: dict[PeerId, EventCounts] = {}  # the counts that other peers reported
         self._taken: dict[int, Counter[EventKind]] = {}  # log -> counts that `drain` has returned so far
@@ -112,6 +112,7 @@ class EventLog:
         """Log and keep another peer's event unless it was noted here. The other peer counts it."""
         with self._lock:
             known = next((e.kind for e in reversed(self._kept) if e.peer == peer and e.kind in _MEMBERSHIP), None)
+        # The newest event about the peer already agrees on whether it is a member.
         if kind in _MEMBERSHIP and known is not None and (kind == "joined") == (known == "joined"):
             return
         self._keep(Event(kind, peer, stage, step, reason))

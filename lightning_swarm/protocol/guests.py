@@ -1,4 +1,4 @@
-"""Guests, members whose weights no closing has compared yet, and servers whose weights came to differ. Pure."""
+"""Guests (members whose weights no closing has compared yet), and servers whose weights came to differ. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
 
-_MAX_TIMES: Final = 2
+_MAX_TIMES: Final = 2  # a server left out so often for differing weights may not join again
 _MAX_REMEMBERED: Final = 1024
 
 
 def guests_after(guests: Collection[PeerId], record: Record, rosters: Sequence[Sequence[Member]]) -> list[PeerId]:
-    """Return the guests after a record, whose closing compared its participants; `rosters` are the rosters after it."""
+    """Return the guests after a record: newcomers, and guests that its closing did not compare. `rosters`: after it."""
     staying = {member.peer_id for roster in rosters for member in roster}
     left = [peer for peer in guests if peer in record.closing.absent and peer in staying]
     return list(dict.fromkeys([*left, *(one.member.peer_id for one in record.newcomers)]))

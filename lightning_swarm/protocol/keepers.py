@@ -32,7 +32,7 @@ KEEPERS_REMEDY: Final = (
 
 
 def may_decide(peer: PeerId, keepers: Keepers) -> bool:
-    """Return whether a peer may vote, coordinate and lead."""
+    """Return whether a peer may vote, coordinate and lead. Unset `keepers`: any server may."""
     return isinstance(keepers, UnsetType) or peer in keepers
 
 

@@ -21,7 +21,7 @@ _MIN_BUCKETS: Final = 16
 _UNITS: Final = {"float32": 2.0**-24, "float64": 2.0**-53}  # unit roundoff
 _SMALLEST: Final = {"float32": 2.0**-126, "float64": 2.0**-1022}  # smaller numbers may be rounded to zero
 _DOUBLE: Final = 2.0**-52  # rounding of the projections, which are computed in float64
-_DEVIATIONS: Final = 5.0
+_DEVIATIONS: Final = 5.0  # the factor `t` in `_is_mean`
 _SAME: Final = 1e-9  # relative tolerance between sums of the same numbers in different orders
 
 DType = Literal["float32", "float64"]

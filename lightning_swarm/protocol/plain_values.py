@@ -40,7 +40,7 @@ from lightning_swarm.protocol.serialization import tensor_at
 MAX_DEPTH: Final = 64
 MAX_STRUCTURE_BYTES: Final = 8 << 20  # Python needs many times as much memory for it
 
-_CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})
+_CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})  # int is apart, because msgpack limits its size
 _MAX_DIGITS: Final = 4096
 _SEQUENCES: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
 _DICTS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
@@ -92,6 +92,7 @@ def unpack(tensors: Sequence[Tensor]) -> Any:
 
 
 def _packed(value: Any, tensors: list[Tensor], where: str, depth: int) -> Any:
+    """Return the structure of a value, and add its tensors to `tensors`; `where` is its place, for errors."""
     kind = type(value)
     if kind in _CONSTANTS:
         return value
@@ -129,6 +130,8 @@ def _packed_leaf(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 class _Unpacking:
+    """Rebuilds a value from its structure and tensors; `missing` are the indices of tensors not used yet."""
+
     def __init__(self, tensors: Sequence[Tensor], missing: set[int]) -> None:
         self._tensors = tensors
         self._missing = missing

@@ -68,6 +68,8 @@ async def ask_each(
 
 def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
     """Return the newest version of which every stage has a copy that outlives the stage's servers. Pure."""
+    # A copy that only the stage's own servers hold suffices if no other server could hold one, or if the trainers hold
+    # the stage, because the run has no loop without them.
     servers = {member.peer_id for roster in rosters for member in roster}
 
     def is_safe(version: int, index: int) -> bool:
@@ -125,7 +127,10 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
 def taken_alike(
     claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, right: Sequence[PeerId]
 ) -> bytes | None:
-    """Return a snapshot's digest as claimed by the first of `right` among its takers, or else by most takers. Pure."""
+    """Return a snapshot's digest as claimed by the first of `right` among its takers, or else by most takers. Pure.
+
+    None if that peer has claimed no digest, or no majority has claimed the same.
+    """
     judge = next((peer for peer in right if peer in takers), None)
     if judge is not None:
         return claimed.get(judge)
@@ -231,6 +236,7 @@ async def is_superseded(transport: Transport, run: RunState, term: Term, *, time
         return 2 * max(gone, len(found) - gone) > len(voters)
 
     answers = await _ask_promised(transport, run, voters, is_certain, timeout)
+    # Half of the answers suffices, because the other half is no majority. Voters that do not answer are left out.
     gone = sum(one > term for one in answers.values())
     return gone > 0 and 2 * gone >= len(answers)
 

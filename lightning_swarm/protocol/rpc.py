@@ -192,9 +192,9 @@ FORWARD: Final = Upload("stage.forward", calls.ForwardRequest, by=_TRAINER, is_c
 BACKWARD: Final = Upload("stage.backward", calls.BackwardRequest, by=_TRAINER, is_call_if_small=True)
 CANCEL: Final = Call("stage.cancel", calls.CancelRequest, calls.CancelReply, by=_TRAINER)
 
-# A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`. If user code selected
-# other parameters or wrote weights, `change -> settle` come first. So each granted sample is in exactly one decided
-# record. Trainers call the coordinator, whose answer to `TAKE_METRICS` is empty if it lost the `BatchMetrics`:
+# A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`, so that each granted
+# sample is in exactly one decided record. If user code selected other parameters or wrote weights, `change -> settle`
+# come first. Trainers call the coordinator, whose answer to `TAKE_METRICS` is empty if it lost the `BatchMetrics`:
 CHANGE: Final = Call("step.change", batches.ChangeRequest, by=_TRAINER, only_coordinator=True)
 PLAN: Final = Call("step.plan", run.PlanRequest, by=_TRAINER, only_coordinator=True)
 TAKE_PLAN: Final = Call("step.take_plan", run.TakePlanRequest, run.TakePlanReply, by=_TRAINER, only_coordinator=True)

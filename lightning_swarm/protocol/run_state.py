@@ -73,7 +73,7 @@ def check_protocol_version(
 
 
 def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
-    """Return the trainers in the order of their lanes: each reads ahead every n-th batch of an epoch."""
+    """Return the trainers in order of lanes; a lane is every n-th batch of an epoch, which its trainer reads ahead."""
     # Lanes are only a hint. A trainer may bring a batch of another lane if it has read it first.
     return [lead, *(peer for peer in trainers if peer != lead)]
 
@@ -89,8 +89,8 @@ def owner_of(begin: int, index: int, lanes: Sequence[PeerId]) -> PeerId:
     return lanes[(index - begin) % len(lanes)]
 
 
-_MAX_REMEMBERED = 1024
-_MAX_NAMED = 10
+_MAX_REMEMBERED = 1024  # most steps whose counted batches, digests and positions are kept
+_MAX_NAMED = 10  # most peers named in an error
 
 
 class RunState:
@@ -100,8 +100,8 @@ class RunState:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.is_rolling_back = False  # a new lead is about to roll the run back, so the open step will not count
-        self.ties = TiedTensors(manifest.stages)
-        self.version = manifest.first_step
+        self.ties = TiedTensors(manifest.stages)  # parameters that several stages hold
+        self.version = manifest.first_step  # also the number of the open step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
         # The lead, then all other trainers as they joined. They may request leases, computations and state.
@@ -111,8 +111,8 @@ class RunState:
         self.bans = manifest.bans
         self.keepers = manifest.keepers  # includes departed keepers; unset: all servers may decide
         self.convicted = convicted_after({}, manifest.convicted)  # peer -> reason
-        self._heed_ban: Callable[[bytes], None] = lambda _: None
-        self.guests: list[PeerId] = []
+        self._heed_ban: Callable[[bytes], None] = lambda _: None  # called with each ban; see `heed_bans`
+        self.guests: list[PeerId] = []  # members whose weights no closing has compared yet
         self.differing = DifferingServers()
         self.snapshots: list[HeldSnapshot] = []  # the recorded snapshots of the kept versions
         # The newest snapshot that a record ordered: its version and the rosters that take it; None: not known here.
@@ -125,7 +125,8 @@ class RunState:
         self.newest: Record | None = None  # the newest record that was applied
         self.sound_version: int | None = None  # see `sound_version_after`; None: no false work is known to have counted
         self._positions: dict[int, BatchNumber | None] = {}  # version -> first batch of the open step
-        self.selection = manifest.selection  # the parameters that train now; after `from_view`: at the run's beginning
+        # The parameters that train now. `from_view` knows only the parameters that trained first in this generation.
+        self.selection = manifest.selection
 
     @classmethod
     def from_view(cls, view: RunView, version: int) -> RunState:
@@ -317,7 +318,7 @@ class RunState:
 
     @property
     def keepers_remedy(self) -> str:
-        """The remedy to add to an error about missing voters; empty if any server may decide."""
+        """The remedy to append to an error about missing voters; empty if any server may decide."""
         return "" if isinstance(self.keepers, UnsetType) else f"; {KEEPERS_REMEDY}"
 
     def check_decides(self, peer: PeerId, does: str) -> None:
@@ -373,6 +374,7 @@ class RunState:
 
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
         """Refuse a record that empties a stage, changes an unknown stage, or admits a peer without invitation."""
+        # `seats`, the members after the record, replace the members known here, which the record's changes may not fit.
         if seats is None:
             check_invited(self.invitations, record)
             check_new_keepers(self.keepers, record)
@@ -434,7 +436,7 @@ class RunState:
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def check_counted(self, step: int, first: int) -> None:
-        """Raise an error, for a trainer that was silent until its step was decided, unless its batch counts there."""
+        """Raise an error unless a decided step counts a batch, whose trainer was silent until the decision."""
         if step not in self._counted:
             raise StepError(
                 f"step {self.version} is open, and which batches step {step} counted is not known any more: a trainer "

@@ -130,6 +130,7 @@ def _text_of(place: _Place) -> str:
 
 
 def _flatten(tree: Tree, tensors: list[Tensor], place: _Place, depth: int) -> Structure:
+    """Return the structure of a tree at a place of the whole tree, and add its tensors to `tensors`."""
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.is_nested:
             raise ConfigError(
@@ -180,6 +181,7 @@ def _unknown(leaf: object, where: str) -> ConfigError:
 
 
 def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int], depth: int) -> Tree:
+    """Rebuild a tree from a structure, and remove the indices of its tensors from `missing`."""
     kind = type(structure)
     if kind in _CONSTANTS:
         return structure
@@ -222,6 +224,7 @@ def tensor_at(children: Sequence[Any], tensors: Sequence[Tensor], missing: set[i
 
 
 def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Encoded:
+    # Too few children become an encoded tensor without parts, which is refused.
     codec, dtype, shape, *indices = children if len(children) > 3 else ("", "", [])
     if type(codec) is not str or len(codec) > _MAX_CODEC_CHARS or not 0 < len(indices) <= MAX_PARTS:
         raise ProtocolError(

@@ -21,7 +21,7 @@ CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]  # "n
 AveragingName = Literal[CodecName, "powersgd"]  # "powersgd": matrices travel as products of two thin matrices
 
 MAX_RANK: Final = 1024
-AUDIT_SHARE: Final = 1 / 16
+AUDIT_SHARE: Final = 1 / 16  # `audit_share` of an audited run, unless the user sets it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class RunSettings(WithCompression, frozen=True):
     @property
     def steps_to_conviction(self) -> int | None:
         """Steps within which audits find 19 of 20 servers that do false work in every step; None: no work is drawn."""
-        return math.ceil(3 / self.audit_share) if self.audit_share else None
+        return math.ceil(3 / self.audit_share) if self.audit_share else None  # because exp(-3) is 1 / 20
 
     @property
     def is_audited(self) -> bool:

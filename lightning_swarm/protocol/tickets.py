@@ -17,7 +17,7 @@ from lightning_swarm.protocol.rpc import FETCH, WAIT, WithTensors
 _HOLD_S = 10.0  # seconds after which a long poll is answered "pending", so that polls of dead consumers end
 _MAX_EARLY = 4096  # most unpromised names that one peer may wait for; no peer has more open calls
 _MAX_EARLY_IN_ALL = 32_768
-_REPLY_MARGIN_S = 5.0  # seconds after which the consumer repeats an unanswered poll
+_REPLY_MARGIN_S = 5.0  # seconds after the hold time when the consumer repeats an unanswered poll
 
 
 Readers = Callable[[PeerId, bytes | None], bool]
@@ -33,12 +33,12 @@ def with_key(key: TicketKey) -> Readers:
 class _Entry:
     readers: Readers | None = None  # None: not promised
     asked_by: PeerId | None = None  # the first peer that asked before the promise; the entry counts toward its limit
-    message: Message | Callable[[], Message] | None = None
+    message: Message | Callable[[], Message] | None = None  # None: not fulfilled, or forgotten
     error: SwarmError | None = None
-    report: bytes = b""
+    report: bytes = b""  # the producer's message about the tensors
     once: bool = False  # forget the tensors after one fetch
     gone: bool = False  # the tensors are forgotten, the report stays
-    waiting: int = 0
+    waiting: int = 0  # number of consumers that wait
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -80,7 +80,7 @@ class TicketStore:
     ) -> None:
         """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch.
 
-        `message` may be a function, which is called at the first fetch. No answer to a wait carries its result.
+        `message` may be a function, which is called at the first fetch. Its result does not come with answers to waits.
         """
         entry = self._entries.get(name)
         if entry is None or entry.readers is None or entry.done.is_set():  # a dropped name stays dropped
@@ -128,7 +128,7 @@ class TicketStore:
         return (await self._wait(ticket, None, timeout))[0].report
 
     async def _wait(self, ticket: Ticket, take_bytes: int | None, timeout: float) -> tuple[WaitReply, Message]:
-        """Wait for another peer's tensors, and return its reply, with the tensors if they are small enough."""
+        """Wait for another peer's tensors; return its reply, and the tensors if they have at most `take_bytes`."""
         deadline, max_bytes = now_s() + timeout, take_bytes or 0
         while (left_s := deadline - now_s()) > 0:
             hold_s = min(left_s, _HOLD_S)
@@ -169,6 +169,7 @@ class TicketStore:
     # ------------------------------------------------------------------ answering
 
     async def _handle_wait(self, caller: PeerId, request: WaitRequest) -> WithTensors[WaitReply]:
+        """Answer a consumer's poll when the tensors exist, or its hold time is over."""
         try:
             entry = await self._done(request.name, min(request.hold_s, _HOLD_S), caller, request.ticket_key)
         except DeadlineExceeded:
@@ -189,6 +190,7 @@ class TicketStore:
         return self._take(request.name, entry)
 
     def _take(self, name: str, entry: _Entry) -> Message:
+        """Return the tensors of a fulfilled promise; forget them if they are for one fetch only."""
         if entry.error is not None:
             raise entry.error
         if entry.gone:
@@ -222,6 +224,7 @@ class TicketStore:
             raise DeadlineExceeded(f"{name} did not appear within {timeout:g} s") from None
         finally:
             entry.waiting -= 1
+            # No consumer waits any more for a name that was not promised.
             if entry.readers is None and entry.waiting == 0 and self._entries.get(name) is entry:
                 self._discharge(self._entries.pop(name))
         self._check_reads(entry, name, caller, key)
