@@ -99,7 +99,7 @@ class AuditWork(WireMessage, frozen=True):
     stage_index: Count
     audited: PeerId
     auditor: PeerId
-    place: Count  # position in the order in which the audited server added
+    place: Count  # position in the order in which the audited server added gradients
 
 
 class AuditOrder(WireMessage, frozen=True):
@@ -130,8 +130,8 @@ class AuditRequest(WireMessage, frozen=True):
     weight: Positive  # the batch's weight
     audited: PeerId
     order: Challenge
-    place: Count  # the auditor adds in the order of places, so that sums are equal to the bit
-    compare: bool
+    place: Count  # the auditor adds gradients in the order of places, so that sums are equal to the bit
+    compare: bool  # as in `AuditOrder`
     # Tree of a pair, whose tensors come with the message. First: (inputs or None, extras) as in `ForwardRequest`.
     # Second: the gradient or None of each output leaf. The audited server has the parts that are None.
     structure: Any

@@ -75,7 +75,7 @@ class Grant(WireMessage, frozen=True):
     generation: Count
     step: Count
     first: Place  # position in the step of the batch's first sample
-    weight: Positive
+    weight: Positive  # weight of the batch's gradients in the step's sum
     # The batch, if trainers share an epoch's order. If it is not the requested one, the trainer brings it in addition.
     batch: BatchNumber | None = None
     samples: Count = 0  # samples of that batch
@@ -296,20 +296,20 @@ Metrics = tuple[list[bytes], list[Any]]  # encoded `MetricState`s, and the tenso
 class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A `ResumePoint` and its `LoopState` in the form in which they are sent, with `WireMessage`s encoded."""
 
-    checkpoint: dict[str, Any]
-    parameter_names: list[str]
-    made: dict[str, Any]
-    first: dict[str, Any]
-    now: dict[str, Any]
-    num_batches: int | None
-    metrics: dict[str, dict[str, Any]]
-    results: dict[str, dict[str, Any]]
-    shown: dict[str, dict[str, Any]]
-    logging: dict[str, Any]
+    checkpoint: dict[str, Any]  # Lightning's, with `Awaited` in place of weights and optimizer state
+    parameter_names: list[str]  # names in the optimizer's order
+    made: dict[str, Any]  # random state when the epoch's iterator was made
+    first: dict[str, Any]  # random state before the epoch's first batch was read
+    now: dict[str, Any]  # random state before the next batch is read
+    num_batches: int | None  # batches read from the iterator; None if the loaders keep their position themselves
+    metrics: dict[str, dict[str, Any]]  # name in the module -> contents of a torchmetrics object
+    results: dict[str, dict[str, Any]]  # Lightning's results of the epoch so far
+    shown: dict[str, dict[str, Any]]  # values for callbacks, loggers and progress bars
+    logging: dict[str, Any]  # attributes of Lightning's logger connector
     followed: dict[str, bool]
     logs: dict[int, list[bytes]]  # lease -> logged values of the loop's own batch in the current step
     added: dict[int, Metrics]  # lease -> metric states of that batch
-    num_counted: int
+    num_counted: int  # records that the loop has counted
     heard: list[tuple[bytes, list[bytes], list[Metrics]]]  # records not yet counted by the loop, with logs and metrics
     position: tuple[int, int] | None  # the first batch that the weights have not seen
     attributes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # module name -> attributes
@@ -338,6 +338,7 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _check(logs: Iterable[bytes], metrics: Iterable[Metrics]) -> None:
+    """Refuse logged values or metric states that cannot be decoded."""
     for value in logs:
         decode(value, LoggedValue)
     for states, tensors in metrics:

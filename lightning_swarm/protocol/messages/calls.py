@@ -141,15 +141,15 @@ MatmulPrecision = Literal["highest", "high", "medium"] | BackendPrecisions
 
 
 class ComputeMode(WireMessage, frozen=True):
-    """Settings of a computation, taken from the trainer's thread, because other processes do not inherit them."""
+    """Settings of a computation in the trainer's thread, which servers do not inherit from that thread."""
 
     training: bool  # whether any module of the stage is in train mode
     grad: bool  # keep the tensors that backward needs
     input_grad: bool = False  # the pipeline's own input wants a gradient
-    autocast: str | None = None  # dtype of autocast, None for off
+    autocast: str | None = None  # dtype of autocast; None: off
     default_dtype: str = "float32"
-    deterministic: Literal["off", "warn", "on"] = "off"
-    anomaly: bool = False
+    deterministic: Literal["off", "warn", "on"] = "off"  # as by `torch.use_deterministic_algorithms`
+    anomaly: bool = False  # as by `torch.autograd.set_detect_anomaly`
     matmul_precision: MatmulPrecision = "highest"
     modules: ModuleStates | None = None
 
@@ -162,7 +162,8 @@ class ForwardRequest(WireMessage, frozen=True):
     mode: ComputeMode
     source: Ticket | None  # the input, at the previous stage's server; None: it comes with the message
     result_key: TicketKey  # key that readers of the result must present
-    structure: Any  # tree of (inputs or None, extras), whose tensors come with the message
+    # Tree of (inputs or None, extras), whose tensors come with the message. Extras are further arguments of blocks.
+    structure: Any
     keep: bool = True  # keep the tensors that the backward needs; False: no backward will come, in any mode
 
 

@@ -53,7 +53,8 @@ class CacheRecipe(WireMessage, frozen=True):
 class CacheOperation(WireMessage, frozen=True):
     """A change of a cache between two steps."""
 
-    # crop: the number of tokens to remove. repeat: copies of each row. reorder, select: rows of the former cache.
+    # `values` for each kind. crop: the number of tokens to remove. repeat: copies of each row. reorder, select: rows of
+    # the former cache. record (see `CacheRecipe.records_past`) and reset: none.
     kind: Literal["crop", "repeat", "reorder", "select", "record", "reset"]
     values: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]], msgspec.Meta(max_length=_MAX_ROWS)]
 

@@ -89,7 +89,7 @@ class HeldStage(WireMessage, frozen=True):
 
 
 class MachineReport(WireMessage, frozen=True):
-    """The machine of a server, as part of its report. None: unknown."""
+    """The machine of a server, as part of the server's report. None: unknown."""
 
     processor: Literal["cpu", "accelerator"]
     memory_bytes: Bytes | None = None  # the device's memory
@@ -106,7 +106,7 @@ class StepReport(WireMessage, frozen=True):
 
 
 class CarriedReport(WireMessage, frozen=True):
-    """The length of a long message, and the duration of its exchange, including the message in return."""
+    """The length of a long message, and the duration of its exchange, the message in the other direction included."""
 
     num_bytes: Bytes
     took_s: ShortSeconds

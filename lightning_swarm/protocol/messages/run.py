@@ -62,7 +62,7 @@ def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) 
 
 MAX_RUNS = 1 << 16  # most changes of the batch size within an epoch
 MAX_PLAN_METRICS = 256
-MAX_METRIC_BYTES = 4096  # size of their names and values, because all plans must fit into one message
+MAX_METRIC_BYTES = 4096  # size of a plan's metrics and their names, because all plans must fit into one message
 MAX_PLANS = 64  # most epochs that one step may span; their plans fit into one message
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -86,7 +86,7 @@ class RandomNumbers(WireMessage, frozen=True):
 
 
 class EpochPlan(WireMessage, frozen=True):
-    """The order of an epoch, without its indices: each trainer lists them itself, and checks the result."""
+    """The order of an epoch's samples. Each trainer draws their indices itself, and checks them by the digest."""
 
     epoch: Epoch
     begin: Index  # the batch with which this generation of the run begins
@@ -231,8 +231,8 @@ NO_CHANGE: Final = StepChange()
 class StageManifest(WireMessage, frozen=True):
     """A stage of a run. Every peer must find it in its own copy of the model."""
 
-    first_block: Count  # both are 0 for a stage without blocks
-    end_block: Count
+    first_block: Count
+    end_block: Count  # the block after the last; both are 0 for a stage without blocks
     parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
     roster: list[Member]
     on_trainers: bool = False  # only for the last stage: layers around the pipeline, or a model that is not cut
@@ -375,9 +375,9 @@ class RestartRequest(WireMessage, frozen=True):
 
 
 class CoordinatorTerm(WireMessage, frozen=True):
-    """A new coordinator announces its term to a server, or a leaving one asks it to take over; the answer is a term."""
+    """A new coordinator announces its term, and the server answers its own; a leaving one asks for a takeover."""
 
-    # It carries no promises, because these are not signed. The server asks the voters instead.
+    # The message carries no voters' promises, because promises are not signed. The server asks the voters instead.
 
     term: Term
     generation: Count
@@ -399,7 +399,7 @@ class WatchReply(WireMessage, frozen=True):
 
     term: Term
     version: Count
-    coordinates: bool  # it is the coordinator of this term
+    coordinates: bool  # the answering server is the coordinator of this term
     promised: Term  # the highest term that it follows, or promised as a voter
     successor: PeerId | None = None  # the server that it asks to coordinate in its place
 
@@ -436,6 +436,7 @@ class TiedTensors:
         for index, sizes in enumerate(self._sizes):
             for name in sizes:
                 holders.setdefault(name, []).append(index)
+        # parameter -> all stages that hold it
         self._holders = {name: indices for name, indices in holders.items() if len(indices) > 1}
 
     def __bool__(self) -> bool:

@@ -54,7 +54,7 @@ class WrittenValue(WireMessage, frozen=True):
 class WriteReply(WireMessage, frozen=True):
     """A server reports to the lead which values it has written."""
 
-    here: bool  # False: the server cannot see the folder, and has written nothing
+    here: bool  # whether the server sees the folder; if not, it has written nothing
     written: list[WrittenValue]
 
 
