@@ -10,9 +10,10 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Ban, Permit
 from lightning_swarm.trust.certificates import Certificate, Invitation, SignedBan, decode
 
+# A denied peer gets the error as text, in which `is_untimely` recognizes these parts.
 _EXPIRED: Final = "it expired"
 _IN_THE_FUTURE: Final = "in the future"
-_CLOCK_SKEW_S: Final = 60.0  # the same as in the directory
+_CLOCK_SKEW_S: Final = 60.0  # tolerated difference of clocks, the same as in the directory
 
 
 @dataclass(frozen=True)

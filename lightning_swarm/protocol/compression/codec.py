@@ -25,7 +25,7 @@ class NotFinite(ValueError):
 class Codec(ABC):
     """Encodes tensors of real numbers in fewer bits, and decodes them equally on every device."""
 
-    # Encoding a tensor twice gives equal bytes, and decoding gives equal bits everywhere: it adds and multiplies
+    # Encoding a tensor twice gives equal bytes. Decoding gives equal bits everywhere, because codecs add and multiply
     # element by element, without any sum whose order a device may choose.
     name: str  # the name in `Compression`
     bits: float  # average bits per element of a large tensor

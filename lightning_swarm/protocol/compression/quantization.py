@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_swarm.protocol.compression.codec import Codec, Layout, NotFinite, are_within
 from lightning_swarm.protocol.settings import CodecName
 
-BLOCK: Final = 256
+BLOCK: Final = 256  # elements that share a scale in `Blockwise8Bit`
 
 
 # Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, as in bitsandbytes.
@@ -145,18 +145,18 @@ class BFloat16(Codec):
         return parts[0].to(torch.float32)
 
 
-ROTATED_BLOCK: Final = 128
-_SEED: Final = 2301_11913
+ROTATED_BLOCK: Final = 128  # elements that are rotated together, and share a scale, in `Rotated`
+_SEED: Final = 2301_11913  # seed of the signs, equal on all peers
 _NUM_BINS: Final = 1024  # size of the look-up table for the nearest value; a search takes several times as long
 
-SLICE: Final = 1 << 17  # elements that are rotated together, few enough to stay in a processor's cache
+SLICE: Final = 1 << 17  # elements that are encoded at a time, few enough to stay in a processor's cache
 _HIGHEST_ROTATED: Final = 2.0**120
 _LOWEST: Final = 2.0**-100
 _CPU: Final = torch.device("cpu")
 
 
 class _Tables(NamedTuple):
-    signs: Tensor  # [BLOCK, 1], the signs of the rotation
+    signs: Tensor  # [ROTATED_BLOCK, 1], the signs of the rotation
     values: Tensor  # code -> value
     nearest: Tensor  # bin -> code
 
@@ -200,6 +200,7 @@ class Rotated(Codec):
         return torch.cat([scales for scales, _ in slices]), torch.cat([codes for _, codes in slices])
 
     def _encode_slice(self, flat: Tensor, tables: _Tables, *, is_vector: bool) -> tuple[Tensor, Tensor]:
+        """Return the scales of a slice's blocks, and the packed codes of its elements."""
         num_blocks = -(-len(flat) // ROTATED_BLOCK)
         padded = flat.new_zeros(num_blocks * ROTATED_BLOCK)
         padded[: len(flat)] = flat
@@ -237,6 +238,7 @@ class Rotated(Codec):
             torch.index_select(tables.values, 0, codes.int(), out=piece)
         blocks = into.view(ROTATED_BLOCK, -1)
         blocks *= scales.float()
+        # The transform is its own inverse, except for the factor `ROTATED_BLOCK`, by which encoding has divided.
         _rotate(blocks)
         blocks *= tables.signs
         if is_vector:
