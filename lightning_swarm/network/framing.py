@@ -41,7 +41,7 @@ class BufferPool:
     # Linux clears each page before a process gets it. In a process whose memory has been in use for a while, this takes
     # as long as ten passes over the memory: 0.15 s for 50 MB were measured.
     def __init__(self, num_spare: int, max_bytes: int) -> None:
-        self._max_bytes = max_bytes  # largest unused buffer that is kept
+        self._max_bytes = max_bytes  # bytes of the largest unused buffer that is kept
         # The newest unused buffers. Any thread may use them, because `deque`'s methods are atomic.
         self._spare = deque[npt.NDArray[np.uint8]](maxlen=num_spare)
 

@@ -42,7 +42,7 @@ class _Known(NamedTuple):
 class _Failing(NamedTuple):
     """A peer whose certificates were refused."""
 
-    in_a_row: int
+    in_a_row: int  # attempts since the last valid certificate
     next_s: float  # earliest time to verify its next certificate, in seconds since the epoch
     reason: str
 
@@ -91,7 +91,7 @@ class Gatekeeper:
         return None if known is None else known.permit
 
     def _find(self, peer: PeerId) -> _Known | None:
-        """Return a known peer. If its certificate has expired, cut it off, and return None."""
+        """Return a known peer. If the peer's certificate has expired, cut the peer off, and return None."""
         known = self._permits.get(peer)
         if known is None:
             return None

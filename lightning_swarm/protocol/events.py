@@ -19,6 +19,7 @@ from lightning_swarm.protocol.messages.reports import EventCounts, EventKind
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)
 
+# Kinds that are logged as warnings.
 _WARNED: Final = frozenset(
     {
         *("strike", "round_repeated", "gone", "convicted", "disputed", "expelled", "unconfirmed", "takeover", "pause"),

@@ -59,7 +59,7 @@ class Awaited:
     name: str | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
-        return self
+        return self  # copies of a value hold the same placeholders, which are found by their `id`
 
 
 def pack(value: Any) -> list[Tensor]:
@@ -107,6 +107,8 @@ def _packed(value: Any, tensors: list[Tensor], where: str, depth: int) -> Any:
 
 
 def _packed_leaf(value: Any, tensors: list[Tensor], where: str) -> Any:
+    """Do as `_packed` for a value without parts, or raise `NotPlain`."""
+
     def put(tag: str, tensor: Tensor) -> list[Any]:
         tensors.append(tensor)
         return [tag, len(tensors) - 1]

@@ -117,7 +117,7 @@ class Download(Stream[Q, A]):
 class Upload(Stream[Q, A]):
     """A method whose requests have tensors."""
 
-    is_call_if_small: bool = False  # a request without tensors travels as a call, which costs less
+    is_call_if_small: bool = False  # also answer requests without tensors that are sent as calls, which cost less
 
     def serve(
         self,

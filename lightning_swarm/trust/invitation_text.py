@@ -52,7 +52,7 @@ def from_text(text: str, source: str) -> AnyInvitation:
     data = _payload(line)
     if data is None:
         refuse(source, "it was cut or changed on its way: its checksum is wrong", "Copy the whole line again")
-    kinds: Any = AnyInvitation
+    kinds: Any = AnyInvitation  # `type[...]` stands for one class in mypy, not for a union
     another = "Ask the run's owner for another one"
     try:
         invitation: AnyInvitation = decode(data, kinds)

@@ -45,7 +45,7 @@ def to_message(tree: serialization.Tree, flags: Sequence[bool] = ()) -> Message:
 
 
 def from_message(message: Message) -> tuple[serialization.Tree, list[bool]]:
-    """Read a computed tree, and its flags, from a message; refuse a malformed one."""
+    """Read a computed tree, and its `Computed.flags`, from a message; refuse a malformed message."""
     computed = decode(message.body, Computed)
     return serialization.unflatten(computed.structure, list(message.tensors)), computed.flags
 

@@ -26,12 +26,13 @@ Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
 """Counts the steps of a session from 1. A server applies each number once."""
 
 LayerKind = Literal["full", "sliding", "linear", "linear_full", "linear_sliding"]
-"""Content of a block's cache: all keys and values, a window of them, the state of linear attention, or both."""
+"""Content of a block's cache: all keys and values, a window of them, the state of linear attention, or that state
+beside all or a window of the keys and values."""
 
 
 FailureKind = Literal["lost", "unreachable", "busy", "adapter", "refused"]
-"""The server lacks earlier steps, is unreachable for its predecessor, has no room, lacks the step's adapter, or raised
-an error."""
+"""lost: the server lacks earlier steps; unreachable: no answer to its predecessor; busy: no room; adapter: the server
+lacks the step's adapter; refused: it raised another error."""
 
 
 class CacheLayer(WireMessage, frozen=True):

@@ -1,4 +1,4 @@
-"""Messages about a stage's state: reads and writes, evaluation weights, and snapshots, which outlive its servers."""
+"""Messages about a stage's state: reads, writes, evaluation weights, and snapshots that outlive the stage's servers."""
 
 from __future__ import annotations
 

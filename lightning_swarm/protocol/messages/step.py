@@ -115,7 +115,7 @@ class StageLedger(WireMessage, frozen=True):
     held: Receipts
     origins: Origins  # origins of the batches in the sum, as received with their gradients
     touched: bytes  # bitmap over the stage's parameters that a counted microbatch gave a gradient
-    version_hash: int | None  # hash of weights and optimizer state before the step; None: no other server has them
+    version_hash: int | None  # hash of weights and optimizer state before the step; None: no server to compare with
     samples_per_s: Positive | None = None  # forward and backward; None: not measured yet
     queued: NotNegative = 0.0  # waiting jobs, on average
     busy_share: NotNegative | None = None  # share of the last steps' time spent computing, 0..1; None: not known yet
@@ -248,7 +248,7 @@ class Record(WireMessage, frozen=True):
 
     closing: Closing
     touched: list[bytes]  # one bitmap per stage, over the parameters that a counted microbatch gave a gradient
-    outcome: Literal["apply", "skip"]
+    outcome: Literal["apply", "skip"]  # skip: the mean gradient is not finite
     squared_norm: float  # squared norm of the mean gradient over all stages, each part once
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
     hyperparameters: list[dict[str, Any]]  # one dict for each parameter group

@@ -16,7 +16,7 @@ SEED_BITS: Final = 62
 
 ModelId = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 CallId = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
-"""Drawn by the client; identifies a forward for its backward, which may come."""
+"""Drawn by the client; identifies a forward for the backward that may follow."""
 
 
 class Lora(WireMessage, frozen=True):

@@ -30,7 +30,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 def draw_challenge() -> int:
-    """Draw an unpredictable number."""
+    """Draw an unpredictable number, so that no peer can prepare its answer before it is asked."""
     return secrets.randbits(_CHALLENGE_BITS)
 
 
