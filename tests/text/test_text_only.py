@@ -24,6 +24,7 @@ def check(count, name):
         ('"""Module."""', '"""Limits of tables."""'),
         ('"""What is allowed."""', '"""The most rows of a table."""'),
         ("# of rows", "# rows"),
+        ('    """Check it."""\n', ""),
         ('f"at most {LIMIT} rows, got {count} of {name!r}"', 'f"{name!r} has {count} rows, of at most {LIMIT}"'),
     ],
 )

@@ -17,12 +17,12 @@ _DEFAULT_PATHS = ("lightning_swarm", "tests", "examples", "benchmarks")
 
 
 class _WithoutText(ast.NodeTransformer):
-    """Replaces docstrings and sentences by placeholders."""
+    """Removes docstrings, and replaces sentences by placeholders."""
 
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        """Replace a docstring, which stands alone."""
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        """Remove a docstring, which stands alone."""
         if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            return ast.Expr(ast.Constant("docstring"))
+            return None
         return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
