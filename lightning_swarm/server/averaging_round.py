@@ -159,7 +159,7 @@ class AveragingRounds:
     async def collect(
         self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
     ) -> tuple[Tensor, AveragingState]:
-        """Fetch the mean gradient of a round without this server, and its averaging state for its first round."""
+        """Fetch the mean gradient of a round without this server, and the averaging state with which it begins."""
         group = self._group(closing, stage.index, rosters[stage.index])
         like = stage.sum_of(closing.step).like
         if self._is_audited:
@@ -184,13 +184,14 @@ class AveragingRounds:
         return believed[0] if believed else (self._me.boot_id + closing.step + closing.round) % len(roster)
 
     async def _handle_average(self, caller: PeerId, request: AverageRequest) -> AverageReply:
+        """Hold the mean of a round for its record; report its norm, or the server because of which it failed."""
         closing = request.closing
         self._sums.check(caller, closing.generation, closing.step)
         run = self._sums.run
         try:
             await self._compute(lambda: self._sums.check_named(request))
         except SwarmError as error:
-            self._sums.check(caller, closing.generation, closing.step)  # a decided step's tickets are freed already
+            self._sums.check(caller, closing.generation, closing.step)  # refuses a decided step: its tickets are gone
             self._refuse(run.ties, closing, run.present(closing.absent), str(error))
             raise
         try:
@@ -260,6 +261,7 @@ class AveragingRounds:
         return found
 
     def _refuse(self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
+        """Withhold this server's part in a round, except what it offered, so that no server waits for the rest."""
         own = [index for index, members in enumerate(rosters) if self._me in members]
         for index in own:
             group = self._group(closing, index, rosters[index])
@@ -271,7 +273,7 @@ class AveragingRounds:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
     async def _average(self, closing: Closing, stage: Stage, group: Group, place: int) -> AveragingResult:
-        # In the units of the sums, whose scale keeps small gradients within the range of a narrow format.
+        # Average in the units of the sums, whose scale keeps small gradients within the range of a narrow format.
         scale = closing.gradient_scale
         found = await self._averager(stage).average(
             stage.sum_of(closing.step).values,
@@ -327,6 +329,7 @@ class AveragingRounds:
         )
 
     def _averager(self, stage: Stage) -> Averager:
+        """Return the averager that the run's settings require for a stage."""
         codecs = stage.codecs
         if stage.exact:
             return DeterministicAverager(stage.next_sum.like, self._compute)

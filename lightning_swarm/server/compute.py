@@ -39,6 +39,7 @@ from lightning_swarm.server.sample_costs import measured
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Compare two buffers; NaN equals NaN."""
     if one is None or other is None:
         return one is other
     return torch.equal(one, other) or (one.is_floating_point() and one.allclose(other, 0.0, 0.0, equal_nan=True))
@@ -93,7 +94,7 @@ class SavedGraph:
     outputs: list[Tensor]  # leaves of the output tree and of values left on modules, with autograd history
     has_drawn: bool  # whether random numbers were drawn
     seen: Tensor | None  # statistics of batch norms
-    call: ForwardCall  # recomputes the graph, which a backward frees
+    call: ForwardCall  # to compute the graph again: a backward frees it, and may run twice
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class Computation:
         for number in range(len(self._module.blocks)):
             if number:
                 yield
+            # Continue the draws of the blocks before, as in a forward of all blocks.
             drawing = None if seed is None else KeyedRandom(seed, first_draw=num_drawn)
             with torch.no_grad(), self._in_session(mode, drawing):
                 hidden = self._module.run_block(number, (hidden,), keywords)
@@ -231,7 +233,7 @@ class Computation:
                 name
                 for (buffers, before), copied in zip(own, given, strict=True)
                 for name in {*buffers, *copied}
-                # Not by `_version`, which kernels of batch norms leave as it was.
+                # Not by `_version`, which kernels of batch norms do not raise.
                 if buffers.get(name) is not copied.get(name) or not _equal(copied[name], before[name])
             }
         finally:
@@ -245,7 +247,7 @@ class Computation:
             )
 
     def _session_arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:
-        """Copy a step's arguments, because a block may work in place, and a replay sends them again."""
+        """Copy a step's arguments, because a block may work in place, and a replay sends the originals again."""
         inputs = serialization.transform(decoded(part.hidden, self._codecs.activations, self._device), _copied)
         structure, tensors = serialization.flatten(dict(part.extras))
         return inputs, serialization.unflatten(structure, [tensor.to(self._device, copy=True) for tensor in tensors])
@@ -265,6 +267,7 @@ class Computation:
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
         run = partial(self._watched, structure, leaves, call)
+        # A close look takes longer, and also sees contents of containers and modules around the stage.
         found = run(closely=self._watch.is_first((mode.training, mode.grad)))
         if self._watch.news(found.changes):
             again = run(closely=True)
@@ -317,10 +320,10 @@ class Computation:
     ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
         """Return the output, earlier stages' values, observed calls, arguments, writes into them, and graph bytes."""
         mode, extras = call.mode, dict(call.extras)
-        said = extras.pop(HOOKS, None)
+        said = extras.pop(HOOKS, None)  # the trainer's description of its hooks
         extra_structure, extra_tensors = serialization.flatten(extras)
-        # Copy both, because a block may work in place. A recomputation needs them unchanged, and so does each
-        # microbatch that shares the extras.
+        # Copy inputs and extras, because a block may work in place. A recomputation needs them unchanged, and so does
+        # each microbatch that shares the extras.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
         copies = [leaf.clone() for leaf in leaves]
         inputs, passed = serialization.unflatten(structure, copies)
@@ -345,7 +348,10 @@ class Computation:
         return output, passed, observed, watch, written, graph_bytes
 
     def _check_read_later(self, written: Iterable[str], *, one_by_one: bool) -> None:
-        """Refuse writes into a keyword argument that later stages read, because each stage has its own copy."""
+        """Refuse writes into a keyword argument that later stages read, because each stage has its own copy.
+
+        With `one_by_one`, the extras have values for single calls of blocks, which may share them.
+        """
         for name in written:
             if name in self._module.read_later or (one_by_one and name != POSITIONAL):
                 raise ConfigError(
@@ -371,7 +377,7 @@ class Computation:
             else:
                 again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
-            self._watch.undo(self._watch.changes(before))  # made by blocks that a backward recomputes
+            self._watch.undo(self._watch.changes(before))  # changes by blocks that the backward recomputed
         return self._to_send(encoded(found, self._codecs.gradients)), own
 
     def _to_send(self, tree: serialization.Tree) -> serialization.Tree:
@@ -382,6 +388,7 @@ class Computation:
     def _differentiate(
         self, gradients: Sequence[Tensor | None], graph: SavedGraph
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the gradients of the graph's inputs, and of the trainable parameters; None: not wanted, or unused."""
         used = [
             (output, gradient.to(output))
             for output, gradient in zip(graph.outputs, gradients, strict=True)
@@ -465,7 +472,7 @@ class CachedForward:
     """A forward that is kept for its backward."""
 
     call: ForwardCall
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # seconds that the forward took
     graph: SavedGraph | None = None
     graph_bytes: int = 0
     input_bytes: int = 0

@@ -4,7 +4,7 @@ Every server holds a long poll at the coordinator. When that breaks, the voters 
 promises from a majority coordinates, under a term higher than all before. A voter promises only if it misses the
 coordinator itself, or if the coordinator hands over. The other servers learn the term by LEAD, or from any server. They
 follow it once a majority of the voters confirms its promises. Two servers may act as coordinators, but only one of them
-gets votes, and the other steps down when it learns of that.
+gets votes, and the other steps down when it learns the higher term.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
-_RETRY_S: Final = 1.0
-_MAX_HOLD_S: Final = 60.0
-_RANKS_PER_SILENCE: Final = 5
+_RETRY_S: Final = 1.0  # pause before a coordinator is looked for again
+_MAX_HOLD_S: Final = 60.0  # longest wait of one WATCH call
+_RANKS_PER_SILENCE: Final = 5  # voters that get their turn to take over, one after another, in a silence timeout
 
 
 class Leadership:
@@ -60,19 +60,19 @@ class Leadership:
         self._announce = context.announce
         calls = [one.name for one in RPCS if one.only_coordinator and isinstance(one, Call)]
         self._role = RoleTransport(transport, calls, {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0})
-        self._run: RunState | None = None  # the run that is followed; None while the coordinator's work begins here
+        self._run: RunState | None = None  # the run that this server follows; None until it does
         self._tasks = TaskOwner()  # tasks of the run
         self._changed = asyncio.Event()
-        self._leads = False  # true from the promises on, before there is a coordinator's state
+        self._leads = False  # true once a majority promised, before `coordinator` is set
         self._electing = asyncio.Lock()
-        self._highest_number = 0  # highest number of a term that was tried here, or was in the way
+        self._highest_number = 0  # highest number of a term that was used up here, or prevented a majority
         self._missed = NO_TERM  # the term whose coordinator does not answer this server
         self._successor: PeerId | None = None  # the server that this coordinator, as it leaves, asks to take over
         self._waits_until_s = 0.0  # see `follow`
         self.voter = Voter(context.boot_id, pace_s=limits.silence_timeout / 2)
         self.coordinator: Coordinator | None = None  # set while this server coordinates
-        self.left_out_because = ""  # how its weights differ, if the newest record therefore leaves this server out
-        self.behind = asyncio.Event()  # the run has a record that this server cannot get: it may be left out
+        self.left_out_because = ""  # how the weights here differ, if the newest record excludes this server
+        self.behind = asyncio.Event()  # a record could not be fetched: it may have left this server out
         LEAD.serve(transport, self._handle_lead)
         WATCH.serve(transport, self._handle_watch)
         PULL.serve(transport, self._handle_pull)
@@ -133,7 +133,7 @@ class Leadership:
                 continue
             finally:
                 self._successor = None
-            if self.coordinator is None:
+            if self.coordinator is None:  # stepped down, when the new coordinator announced its term
                 return
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}{run.keepers_remedy}")
 
@@ -147,7 +147,7 @@ class Leadership:
     # ------------------------------------------------------------------ calls of other servers
 
     async def _handle_lead(self, caller: PeerId, leading: CoordinatorTerm) -> CoordinatorTerm:
-        """Follow another server, which reports the promises of a majority."""
+        """Follow another server that reports promises of a majority, once the voters confirm them."""
         run = self._membership.running
         if caller != leading.term[1] or caller not in run.servers:
             raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
@@ -189,6 +189,7 @@ class Leadership:
             await self._follow_term(run, term)
 
     async def _follow_term(self, run: RunState, term: Term) -> None:
+        """Follow a term if it is higher than the known term, and stop work for the former coordinator."""
         if not run.follow_term(term):
             return
         self.voter.follow(term)
@@ -206,8 +207,9 @@ class Leadership:
         self._notify()
 
     async def _handle_watch(self, caller: PeerId, request: WatchRequest) -> WatchReply:
+        """Answer a server that watches; hold the answer while this server coordinates and the caller misses nothing."""
         run = self._run
-        if run is None:  # peers that a new run admitted earlier may call already
+        if run is None:  # peers that a new run admitted before this peer may call already
             raise Busy("this peer was not admitted to a run yet")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
@@ -284,6 +286,7 @@ class Leadership:
     # ------------------------------------------------------------------ watching
 
     async def _keep_watch(self, run: RunState) -> None:
+        """Until the run is over: watch its coordinator, follow new terms, fetch missed records, and take over."""
         while not self._over.is_set():
             coordinator = self.coordinator
             if coordinator is not None:
@@ -306,10 +309,10 @@ class Leadership:
             elif not reply.coordinates:
                 await self._replace_coordinator(run, "it stepped down")
             elif reply.term < run.term:
-                await asyncio.sleep(_RETRY_S)  # it will learn its own term
+                await asyncio.sleep(_RETRY_S)  # the coordinator has not yet begun its own newer term
 
     async def _until_deposed(self, run: RunState, coordinator: Coordinator) -> None:
-        """Wait until this server does not coordinate any more; it asks, because it may have been frozen or cut off."""
+        """Wait until this server no longer coordinates. Ask the voters for higher terms, because it may be cut off."""
         while self.coordinator is coordinator and not coordinator.deposed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._limits.silence_timeout):
@@ -338,12 +341,14 @@ class Leadership:
             await asyncio.sleep(_RETRY_S)
 
     async def _find_successor(self, run: RunState, reason: str) -> None:
+        """Follow a coordinator that other servers know; if there is none, stand for election in this voter's turn."""
         missed = run.term
         replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
         await self._hear_of(run, {reply.term for reply in replies.values()})
-        # Records that other servers report come with the next coordinator, or with the voters' promises.
+        # Fetch only the coordinator's record. Records of others come with the next coordinator, or with promises.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:
             await self._catch_up(run)
+        # A coordinator that stepped down may stand again itself; other voters give it no rank.
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
         if run.term == missed and self._me in candidates:
             # Lower ranks wait, so that the rank before them has time to make itself known.
@@ -353,7 +358,7 @@ class Leadership:
                 await self._take_over(run, reason)
 
     async def _catch_up(self, run: RunState) -> None:
-        """Apply a record that this server missed, with the mean gradients of its round that are held here."""
+        """Fetch and apply a record that this server missed; the mean gradients of the record's round are held here."""
         peer, step = run.coordinator, run.version
         try:
             await self._pull_next(run)
@@ -363,6 +368,7 @@ class Leadership:
             await asyncio.sleep(_RETRY_S)
 
     async def _pull_next(self, run: RunState) -> None:
+        """Fetch the next record from the coordinator and apply it; remember the reason if it excludes this server."""
         request = PullRequest(generation=run.manifest.generation, step=run.version)
         record = await PULL.ask(self._transport, run.coordinator, request, timeout=self._limits.silence_timeout)
         check_record(run, record)
@@ -381,6 +387,7 @@ class Leadership:
                 await self._try_to_lead(run, reason)
 
     async def _try_to_lead(self, run: RunState, reason: str) -> None:
+        """Under a new term: get promises, finish records that earlier terms began, then coordinate the open step."""
         before = run.coordinator
         number = max(self._highest_number, run.term[0]) + 1
         term: Term = (number, self._me.peer_id, self._me.boot_id)
@@ -392,7 +399,7 @@ class Leadership:
                     accepted = await proposer.prepare()
                 self._highest_number = number  # the term is used up now
                 await self._lead(run, term, accepted)
-                if accepted is None:
+                if accepted is None:  # no earlier record is left to finish
                     break
                 async with asyncio.timeout(timeout):
                     await proposer.decide(accepted)
@@ -433,6 +440,8 @@ class Leadership:
         )
 
     async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState) -> None:
+        """Begin to coordinate, with the state of the open step."""
+
         def step_aside() -> asyncio.Task[None]:
             return self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate: %s"))
 
@@ -442,11 +451,11 @@ class Leadership:
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()
-        if run.term != proposer.term:  # a LEAD came while there was no coordinator to step down
+        if run.term != proposer.term:  # a higher term came before `coordinator` was set
             await self._step_down()
 
     async def _lead(self, run: RunState, term: Term, accepted: Record | None) -> None:
-        """Announce to all servers, itself first, that this server coordinates. Others may learn it from any server."""
+        """Adopt the new term here, then announce it to all servers. A server that misses it learns it from another."""
         await self._follow_term(run, term)
         self._leads = True
         newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]
@@ -461,7 +470,7 @@ class Leadership:
         await self._tell_all({*run.servers, *newcomers}, tell, "Server %s does not know its coordinator yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
-        """Send a decided record to all its servers; apply it here, too, unless it leaves this peer out."""
+        """Send a decided record to its round's servers and to newcomers, and apply it here, too."""
 
         async def tell(peer: PeerId) -> None:
             await APPLY.ask(self._transport, peer, record, timeout=self._limits.call_timeout)
@@ -469,7 +478,7 @@ class Leadership:
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
         peers |= {newcomer.member.peer_id for newcomer in record.newcomers}
         await self._tell_all(peers, tell, f"Server %s did not apply record {record.step}: %s")
-        # Last, because a peer that is left out cannot apply it; then another server coordinates the rest.
+        # Here last: it raises if the record leaves this server out, and then another server must coordinate.
         await self._apply_next(run, record)
 
     async def _tell_all(

@@ -39,7 +39,7 @@ from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage
 
-_MAX_STRAY_STEPS: Final = 3
+_MAX_STRAY_STEPS: Final = 3  # steps with gradients of others' batches, after which a trainer is refused
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _OpenSums:
     """The ledgers and the struck batches of an open step."""
 
     ledgers: dict[int, ReceiptLedger]  # stage -> ledger
-    fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # struck batches, under this term
+    fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # the term that struck batches, and their places
 
 
 # The receipts that one sum must hold, and the origins of their batches by place.
@@ -64,7 +64,7 @@ class _NextStep:
     change: StepChange = NO_CHANGE  # the change with which it began
     written: WrittenByStage = field(default_factory=dict)  # the weights of the change
     round: int = 0  # the round of the newest freeze
-    frozen_under: Term = NO_TERM
+    frozen_under: Term = NO_TERM  # term of the coordinator that froze the sums last
 
 
 # Sums change on the compute thread only, so that a freeze falls between two additions and never into one. While a job
@@ -78,7 +78,7 @@ class GradientSums:
         self._me = membership.me
         self.stages: dict[int, Stage] = {}  # index -> stage
         self._open: dict[int, _OpenSums] = {}  # step -> its ledgers and struck batches
-        self._joining = False  # whether a peer was joining at the last freeze
+        self._joining = False  # whether the last freeze had a challenge: a peer joins, or the run is audited
         self.next = _NextStep()
         # trainer -> generations and steps in which it sent gradients of another trainer's batch
         self._strays: defaultdict[PeerId, set[tuple[int, int]]] = defaultdict(set)
@@ -188,7 +188,7 @@ class GradientSums:
         self.next.written, self.next.change = weights, change
 
     def follow_change(self, stage: Stage, change: StepChange, written: Mapping[str, Tensor]) -> None:
-        """Begin the open step as its members did, at a joiner, which the coordinator does not ask to settle."""
+        """Begin the open step like its members, at a joiner, which gets no SETTLE; `written` are a stage's weights."""
         if change.selection is not None:
             stage.select(change.selection)
         if change.written not in (None, self.next.change.written) and stage.index in change.written.stages:
@@ -198,7 +198,7 @@ class GradientSums:
 
     def strike(self, step: int, batches: Collection[int]) -> None:
         """Refuse gradients of these batches in a step, as long as the peer that struck them coordinates."""
-        # Bound to its term, because the next coordinator may count them.
+        # Bound to the present term, because the next coordinator may count these batches.
         self._opened_step(step).fenced = (self.run.term, self._struck(step) | set(batches))
 
     def _struck(self, step: int) -> frozenset[int]:
@@ -244,7 +244,7 @@ class GradientSums:
     ) -> bool:
         """Enter the receipt, and add gradients and batch norm statistics, once; keep `work` for audits.
 
-        Returns True: the sum holds the microbatch, or a microbatch of its batch from another trainer.
+        Always returns True, for the call's report: the sum holds the microbatch, or its batch from another trainer.
         """
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
@@ -260,7 +260,7 @@ class GradientSums:
             try:
                 total.add(converted, origin.weight)
                 stage.statistics.add(key, seen)
-            except BaseException:  # the sum may hold a part of it, and is worthless then
+            except BaseException:  # the sum may hold a part of the gradient, so begin it anew
                 total.clear()
                 ledgers[index] = self._ledger(key.step)
                 ledgers[index].freeze_like(ledger)
@@ -372,23 +372,24 @@ class GradientSums:
         return found
 
     def _freeze_stage(self, stage: Stage, named: _Named | None, request: FreezeRequest) -> list[str]:
-        """Decide which receipts a stage's sum accepts from now on; return the stale tickets of earlier results."""
+        """Decide which receipts a stage's sum accepts from now on; return the tickets of results to compute anew."""
         step, ledgers = request.step, self._opened_step(request.step).ledgers
         ledger = ledgers[stage.index]
         granted_to = {} if named is None else named[1]
         for first, origin in ledger.origins.items():
+            # Only now does the coordinator name the trainer to which the batch was granted.
             if first in granted_to and granted_to[first].trainer != origin.trainer:
                 self._strays[origin.trainer].add((request.generation, step))
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and not ledger.agrees(*named)):
             stage.sum_of(step).clear()
             ledger = ledgers[stage.index] = self._ledger(step)
-        if request.struck is not None:
+        if request.struck is not None:  # the step takes other batches in place of the struck ones
             ledger.thaw()
             return []
         receipts, granted = named or (set[Receipt](), {})
         ledger.freeze(receipts, granted)
-        lacking = sorted(receipts - ledger.held)  # must be computed anew, which an earlier result would prevent
+        lacking = sorted(receipts - ledger.held)  # a result of an earlier call would keep them from being computed anew
         return [
             CallKey.of(request.generation, request.step, receipt).result(stage.index, "backward") for receipt in lacking
         ]
@@ -432,7 +433,7 @@ class GradientSums:
                 )
 
     def check_frozen(self, closing: Closing) -> None:
-        """Refuse a round for which the sums are not frozen (any more)."""
+        """Refuse a round other than that of the newest freeze."""
         here = (self.version, self.next.round)
         if (closing.step, closing.round) != here:
             raise ProtocolError(f"step, round are {here} here, got a closing of {(closing.step, closing.round)}")
@@ -440,7 +441,7 @@ class GradientSums:
     def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record to all stages or to none; a repeated record is applied once."""
         run = self.run
-        after = run.open_steps.stop
+        after = run.open_steps.stop  # the step that opens with the record
         run.check_generation(record.closing.generation)
         if all(stage.version == record.step + 1 for stage in self.stages.values()):
             return  # applied before, but the caller missed the answer
@@ -454,7 +455,7 @@ class GradientSums:
         for index, stage in self.stages.items():
             stage.apply(record, gradients[index], touched[index], before=applied if run.ties else ())
             applied.append(stage)
-        # Together with the last stage, on this thread: later additions belong to later steps.
+        # On this thread, directly after the last stage, so that no gradient is added to the decided step.
         self._open.pop(record.step, None)
         self._open[after] = self._opened(after)
 
@@ -467,8 +468,9 @@ class GradientSums:
         self.next = _NextStep()
 
     def _keep_held(self, run: RunState) -> None:
+        """Release the stages, and their ledgers, that the run's rosters no longer assign to this server."""
         held = {index for index, roster in enumerate(run.rosters) if self._me in roster}
-        if held:  # otherwise it still joins, or a record left it out and it joins again with its stages
+        if held:  # otherwise this server still joins, or was left out and will join again with its stages
             # New dicts, because the compute thread may be reading the old dicts.
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}
             for opened in self._open.values():
@@ -476,7 +478,7 @@ class GradientSums:
 
 
 def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
-    """Return for each parameter of a stage whether it had a gradient, here or in another stage that holds it."""
+    """Return for each parameter of a stage whether it had a gradient, in this stage or in a stage tied to it."""
     ties, bitmaps = run.ties, record.touched
     selection = record.change.selection or stage.selection
     trained = trained_names(selection) if selection is not None and ties else ()

@@ -106,7 +106,7 @@ class ComputeHandlers:
     async def _handle_forward(self, caller: PeerId, request: ForwardRequest, message: Message) -> None:
         self._sums.check_own_batches(caller)
         key, index = request.key, request.stage_index
-        stage = None if self._judges(key, index) else self._checked_stage(key, index)
+        stage = None if self._judges(key, index) else self._checked_stage(key, index)  # None: borrow the stage
         given = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
         name = key.name(index, "forward", caller)
         tasks = self.under_way.tasks
@@ -115,6 +115,7 @@ class ComputeHandlers:
         self.under_way.start(name, request.result_key, lambda: self._forward(name, stage, request, given))
 
     async def _forward(self, name: str, stage: Stage | None, request: ForwardRequest, given: _Inputs) -> None:
+        """Compute a forward, keep it if its backward may come, and fulfil the ticket of its output."""
         key = request.key
         stage = stage or await self._borrowed.get(request.stage_index, self._computes_on(key))
         call, before = await self._forward_call(stage, request, request.source, given)
@@ -137,14 +138,14 @@ class ComputeHandlers:
         (result, kept), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
         self.num_samples += call.num_samples
-        if not any(result.requires_grad) and not key.evaluation:  # no backward comes
+        if not any(result.requires_grad) and not key.evaluation:  # no backward comes to count the samples
             stage.load.count_samples(call.num_samples, busy_s=busy_s, queued=self._executor.queued)
         if keep:
             input_bytes = num_bytes(serialization.flatten((call.inputs, call.extras))[1])
             kept.busy_s, kept.input_bytes = busy_s, input_bytes
             self.cache.keep(name, kept)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
-        # A result that is fetched once is not kept; if it is lost in transit, it is computed again.
+        # With `once`, the result is dropped when it is fetched; if it is lost in transit, it is computed again.
         once = self.cache.full or not keep or key.evaluation
         self._tickets.fulfil(name, to_message(result.output, result.requires_grad), encode(report), once=once)
 
@@ -190,8 +191,9 @@ class ComputeHandlers:
         stage: Stage,
         request: BackwardRequest,
         gradients: serialization.Tree,
-        again: _Inputs | None,
+        again: _Inputs | None,  # the forward's inputs, if the request brings them
     ) -> None:
+        """Compute a backward, add its gradients once if asked to, and fulfil the ticket of the input's gradient."""
         key = request.key
         kept = await self._kept(trainer, stage, request, again)  # before the gradient, which can be fetched only once
         after: tuple[StageReport, ...] = ()
@@ -248,6 +250,7 @@ class ComputeHandlers:
     # ------------------------------------------------------------------ cancelling, and receipts of a lost trainer
 
     async def _handle_cancel(self, caller: PeerId, request: CancelRequest) -> CancelReply:
+        """Cancel one of the caller's calls; report whether a backward has added its gradient all the same."""
         stage = self._checked_stage(request.key, request.stage_index)
         name = request.key.name(stage.index, request.direction, caller)  # only the caller's own call
         await self.under_way.cancel(name)
@@ -258,9 +261,10 @@ class ComputeHandlers:
         return CancelReply(added=added and request.key.adds)
 
     async def _handle_receipts(self, caller: PeerId, request: ReceiptsRequest) -> ReceiptsReply:
+        """Report which microbatches of a lost trainer are in the sums, and which are still being computed."""
         self._sums.check(caller, request.generation, request.step)
         keys = [CallKey.of(request.generation, request.step, receipt) for receipt in request.receipts]
-        # Before asking the compute thread, because pending calls may be added meanwhile.
+        # Before asking the compute thread: a call that ends meanwhile would otherwise be in neither bitmap.
         pending = {
             index: [key.name(index, "backward", request.trainer) in self.under_way.tasks for key in keys]
             for index in self._steps.stages
@@ -284,6 +288,7 @@ class ComputeHandlers:
         return is_asked and is_judge and stage_index not in self._steps.stages
 
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
+        """Return the stage of a call; refuse a call that cannot be computed here, or that no record will count."""
         if self._closed:
             raise NotMember("this peer has left")
         self._membership.run.check_generation(key.generation)
@@ -313,7 +318,7 @@ class ComputeHandlers:
         try:
             message, report = await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
             return *from_message(message), _reports(report)
-        except TicketGone as error:  # no fault: it is computed again
+        except TicketGone as error:  # not a fault of the peer: the tensor is computed again
             gone = GradientGone if gradient else TicketGone
             raise gone(f"{source.name} is not at {source.peer_id} any more: {error}") from error
         except SwarmError as error:
@@ -339,7 +344,7 @@ class ComputeHandlers:
             try:
                 return await self._executor.submit(FIRST, run_alone)
             except Exception as error:
-                await self._note_refusal(stage, priority[1], error)
+                await self._note_refusal(stage, priority[1], error)  # see `priority_of`: the step comes second
                 raise
 
     async def _note_refusal(self, stage: Stage, step: int, error: Exception) -> None:

@@ -40,7 +40,7 @@ _MAX_KINDS: Final = 256  # kinds with a verdict
 _MAX_TRIED: Final = 4  # steps in one trial
 _MAX_REFUSED: Final = 16  # refused kinds of a stage, after which no more are tried
 _MOST: Final = 0.99  # share of the numbers that must agree: rounding may tip a choice of experts
-_SMOOTHING: Final = 0.1
+_SMOOTHING: Final = 0.1  # weight of the newest forward
 _PATIENCE: Final = 0.5  # longest wait for further steps, in forwards
 _LONGEST_PATIENCE_S: Final = 0.05
 _GOING_ON_S: Final = 1.0  # seconds after its last step in which a session is expected to continue
@@ -55,11 +55,11 @@ class WaitingStep(Generic[_T]):
     part: SessionPart
     prepare: Callable[[], Any]  # returns the session's cache, ready for the step
     finish: Callable[[serialization.Tree], _T]  # converts the output to the result
-    is_wanted: Callable[[], bool] = lambda: True
+    is_wanted: Callable[[], bool] = lambda: True  # whether the session still exists
     kind: Any = None  # steps of one kind may share a forward; None: this step runs alone
     result: _T | None = None
     error: Exception | None = None
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # its share of the forward's seconds; 0: no measure of later steps
     was_tried: bool = False  # took part in a trial, which is slower
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -174,6 +174,7 @@ class JointSteps(Generic[_T]):
         taken: list[WaitingStep[_T]] = []
 
         def ended(job: asyncio.Future[tuple[None, float]]) -> None:
+            """End the steps that the job has taken, on the loop, and queue another job for the rest."""
             if job.cancelled() or (error := job.exception()) is not None:
                 error = SessionLost("the server ends" if job.cancelled() else f"a step failed: {error!r}")
                 for work in (*taken, *self._waiting.pop(kind, ())):
@@ -194,7 +195,7 @@ class JointSteps(Generic[_T]):
 
     def _compute_waiting(self, kind: Any, taken: list[WaitingStep[_T]]) -> None:
         """Compute as many waiting steps as fit together, on the compute thread. The loop only appends meanwhile."""
-        self._queued.discard(kind)  # before it reads the list: a later step then queues another job
+        self._queued.discard(kind)  # before reading the list, so that a later step queues another job
         waiting, num_rows = self._waiting.get(kind, []), 0
         while waiting and (not taken or num_rows + waiting[0].part.rows <= _MAX_ROWS):
             taken.append(waiting.pop(0))
@@ -289,7 +290,7 @@ class _Verdicts:
         self._num_refused: Counter[int] = Counter()  # stage -> number of refused kinds
 
     def of(self, works: Sequence[WaitingStep[Any]]) -> bool | None:
-        """Return the verdict on steps of one kind; None if there is none yet."""
+        """Return the verdict on steps of one kind; None if a trial is due, as for the first `_MAX_KINDS` kinds."""
         found = self._found.get(_key_of(works))
         return False if found is None and len(self._found) >= _MAX_KINDS else found
 
@@ -298,7 +299,7 @@ class _Verdicts:
         self._found[_key_of(works)] = problem is None
         if problem is not None:
             stage = works[0].stage.index
-            self._num_refused[stage] += works[0].part.adapter is None  # users may bring many adapters
+            self._num_refused[stage] += works[0].part.adapter is None  # users may bring many kinds of adapters
             _log.info("Steps like these are computed apart at stage %d from now on: %s", stage, problem)
 
     def refuses(self, work: WaitingStep[Any]) -> bool:
@@ -308,6 +309,7 @@ class _Verdicts:
 
 
 def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:
+    """Return the kind of steps, and whether their texts have one length."""
     return works[0].kind, len({attention_cache.length_of(work.part.cache) for work in works}) == 1
 
 

@@ -45,10 +45,10 @@ from lightning_swarm.server.stage_session import KeptOutput, StageSession
 
 _log = logging.getLogger(__name__)
 
-_MAX_REASON: Final = 4096
+_MAX_REASON: Final = 4096  # characters of an error that are sent to the client
 _SMOOTHING: Final = 0.05  # weight of the newest step
 _MAX_SESSIONS: Final = 4096  # limit for all stages here, because small sessions take more memory than their tensors
-_Key = tuple[str, int]  # a session, and the stage
+_Key = tuple[str, int]  # id of a session, index of the stage
 _FAILURE_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
 
 
@@ -70,7 +70,7 @@ class SessionHandlers:
         self._spawn = tasks.spawn
         self._host, self._on_dropped = host, on_dropped
         self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # least recently used first
-        self._forgetting = False
+        self._forgetting = False  # whether `_forget_idle` runs
         self.num_steps = 0  # computed so far
         self._busy_s = MovingAverage(_SMOOTHING)
         max_bytes, admit = limits.max_message_bytes, self._check_caller
@@ -121,6 +121,7 @@ class SessionHandlers:
             self._host.check_client(caller)
 
     async def _handle_step(self, caller: PeerId, step: SessionStep, message: Message) -> None:
+        """Accept the next step of a session, or send on the output of the newest step again."""
         stage = self._stage_of(step, caller)
         hidden, extras = _checked_tree(step, message.tensors)
         _check_tokens(hidden, stage)
@@ -138,11 +139,12 @@ class SessionHandlers:
             self._spawn(self._send_on(held, held.kept[step.number]))
 
     async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
-        """Wait for earlier steps, which this step may have overtaken, or for room."""
+        """Wait for earlier steps, which this step may have overtaken, or until enough of them are computed."""
         gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
         if step.number > held.taken + WINDOW:
             raise SessionLost(gap)
         try:
+            # Computing may take long, but a step that was overtaken must come soon.
             async with asyncio.timeout(self._limits.silence_timeout if step.number > held.taken + 1 else None):
                 async with held.changed:
                     await held.changed.wait_for(lambda: held.takes(step.number) or not self._has(held))
@@ -155,6 +157,7 @@ class SessionHandlers:
         return held in self._held.values()
 
     def _stage_of(self, step: SessionStep, caller: PeerId) -> SessionStage:
+        """Return the stage of a step; refuse a step that its sender may not send, or not to this server."""
         me = self._transport.peer_id
         self._host.check_client(step.client)
         if caller != step.client and not self._host.is_server(caller):
@@ -168,6 +171,7 @@ class SessionHandlers:
         return self._host.stage_of(step)
 
     def _held_for(self, step: SessionStep, stage: SessionStage) -> StageSession:
+        """Return the session of a step at a stage; the first step begins it, if there is room."""
         key = (step.session, stage.index)
         held = self._held.get(key)
         if held is None:
@@ -202,6 +206,7 @@ class SessionHandlers:
         extras: dict[str, Any],
         size: int,  # bytes of the received step
     ) -> None:
+        """Compute a step after the steps before it, keep its output, and send it on; report a failure."""
         max_bytes = self._limits.session_bytes
 
         def prepare() -> Any:
@@ -284,6 +289,7 @@ class SessionHandlers:
                 await self._blame(held, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
 
     async def _give(self, held: StageSession, kept: KeptOutput) -> None:
+        """Send the last stage's output of a step to the client."""
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
         structure, tensors = serialization.flatten(output)
         said = SessionOutput(
@@ -293,6 +299,7 @@ class SessionHandlers:
         await rpc.SESSION_OUTPUT.ask(self._transport, held.client, said, tensors, timeout=timeout, max_bytes=0)
 
     async def _push(self, held: StageSession, kept: KeptOutput) -> None:
+        """Send the output of a step to the next stage's server."""
         step = replace(
             kept.step,
             attempt=held.attempt,
@@ -310,6 +317,7 @@ class SessionHandlers:
     async def _blame(
         self, held: StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
     ) -> None:
+        """Report a failed step to the client, with the stage at fault; -1: the stage of this step."""
         failed = SessionFailed(
             session=step.session,
             number=step.number,
@@ -369,9 +377,9 @@ class SessionHandlers:
         return False
 
     def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> None:
-        """Drop old outputs, then inactive sessions, until the rest fits, beside `num_more` new sessions.
+        """Drop old outputs, then inactive sessions except `but`, until the rest and `num_more` new sessions fit.
 
-        Both begin with the least recently used session.
+        Begin with the least recently used session each time.
         """
         excess = self._used_bytes() - self._limits.session_bytes
         if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
@@ -399,6 +407,7 @@ class SessionHandlers:
 
 
 def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Return the hidden state and the blocks' arguments that a step brings; refuse other trees."""
     tree = serialization.unflatten(step.structure, list(tensors))
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
         raise ProtocolError("a step must bring a hidden state and the blocks' arguments")

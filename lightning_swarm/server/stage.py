@@ -29,9 +29,9 @@ from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 from lightning_swarm.server.optimizer import StageOptimizer
 
 _SMOOTHING: Final = 0.05  # weight of the newest microbatch
-_STEP_SMOOTHING: Final = 0.3
+_STEP_SMOOTHING: Final = 0.3  # weight of the newest step
 _MAX_REFUSED: Final = 3  # microbatches in a row, because a single one may be unusually long
-_MIN_MEASURED: Final = 4  # microbatches, because the first load and compile
+_MIN_MEASURED: Final = 4  # microbatches before a rate is reported: during the first, libraries load and compile
 
 
 class StageLoad:
@@ -90,7 +90,7 @@ class StageLoad:
         return self._queued.value or 0.0
 
     def busy_share(self, *, now_s: float) -> float | None:
-        """Return the share of the last steps in which it computed; in the first step, the share so far."""
+        """Return the share of recent steps in which the stage was computed; in the first step, the share so far."""
         return self._busy_share.value if self._busy_share.value is not None else self._so_far(now_s)
 
     def _so_far(self, now_s: float) -> float | None:
@@ -99,15 +99,15 @@ class StageLoad:
         return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
 
 
-# A step of the optimizer writes into other memory than the weights before it. So a microbatch whose backward is still
-# pending finds the weights of its forward, and each step costs one copy.
+# A step of the optimizer writes into other memory than that of the weights before the step. So a microbatch whose
+# backward is still pending finds the weights of its forward, and each step costs one copy.
 class WeightVersions:
     """Two versions of some parameters: the newest in the parameters themselves, and the version before."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._own = parameters  # name -> parameter
         self._before: dict[str, Tensor] = {}  # name -> value before the last step
-        self._elsewhere: dict[str, Tensor] = {}  # the same for parameters whose former values another stage keeps
+        self._elsewhere: dict[str, Tensor] = {}  # name -> the same, if another stage here keeps it
         self._spare: dict[str, Tensor] = {}  # name -> memory for a later version
         self.has_before = False
 
@@ -156,7 +156,7 @@ class StageGeneration:
     carried: AveragingState = field(default_factory=AveragingState)  # averaging state of the last step, for the next
     evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # their number, and the weights by name
     ahead: tuple[object, Fingerprint] | None = None  # identities of the tensors after a step, and their fingerprint
-    digests: StateDigests | None = None  # the same in an audited run
+    digests: StateDigests | None = None  # replaces `ahead` in an audited run: digests of the state after a step
 
 
 class Stage:
@@ -187,9 +187,9 @@ class Stage:
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer
         self.selection: Selection | None = None  # trained parameters and their groups; None: none train
-        self._versions = WeightVersions(self.parameters) if keeps_before else None
+        self._versions = WeightVersions(self.parameters) if keeps_before else None  # None: only the newest is kept
         self.generation = StageGeneration()
-        self._spare: GradientSum | None = None
+        self._spare: GradientSum | None = None  # an empty sum, for the next step that opens
         self.load = StageLoad()
         self._train([])
 
@@ -295,8 +295,8 @@ class Stage:
 
         The mean gradient has `mean_length` elements, and the same bytes on every replica. `touched` states for each
         trainable parameter whether any microbatch had a gradient for it: optimizers skip the rest, as on one machine.
-        `before` are the stages here that have applied the record already, and so have stepped the parameters they
-        share.
+        `before` are the stages here that have applied the record already, and so have stepped the parameters that they
+        share with this stage.
         """
         if record.change.selection is not None:
             self.select(record.change.selection)
@@ -311,11 +311,11 @@ class Stage:
             elsewhere = {name: other._versions for name, other in stepped.items() if other._versions is not None}
             self._versions.turn(names if applies else (), elsewhere)
         sum_ = self.sum_of(record.step)
-        self.generation.digests = None  # they would keep tensors that the step replaces
+        self.generation.digests = None  # frees the tensors that the step replaces
         if applies:
             views = zip(names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
-            gradients.update(dict.fromkeys(stepped))
+            gradients.update(dict.fromkeys(stepped))  # None: another stage has stepped these parameters
             portable = self.index in (record.portable or ())
             self.optimizer.step(gradients, record.clip_factor, record.hyperparameters, portable=portable)
             for other in before:
@@ -336,6 +336,7 @@ class Stage:
             return int.from_bytes(self.proof(challenge, STATE_KINDS, self.selection)[:8], "little")
         if challenge:
             return proof(self._held(), challenge)
+        # Finish the fingerprint that was begun while idle, unless a tensor has changed since.
         before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 
@@ -369,20 +370,22 @@ class Stage:
         return StateDigests([*parts_of_weights(self.weights()), *parts_of_optimizer(self.optimizer.state())])
 
     def _held(self) -> list[Tensor]:
+        """Return weights, buffers and the tensors of the optimizer's state."""
         state = serialization.flatten(list(self.optimizer.state().values()))[1]
         return [*self.module.named_stage_tensors().values(), *state]
 
     @property
     def mean_length(self) -> int:
-        """The length of a round's result: the mean gradient, and the running statistics behind it."""
+        """The number of elements of a round's result: the mean gradient, and behind it the running statistics."""
         like = self.next_sum.like
         return like.numel() + self.statistics.length * torch.float64.itemsize // like.itemsize
 
     def with_statistics(self, mean_gradient: Tensor, statistics: Tensor) -> Tensor:
-        """Join both into the vector that a round returns."""
+        """Append running statistics to a mean gradient, bit by bit in its dtype: the vector that a round returns."""
         return torch.cat([mean_gradient, statistics.view(mean_gradient.dtype).to(mean_gradient.device)])
 
     def _apart(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Split a result of `with_statistics`; None: the stage has no running statistics."""
         if not self.statistics:
             return mean, None
         length = self.next_sum.like.numel()
@@ -410,7 +413,7 @@ class Stage:
         self.generation.evaluation_weights = number, copies
 
     def check_evaluation_weights(self, number: int) -> None:
-        """Refuse a call for evaluation weights that are not here."""
+        """Refuse a call for evaluation weights that are not here; 0: the call is for the stage's own weights."""
         if number:
             self.evaluation_weights(number)
 

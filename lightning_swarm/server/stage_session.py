@@ -21,7 +21,7 @@ _BUSY_S: Final = 5.0  # seconds after its last step in which a session counts as
 class KeptOutput:
     """A step in the form that the next stage's server receives."""
 
-    step: SessionStep  # the received step; the next server's route begins one later
+    step: SessionStep  # the received step, whose route begins with this server
     tensors: tuple[Tensor, ...]
     structure: Any
     num_bytes: int
@@ -33,17 +33,17 @@ class StageSession:
     """A session at one stage of this server."""
 
     client: PeerId
-    attempt: int
+    attempt: int  # rises with each change of the route
     route: list[PeerId]  # begins with this server
-    resume: int
+    resume: int  # outputs from this step on are sent along the route
     adapter: bytes | None = None  # digest of its steps' adapter
     cache: Any = None  # made by the first step
     taken: int = 0  # the newest step that is computed or will be
-    done: int = 0
+    done: int = 0  # the newest step that is computed
     kept: OrderedDict[int, KeptOutput] = field(default_factory=OrderedDict)  # step number -> output
     cache_bytes: int = 0
     kept_bytes: int = 0
-    used_s: float = field(default_factory=now_s)
+    used_s: float = field(default_factory=now_s)  # time of the newest step's arrival
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `taken` or `done` has grown
@@ -65,7 +65,7 @@ class StageSession:
         return self.done < self.taken or now_s() < self.used_s + _BUSY_S
 
     def takes(self, number: int) -> bool:
-        """Return whether a step is not too far ahead of the accepted and computed steps."""
+        """Return whether a step is known, or is the next step and few accepted steps are still to be computed."""
         return number <= self.taken + 1 and (number <= self.taken or self.taken < self.done + WINDOW)
 
     async def grow(self) -> None:
