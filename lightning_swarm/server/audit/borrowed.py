@@ -26,9 +26,8 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
-# Shares of a call's timeout: for asking all servers one after another, without waiting long for any; and for proofs.
-_ASKING: Final = 1 / 8
-_PROVING: Final = 1 / 4
+_ASKING: Final = 1 / 8  # share of a call's timeout within which all servers are asked, one after another
+_PROVING: Final = 1 / 4  # share of a call's timeout for a proof of the received weights
 
 
 class BorrowedStages:
@@ -57,7 +56,7 @@ class BorrowedStages:
                 stage = await self._context.compute(lambda: self._model().borrowed(run.manifest, index))
             if at != wanted:
                 await self._fetch(run, stage, version)
-                self._stages = {index: (wanted, stage)}  # one at a time: each takes as much memory as a server's
+                self._stages = {index: (wanted, stage)}  # only one: a stage takes as much memory as on a server
             return stage
 
     async def _fetch(self, run: RunState, stage: Stage, version: int) -> None:
@@ -76,7 +75,7 @@ class BorrowedStages:
         await self._context.compute(load)
 
     async def _first(self, peers: Sequence[PeerId], request: StateRequest) -> dict[str, Tensor]:
-        """Ask one server after another, and return the first confirmed weights."""
+        """Ask one server after another, while earlier servers may still answer; return the first confirmed weights."""
         left, running = list(peers), dict[asyncio.Task[dict[str, Tensor]], PeerId]()
         pause_s = self._context.limits.call_timeout * _ASKING / max(1, len(peers))
         try:
@@ -87,7 +86,7 @@ class BorrowedStages:
                 done, late = await asyncio.wait(
                     running, timeout=pause_s if left else None, return_when=asyncio.FIRST_COMPLETED
                 )
-                self._failures.update(running[task] for task in late if not done)
+                self._failures.update(running[task] for task in late if not done)  # a pause without any answer counts
                 for task in done:
                     peer = running.pop(task)
                     try:
@@ -100,6 +99,7 @@ class BorrowedStages:
         raise PeerError(f"no server gives the weights of stage {request.stage_index} at version {request.step}")
 
     async def _read(self, peer: PeerId, request: StateRequest) -> dict[str, Tensor]:
+        """Fetch a server's weights, and have other servers confirm them."""
         limits = self._context.limits
         state, tensors = await STATE.ask(
             self._transport, peer, request, timeout=limits.call_timeout, max_bytes=limits.max_message_bytes

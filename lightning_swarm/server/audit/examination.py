@@ -31,10 +31,10 @@ _SAME: Final = 1e-9  # largest relative distance of two machines' float64 sketch
 class _MeanNumbers:
     """Numbers computed from one mean."""
 
-    means: Sequence[float]  # its projections
+    means: Sequence[float]  # projections of the mean
     norms: Sequence[float]  # norms of the elements in each projection
     squared_norm: float
-    wrong: Sequence[bool]  # part -> whether it differs from the true mean by more than rounding
+    wrong: Sequence[bool]  # for each part, whether it differs from the true mean by more than rounding
 
 
 class Examination:
@@ -47,7 +47,7 @@ class Examination:
             check_shape(answer, len(members))
         closing = request.closing
         self.members = members
-        self.lies: dict[PeerId, str] = {}
+        self.lies: dict[PeerId, str] = {}  # member -> what it reported falsely
         self.contradictions: list[Contradiction] = []
         self._weight, self._gradient_scale, self._exact = closing.total_weight, closing.gradient_scale, exact
         self._scale = StageScale(request.length, request.dtype, self._weight * self._gradient_scale)
@@ -129,6 +129,7 @@ class Examination:
             self.lies[peer] = f"{peer} shows another mean than it answered for"
 
     def _learn(self, mean: Tensor) -> tuple[bytes, ...]:
+        """Compute a mean's numbers for the verdict; return the digests of its parts."""
         parts, digests = parts_of(mean, len(self.members)), tuple(part_digests(mean, len(self.members)))
         self._known[digests] = _MeanNumbers(
             project_parts(parts, self._seed, num_buckets=self._size),
@@ -139,9 +140,10 @@ class Examination:
         return digests
 
     def _is_wrong(self, part: Tensor, bounds: slice) -> bool:
+        """Return whether a part of a mean differs from the true mean by more than rounding."""
         true = self.mean[bounds]
         equal = (part == true) | (part.isnan() & true.isnan())
-        if self._exact:  # integer sums have the same bits on any device
+        if self._exact:  # sums in fixed point have the same bits on any device
             return not bool(equal.all())
         assert self._sizes is not None
         rounding = self._scale.rounding(len(self.members)) / self._scale.divisor
@@ -164,9 +166,11 @@ class Examination:
                 self._judge_reducer(place, reducer)
 
     def _mean_of(self, peer: PeerId) -> _MeanNumbers | None:
+        """Return the numbers of a member's mean; None if the member was found to lie."""
         return self._known.get(tuple(self._answers[peer].parts)) if peer not in self.lies else None
 
     def _judge_reducer(self, place: int, reducer: PeerId) -> None:
+        """Check the part of the mean that a member made, against its inputs and against the others' copies."""
         own, answer = self._mean_of(reducer), self._answers[reducer]
         if own is not None and own.wrong[place]:
             said = dict(zip(self.members, answer.given, strict=True))

@@ -53,14 +53,14 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
 _LAST: Final[Priority] = (2,)  # runs after all waiting microbatches
-_FOR_OTHERS: Final[Priority] = (2, 1)  # requests of other servers, which the coordinator has not announced here
+_FOR_OTHERS: Final[Priority] = (2, 1)  # requests of the stage's other servers, after this server's own audits
 _MAX_ORDERS: Final = 8  # audit orders whose sums are kept
 _SHOWN_AT_ONCE: Final = 2  # microbatches shown to one auditor at a time
 _FARTHEST: Final = sys.float_info.max  # the largest number in a message
-_MAX_OVERFLOWING: Final = 1e-3  # share of a tensor's elements
+_MAX_OVERFLOWING: Final = 1e-3  # share of a result's elements that may overflow on one machine alone, in float16
 
 _T = TypeVar("_T")
-_Order = tuple[int, int, int]  # generation, step, number
+_Order = tuple[int, int, int]  # generation, step, the coordinator's number of the order
 
 
 @dataclass(eq=False)
@@ -68,19 +68,19 @@ class _Recomputed:
     """Another server's work in one stage, recomputed by this server."""
 
     stage: Stage
-    total: GradientSum
-    claims: dict[Receipt, bytes] = field(default_factory=dict)
+    total: GradientSum  # sum of the recomputed gradients
+    claims: dict[Receipt, bytes] = field(default_factory=dict)  # digests, see `CLAIM_BYTES`
     origins: dict[int, Origin] = field(default_factory=dict)  # batch -> its weight and trainer, as first received
-    refused: set[Receipt] = field(default_factory=set)
-    unheard: set[Receipt] = field(default_factory=set)
-    magnitude: float = 0.0
-    precision: str = ""
-    distance: float | None = None
+    refused: set[Receipt] = field(default_factory=set)  # the audited server sent no usable tensors
+    unheard: set[Receipt] = field(default_factory=set)  # the audited server did not answer
+    magnitude: float = 0.0  # sum of the norms of the gradients in `total`
+    precision: str = ""  # dtype of the computation
+    distance: float | None = None  # largest distance of a result; None: results are not compared
     num_taken: int = 0  # microbatches that were computed, or are about to be
     early: dict[int, _Inputs] = field(default_factory=dict)  # place -> inputs of a microbatch that came before its turn
 
     def take_next(self) -> _Inputs | None:
-        """Return the inputs of the microbatch to add next; None if they have not come yet."""
+        """Remove and return the inputs of the microbatch to add next; None if they have not come yet."""
         inputs = self.early.pop(self.num_taken, None)
         self.num_taken += inputs is not None
         return inputs
@@ -106,7 +106,7 @@ class AuditHandlers:
         self._membership, self._sums = context.membership, steps.sums
         self._borrowed = borrowed
         self._timeout = context.limits.call_timeout
-        self._shown = defaultdict[PeerId, asyncio.Semaphore](lambda: asyncio.Semaphore(_SHOWN_AT_ONCE))  # one a caller
+        self._shown = defaultdict[PeerId, asyncio.Semaphore](lambda: asyncio.Semaphore(_SHOWN_AT_ONCE))  # per caller
         self._found: dict[_Order, dict[tuple[PeerId, int], _Recomputed]] = {}  # order -> (audited, stage) -> work
         max_bytes, membership = context.limits.max_message_bytes, self._membership
         SKETCH.serve(context.transport, self._handle_sketch)
@@ -131,6 +131,7 @@ class AuditHandlers:
         return await self._context.compute(compute)
 
     async def _handle_kept(self, caller: PeerId, request: KeptWorkRequest) -> WithTensors[KeptWorkReply]:
+        """Show an auditor the kept work on a microbatch: its input, its gradients and its recomputed results."""
         run = self._membership.run
         run.check_generation(request.generation)
         # Only the coordinator and servers of the stage see its work, and only after the sums are frozen.
@@ -139,12 +140,13 @@ class AuditHandlers:
         )
         if caller != run.coordinator and not in_stage:
             raise ProtocolError(f"{caller} holds no copy of stage {request.stage_index}, and audits nothing of it")
-        # Otherwise a caller with many requests could keep this server from its own audits.
+        # Few at a time: otherwise a caller with many requests could keep this server from its own audits.
         async with self._shown[caller]:
             self._membership.run.check_generation(request.generation)  # may have changed meanwhile
             return await self._show(request, _LAST if caller == run.coordinator else _FOR_OTHERS)
 
     async def _show(self, request: KeptWorkRequest, priority: Priority) -> WithTensors[KeptWorkReply]:
+        """Read kept work, recompute its results if requested, and return the requested parts."""
         self._sums.check_is_frozen(request.step, request.stage_index)
         read = partial(self._sums.kept_work, request.step, request.stage_index, request.receipt)
         try:
@@ -172,6 +174,7 @@ class AuditHandlers:
     # ------------------------------------------------------------------ other servers' work
 
     async def _handle_audit(self, caller: PeerId, request: AuditRequest, message: Message) -> None:
+        """Recompute a microbatch for an audit, in its turn; the findings are fetched by a later call."""
         run, key = self._membership.run, request.key
         run.check_generation(key.generation)
         if (
@@ -186,7 +189,7 @@ class AuditHandlers:
         if request.place < found.num_taken or request.place in found.early:
             return  # a duplicate
         if found.refused or found.unheard:
-            return  # the sum will lack a microbatch anyway, so the coordinator settles it without the rest
+            return  # the sum lacks a microbatch already, so the coordinator does not need the rest
         try:
             inputs = await self._inputs(stage, request, message.tensors, Origin(request.weight, caller))
         except _UNHEARD:  # no proof against the audited server: it may be gone, or the link slow
@@ -202,7 +205,7 @@ class AuditHandlers:
 
     async def _compute_again(self, found: _Recomputed, inputs: _Inputs, version: int) -> None:
         if found.origins.setdefault(inputs.request.key.first, inputs.origin) != inputs.origin:
-            return  # not added, because it is uncertain which weight of its batch is the right one
+            return  # not added, because its batch came with two weights, or from two trainers
         try:
             await self._submit(found.stage, version, partial(_enter, found, inputs))
         except OutOfMemory:
@@ -218,6 +221,7 @@ class AuditHandlers:
         return await self._borrowed.get(request.stage_index, run.weights_version(request.key.step))
 
     def _recomputed(self, order: _Order, audited: PeerId, stage: Stage) -> _Recomputed:
+        """Return the work under an order on one server and stage, begun if need be; drop work of decided steps."""
         newest = (self._membership.run.manifest.generation, self._sums.version)
         self._found = {one: found for one, found in self._found.items() if one[:2] >= newest}
         if order not in self._found and len(self._found) >= _MAX_ORDERS:
@@ -256,6 +260,7 @@ class AuditHandlers:
     async def _ask_kept(
         self, request: AuditRequest, *, wants_input: bool, wants_gradients: bool
     ) -> tuple[KeptWorkReply, tuple[Any, ...]]:
+        """Ask the audited server for what the trainer did not send; return the reply and its tree of four."""
         key = request.key
         asked = KeptWorkRequest(
             generation=key.generation,
@@ -277,6 +282,8 @@ class AuditHandlers:
         return reply, tree
 
     async def _submit(self, stage: Stage, version: int, compute: Callable[[], _T], priority: Priority = _LAST) -> _T:
+        """Compute with the stage's weights of a version, on the compute thread."""
+
         def at_version() -> _T:
             with stage.at(version):
                 return compute()
@@ -328,6 +335,7 @@ def _enter(found: _Recomputed, inputs: _Inputs) -> None:
     given = [gradient for gradient in again.parameter_gradients if gradient is not None]
     found.magnitude = min(found.magnitude + magnitude_of(given, request.weight), _FARTHEST)
     found.precision = precision_of(request.mode, found.total.like.dtype)
+    # If numbers are compared, the claim is about the results that the audited server sent, and their distance counts.
     its_digest, input_gradients = again.output_digest, again.input_gradients
     if inputs.results is not None:
         output, requires_grad, input_gradients = inputs.results
@@ -339,10 +347,11 @@ def _enter(found: _Recomputed, inputs: _Inputs) -> None:
 
 
 def magnitude_of(gradients: Sequence[Tensor], weight: float) -> float:
-    """Return the weighted norm of a microbatch's gradients, the scale of rounding; 0 if a gradient is not finite."""
+    """Return the weighted norm of a microbatch's gradients, to which rounding is relative; 0 if one is not finite."""
     magnitude = weight * math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in gradients))
     if math.isfinite(magnitude):
         return magnitude
+    # The norm overflows although all elements are finite.
     return _FARTHEST if all(bool(one.isfinite().all()) for one in gradients) else 0.0
 
 
@@ -383,7 +392,7 @@ def _tensor_distance(one: Tensor, other: Tensor, *, may_overflow: bool) -> float
     if not one.numel():
         return 0.0
     wide, its_wide = one.to(torch.float64), other.to(torch.float64)
-    # A number that overflows on one kind of machine may stay finite on another, but this is rare.
+    # A number may overflow on one kind of machine and stay finite on another, but few numbers do.
     finite = wide.isfinite() & its_wide.isfinite()
     if int((wide.isfinite() ^ its_wide.isfinite()).sum()) > (_MAX_OVERFLOWING * one.numel() if may_overflow else 0):
         return math.inf
@@ -393,6 +402,7 @@ def _tensor_distance(one: Tensor, other: Tensor, *, may_overflow: bool) -> float
 
 
 def _finding(audited: PeerId, found: _Recomputed, seed: int) -> AuditFinding:
+    """Summarize the recomputed work of one server in one stage; `seed` draws the sketch."""
     stage = found.stage
     sketch = sketch_of(stage.index, found.total.values, seed, exact=stage.exact)
     return AuditFinding(

@@ -1,4 +1,4 @@
-"""A server's work on microbatches, kept until their step is decided, and the digests that it claims for it."""
+"""A server's work on microbatches, kept until their step is decided, and the digests by which it claims its work."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class KeptWork:
 class _SpilledWork:
     """Kept work whose tensors are in the file."""
 
-    without_tensors: KeptWork
+    without_tensors: KeptWork  # inputs, extras and gradients are empty
     structure: serialization.Structure
-    places: Sequence[TensorPlace]
+    places: Sequence[TensorPlace]  # where the file has the tensors of `structure`
 
 
 class KeptWorks:
@@ -81,7 +81,8 @@ class KeptWorks:
             try:
                 places = self._file.write(tensors)
             except OSError as error:
-                self._max_bytes = sys.maxsize  # a server that cannot show its work is excluded from the step
+                # Keep all work in memory, because a server that cannot show its work is excluded from the step.
+                self._max_bytes = sys.maxsize
                 _log.warning("No room in %s for what audits may ask for; it stays in memory: %s", gettempdir(), error)
             else:
                 call = replace(work.call, inputs=(), extras={})
@@ -121,6 +122,6 @@ def sketch_of(stage_index: int, values: Tensor, seed: int, *, exact: bool) -> St
     if not exact:
         return StageSketch(stage_index=stage_index, values=project(values, seed).tolist())
     found = project(deterministic.quotient(values[:, :-1], 1.0), seed)
-    if not deterministic.is_whole(values[:, -1]):  # a fixed-point sum only marks that a gradient was not finite
+    if not deterministic.is_whole(values[:, -1]):  # a gradient did not fit, which the sum only counts
         found.fill_(math.nan)
     return StageSketch(stage_index=stage_index, values=found.tolist())

@@ -40,7 +40,7 @@ _TRIES = 3  # attempts to fetch a vector that arrives damaged
 
 
 class MeanChecks:
-    """Answers the coordinator's requests about a round's sums and means, and examines other servers' for it."""
+    """Sends the coordinator projections of a round's sums and means, and examines all members' vectors for it."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         self._transport, self._compute = context.transport, context.compute
@@ -80,11 +80,12 @@ class MeanChecks:
         return ProjectReply(stages=found)
 
     async def _handle_vector(self, caller: PeerId, request: VectorRequest) -> Message:
+        """Send the sum or the mean of a stage itself, for an examination."""
         held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
         vector = stage.sum_of(request.closing.step).values
         if request.of == "mean":
             vector = held.gradients[stage.index]
-        # No copy is needed: a frozen sum does not change, and no record is decided while the coordinator waits here.
+        # No copy is needed: a frozen sum does not change, and no record is decided while the coordinator waits for it.
         return Message(b"", (to_cpu(vector),))
 
     async def _handle_replacement(self, caller: PeerId, request: MeanReplacement, message: Message) -> None:
@@ -159,9 +160,11 @@ class MeanChecks:
 
     @property
     def _patience_s(self) -> float:
+        """Seconds to wait for a vector, by how long earlier vectors took."""
         return self._durations.deadline_s(longest_s=self._timeout, times_slower=MOST_SLOWER)
 
     async def _replace(self, peer: PeerId, request: ExamineRequest, mean: Tensor) -> None:
+        """Have a member hold the mean computed here in place of its own."""
         order = MeanReplacement(closing=request.closing, stage_index=request.stage_index)
         try:
             await REPLACE_MEAN.ask(self._transport, peer, order, (mean,), timeout=self._patience_s, max_bytes=0)
