@@ -44,7 +44,7 @@ def add_up(squares: Iterable[float]) -> float:
     """Add up squares; any order gives the same bits."""
     try:
         return math.fsum(squares)
-    except OverflowError:  # floats would become infinite
+    except OverflowError:  # `fsum` raises where a sum of floats becomes infinite
         return math.inf
 
 
@@ -60,10 +60,10 @@ class Compute(Protocol):
 
 @dataclass(frozen=True)
 class GroupParts:
-    """Encodes and decodes the parts of a round, and copies them from and to a GPU."""
+    """Converts the parts of a round to messages and back, and copies them from and to a GPU."""
 
     codec: Codec | None  # None: parts travel as they are
-    compute: Compute | None  # runs slow conversions; None: there is no codec, and they run on the loop
+    compute: Compute | None  # runs slow conversions; None, only without a codec: conversions run on the loop
 
     async def to_message(self, part: Tensor) -> Message:
         """Encode a part to be sent."""
@@ -72,6 +72,7 @@ class GroupParts:
         return await self.compute(lambda: to_message(encoded(part, self.codec)))
 
     def _is_ready(self, like: Tensor) -> bool:
+        """Return whether a part travels without any conversion."""
         return self.codec is None and like.device.type == "cpu"
 
     async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
@@ -89,7 +90,8 @@ class GroupParts:
 
 AS_THEY_ARE: Final = GroupParts(None, None)
 
-_MEANS: Final = BufferPool(2, max_bytes=65 << 20)  # a step's means are freed before the next step's are made
+# Memory of means. A step's means are freed before the next step's means are made.
+_MEANS: Final = BufferPool(2, max_bytes=65 << 20)
 _SLICE: Final = 1 << 20  # elements added before the loop may run other tasks: about a millisecond
 
 
@@ -198,7 +200,7 @@ def part_digest(part: Sequence[Tensor]) -> bytes:
 
 
 async def digests(parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> list[bytes]:
-    """Digest each part; with `compute`, if there is one."""
+    """Digest each part, by `compute` if it is given."""
 
     def run() -> list[bytes]:
         return [part_digest(part) for part in parts]
@@ -207,7 +209,7 @@ async def digests(parts: Sequence[Sequence[Tensor]], compute: Compute | None) ->
 
 
 def for_joiners(part: Tensor) -> Message | Callable[[], Message]:
-    """Make a message that perhaps no peer will fetch; copy it from a GPU only when one does."""
+    """Make a message that perhaps no peer will fetch; copy the part from a GPU only when it is fetched."""
     return to_message(part) if part.device.type == "cpu" else partial(to_message, part)
 
 
@@ -215,7 +217,7 @@ async def _send(
     group: Group, name: str, part: Tensor, parts: GroupParts, lost: Tensor | None, *, to: int | None = None
 ) -> Tensor:
     """Send a part to roster index `to`, or to all; store the codec's error in `lost`; return the part as received."""
-    if len(group.roster) == 1 and parts.codec is None:
+    if len(group.roster) == 1 and parts.codec is None:  # only joiners may fetch it
         group.offer(name, for_joiners(part))
         return part
     message = await parts.to_message(part)
@@ -242,7 +244,7 @@ async def fetched(group: Group, place: int, name: str, read: Callable[[Message],
     try:
         return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
     except SwarmError as error:
-        # A peer that answers without a part waits for another peer itself, and damage is the link's.
+        # A peer that answers that it lacks the part waits for another peer itself, and damage is the link's fault.
         blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
         missed, refusing = (None, peer) if blameless else (peer, None)
         raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed, refusing) from error
@@ -283,6 +285,7 @@ async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -
 
 
 def _new(like: Tensor) -> Tensor:
+    """Allocate a mean; on the CPU in memory of former means, because new pages would have to be cleared."""
     if like.device.type != "cpu":
         return torch.empty_like(like)
     return _MEANS.new_bytes(like.nbytes).view(like.dtype)

@@ -46,13 +46,14 @@ class Averager(ABC):
         """Sum all peers' vectors and carried errors, and divide once by the weight; see `all_reduce.average`."""
 
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        """Fetch a round's mean for a peer outside, and the first averaging state; `like` is ``[n]``, as the sums."""
+        """Fetch a round's mean for a peer outside of it, with its first averaging state; `like` has the sums' form."""
         return await all_reduce.collect(like, group), AveragingState()
 
 
 async def _average_alone(
     vector: Tensor, total_weight: float, group: Group, carried: AveragingState, compute: Compute | None
 ) -> AveragingResult:
+    """Divide the only peer's vector and carried error by the weight, and offer the mean to joiners."""
     own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
     found = await all_reduce.average(own, total_weight, group, 0, parts=GroupParts(None, compute))
     return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None), found.given)
@@ -144,4 +145,5 @@ def refuse(group: Group, place: int, reason: str) -> None:
 
 
 def _both(group: Group) -> tuple[Group, Group]:
+    """Return the groups of PowerSGD's two exchanges, left and right."""
     return replace(group, prefix=f"{group.prefix}/left"), replace(group, prefix=f"{group.prefix}/right")

@@ -24,8 +24,8 @@ _NUM_ITERATIONS: Final = 20
 def centered_clip(vectors: Sequence[Tensor]) -> Tensor:
     """Return a point ``[n]`` near most of the vectors ``[n]``.
 
-    All vectors have equal weight. Each pulls the point by its distance from it, but at most by the median distance. If
-    all vectors are equal, the point is equal to them.
+    All vectors have equal weight. Each pulls the point by the distance between both, but at most by the median of these
+    distances. If all vectors are equal, the point is equal to them.
     """
     stacked = torch.stack([torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0) for one in vectors])
     center = stacked.median(dim=0).values
@@ -48,7 +48,7 @@ class ClippedAverager(Averager):
     """A butterfly all-reduce in which each reducer clips vectors far from the center of its part.
 
     A peer sends each part of its mean gradient, followed by the weight of its microbatches. The weights scale the
-    gradients, and exclude peers without microbatches. They are not verified.
+    gradients, and exclude peers without microbatches. No peer verifies the weights.
     """
 
     weight: float  # sum over this peer's microbatches; only ratios matter

@@ -27,11 +27,10 @@ from lightning_swarm.server.averaging.all_reduce import (
 )
 from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
 
-FINE: Final = 2.0**-56
-COARSE: Final = 2.0**-14
-
+FINE: Final = 2.0**-56  # unit of the second integer of an element
+COARSE: Final = 2.0**-14  # unit of the first integer
 LIMIT: Final = 2.0**28  # largest added number: 2**42 coarse units, and a remainder of up to 2**41 fine units
-MAX_ADDED: Final = 1 << 20
+MAX_ADDED: Final = 1 << 20  # most vectors in a sum of all peers, so that no integer overflows
 
 _FIXED_POINT_SLICE: Final = 1 << 17  # elements added at once: intermediate values take several times their memory
 _SLICE: Final = 1 << 18  # elements added before the loop may run other tasks
@@ -46,7 +45,7 @@ def nothing(length: int, device: torch.device) -> Tensor:
 
 
 def fit(vectors: Sequence[Tensor], weight: float) -> bool:
-    """Return whether all elements are numbers, and times `weight` below `LIMIT`."""
+    """Return whether all elements are finite, and stay below `LIMIT` when multiplied by `weight`."""
     filled = [vector for vector in vectors if vector.numel()]
     if not filled:
         return True
@@ -57,7 +56,7 @@ def fit(vectors: Sequence[Tensor], weight: float) -> bool:
 def add(into: Tensor, vector: Tensor, weight: float) -> None:
     """Add a float vector ``[n]`` that fits, times `weight`, to the columns ``[2, n]`` of a sum."""
     for begin in range(0, len(vector), _FIXED_POINT_SLICE):
-        # In coarse units. Only the weight, and fractions of a fine unit, are rounded.
+        # Convert to coarse units. Only the product with the weight, and fractions of a fine unit, are rounded.
         weighted = vector[begin : begin + _FIXED_POINT_SLICE].to(torch.float64, copy=True).mul_(weight).div_(COARSE)
         coarse = weighted.round()
         fine = weighted.sub_(coarse).mul_(COARSE / FINE).round_()
@@ -78,7 +77,7 @@ def is_whole(counts: Tensor) -> bool:
 
 
 def quotient(sums: Tensor, divisor: float) -> Tensor:
-    """Divide columns of a sum; ``[n]`` float64, the same bits on every device."""
+    """Divide columns ``[2, n]`` of a sum; return ``[n]`` float64, the same bits on every device."""
     # Divide by a tensor, because a GPU would multiply by the inverse of a Python number.
     by = torch.full((), divisor, dtype=torch.float64, device=sums.device)
     return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(by)
@@ -118,7 +117,7 @@ class DeterministicAverager(Averager):
         )
         for i, part in zip(others, reduced, strict=True):
             mean[bounds[i]] = part
-        # The first server of the roster computes it, because a sum of norms of parts depends on their number.
+        # The first server of the roster computes the whole norm, because a sum of norms depends on the number of parts.
         norm = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState(), given)
 
@@ -126,7 +125,7 @@ class DeterministicAverager(Averager):
 async def _reduce(
     into: Tensor, pieces: list[Tensor | tuple[Tensor, Tensor]], counts: Tensor, total_weight: float
 ) -> None:
-    """Add the pieces, and divide once. If a gradient is missing in them, the mean is NaN."""
+    """Add the pieces, and divide once. The mean is NaN if a gradient did not fit into a sum; see `is_whole`."""
     if not is_whole(counts):
         into.fill_(float("nan"))
         return
@@ -141,6 +140,7 @@ async def _reduce(
 
 
 async def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a part's coarse and fine integers, and the sum's counts."""
     tree = from_message(message)[0]
     parts = [part for part in tree if isinstance(part, Tensor)] if isinstance(tree, tuple) else []
     found = [(part.dtype, tuple(part.shape)) for part in parts]

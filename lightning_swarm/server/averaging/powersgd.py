@@ -17,7 +17,7 @@ from torch import Size, Tensor
 
 from lightning_swarm.model.portable_products import tree_sum
 
-_ROUNDING: Final = 1e-24  # part of a squared norm; rounding of float64 is about a millionth of it
+_ROUNDING: Final = 1e-24  # share of a column's squared norm that may be rounding; float64's is a millionth of it
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LowRank:
 
     def __init__(self, shapes: Sequence[Size], rank: int) -> None:
         self.rank = rank
-        self._whole: list[slice] = []
+        self._whole: list[slice] = []  # places of the parameters that stay whole
         matrices: list[tuple[slice, int, int]] = []
         begin = 0
         for shape in shapes:
@@ -118,7 +118,7 @@ class LowRank:
             rights = self._thin(right[matrix.right])
             norms = torch.linalg.vector_norm(rights, dim=0)
             usable = (norms > 0.0) & (norms < math.inf)
-            # Other columns stay as they were: a gradient of zeros has no direction.
+            # The other columns of the basis stay unchanged, because a gradient of zeros has no direction.
             self._thin(found[matrix.right])[:, usable] = (rights / norms)[:, usable]
         return found
 
@@ -131,6 +131,7 @@ class LowRank:
             begin += size
 
     def _thin(self, flat: Tensor) -> Tensor:
+        """View a thin matrix, ``[rows or columns, rank]``."""
         return flat.view(-1, self.rank)
 
 

@@ -13,7 +13,7 @@ from lightning_swarm.protocol.messages.parts import part_bounds
 from lightning_swarm.server.averaging.all_reduce import part_digest
 from lightning_swarm.server.averaging.deterministic import quotient
 
-_SLICE: Final = 1 << 20  # elements at once; a multiple of any number of buckets
+_SLICE: Final = 1 << 20  # elements converted at once; a multiple of any number of buckets
 
 
 def parts_of(vector: Tensor, num_parts: int) -> list[Tensor]:
@@ -22,7 +22,7 @@ def parts_of(vector: Tensor, num_parts: int) -> list[Tensor]:
 
 
 def sum_parts(values: Tensor, num_parts: int) -> list[Tensor]:
-    """Split a sum in floats, or in fixed point, into parts in floats."""
+    """Split a sum in floats, or a sum in fixed point, into parts, which are in floats."""
     if values.is_floating_point():
         return parts_of(values, num_parts)
     return [quotient(part, 1.0) for part in parts_of(values[:, :-1], num_parts)]

@@ -29,12 +29,12 @@ class TiedMeans:
     trained: Collection[str]  # names of the parameters that train in the step
     group: Callable[[int], Group]  # stage -> the peers that average it
     compute: Compute
-    exact: bool = False  # the first of a roster computes the whole norm, for any number of parts
+    exact: bool = False  # sums are in fixed point, so the first server of a roster computes the whole norm
 
     async def averaged(
         self, found: Mapping[int, AveragingResult], places: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
-        """Add the other stages' shares to the means of a server's stages; `places` has its index in each roster."""
+        """Add other stages' shares to a server's means; `places` has the server's index in each stage's roster."""
         own = self._shares({index: result.mean for index, result in found.items()})
         for index, share in own.items():
             group = self.group(index)
@@ -65,6 +65,7 @@ class TiedMeans:
             self.group(index).withhold([_SHARE], reason)
 
     def _shares(self, means: Mapping[int, Tensor]) -> Shares:
+        """Return the parts of these stages' means that belong to tied parameters; no stage without any."""
         places = {index: self.ties.places(index, self.trained) for index in means}
         return {i: {name: means[i][place] for name, place in own.items()} for i, own in places.items() if own}
 
@@ -88,6 +89,7 @@ class TiedMeans:
         return dict(zip(sizes, share.to(like.device).split(list(sizes.values())), strict=True))
 
     def _added_up(self, index: int, mean: Tensor, shares: Shares) -> Tensor:
+        """Return a stage's mean with the sum of all shares at its tied parameters."""
         total = mean.clone()  # the mean may still be in transit
         for name, place in self.ties.places(index, self.trained).items():
             total[place] = 0.0
@@ -97,7 +99,7 @@ class TiedMeans:
         return total
 
     def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
-        """Return the squared norm of the parameters counted at this stage, in this server's part; see `exact`."""
+        """Return the squared norm in this server's part, of the parameters whose norm counts at this stage."""
         part = self.group(index).bounds(len(mean))[place]
         if self.exact:
             part = slice(0, len(mean) if place == 0 else 0)
