@@ -29,7 +29,7 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _T = TypeVar("_T")
 
-# Names of folders that servers write to. A server that finds such a folder shares the lead's file system.
+# Names of folders that servers write to. A server that finds the requested folder shares the lead's file system.
 FOLDER: Final = r"\.[^/\\]*\.[0-9a-f]{32}\.partial"
 
 
@@ -83,8 +83,10 @@ class StateHandlers:
     # ------------------------------------------------------------------ reading
 
     async def _handle_state(self, caller: PeerId, request: StateRequest) -> WithTensors[StageState]:
+        """Send a stage's weights or optimizer state at a version to a trainer."""
         run = self._membership.run
-        if caller != run.coordinator or not run.manifest.settings.is_audited:  # the coordinator audits by this state
+        # In an audited run, the coordinator reads states, too, to settle audits.
+        if caller != run.coordinator or not run.manifest.settings.is_audited:
             run.check_trainer(caller)
         return (await self._read(request, lambda stage: _state(stage, request)))[1]
 
@@ -99,6 +101,7 @@ class StateHandlers:
         return ProofReply(proof=proof)
 
     async def _handle_write(self, caller: PeerId, request: WriteRequest) -> tuple[WriteReply, tuple[()]]:
+        """Write a stage's part of a checkpoint, if the lead's folder is on a file system of this machine."""
         self._membership.check_lead(caller, "has checkpoints written")
         folder = Path(request.folder)
         if not folder.is_absolute() or not re.fullmatch(FOLDER, folder.name):
@@ -117,7 +120,7 @@ class StateHandlers:
     async def _read(
         self, request: StateRequest | WriteRequest | ProofRequest, read: Callable[[Stage], _T]
     ) -> tuple[Stage, _T]:
-        """Read a stage at a version of the running generation, as soon as it is there."""
+        """Read a stage at a version of the running generation, as soon as the stage has reached that version."""
         self._membership.run.check_generation(request.generation)
         await self._steps.wait_for_version(request.step)
         stage = self._steps.stage(request.stage_index)
@@ -145,6 +148,7 @@ def _content(stage: Stage, request: WriteRequest) -> dict[str, Any]:
 
 
 def _state(stage: Stage, request: StateRequest) -> WithTensors[StageState]:
+    """Return a stage's weights, or its optimizer's state. Shared memory, not copies, on the CPU."""
     state: Mapping[str, Any] = stage.optimizer.state() if request.optimizer else stage.weights()
     structure, tensors = serialization.flatten(list(state.values()))
     reply = StageState(

@@ -41,11 +41,11 @@ from lightning_swarm.server.step_handlers import StepHandlers
 _log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 15.0  # seconds to wait for the next record
-_POLL_S: Final = 1.0
-_MAX_ATTEMPTS: Final = 8  # their pauses sum to two minutes: a record may have to exclude an earlier life first
+_POLL_S: Final = 1.0  # pause before a run is looked for again, or while members are unconfirmed
+_MAX_ATTEMPTS: Final = 8  # two minutes with pauses, because a record may have to exclude this peer's former life first
 _MAX_TARGET_ATTEMPTS: Final = 3  # attempts to join the stage to which a server moves
-_FIRST_PAUSE_S: Final = 1.0
-_COMPARED: Final = ("Python", "torch", "lightning")
+_FIRST_PAUSE_S: Final = 1.0  # between attempts; doubles each time
+_COMPARED: Final = ("Python", "torch", "lightning")  # packages whose versions are compared with the run's
 
 
 class Joiner:
@@ -60,12 +60,12 @@ class Joiner:
         self._membership = context.membership
         self._steps = steps
         self._stage: Stage | None = None
-        self._joined_at = 0  # the run's version at that time
+        self._joined_at = 0  # the run's version when the coordinator accepted the request to join
         self._target: int | None = None  # the stage to which a record moved this server
-        self._former: int | None = None  # the stage that it held before
-        self._is_unlike = False  # the machines of the stage's servers are of other kinds
-        self._has_compared = False  # versions were found to differ
-        self._alone = False  # a single replica must send everything
+        self._former: int | None = None  # the stage that this server held before it moved
+        self._is_unlike = False  # the stage's servers are machines of other kinds than this one
+        self._has_compared = False  # the warning about different versions was logged
+        self._alone = False  # a single donor must send everything, because pieces of several did not fit together
         self._unconfirmed: set[PeerId] = set()  # donors whose state the coordinator did not confirm
         self._refused_by: set[PeerId] = set()  # announced peers that refused this peer
         self._say: Callable[[str], None] = _log.info  # reports progress to the user
@@ -83,9 +83,9 @@ class Joiner:
     async def enter(
         self, find: Callable[[], Awaitable[Sequence[PeerId]]], say: Callable[[str], None] = _log.info
     ) -> None:
-        """Enter a run: be admitted at its beginning, or join a run whose coordinator `find` names.
+        """Enter a run: be admitted at its beginning, or join a run of which `find` returns announced coordinators.
 
-        It may wait long for a run. Raises `ConfigError` if this peer's model or version is not the run's, and
+        This may wait long for a run. Raises `ConfigError` if this peer's model or version is not the run's, and
         `PeerError` if the run does not let this peer in.
         """
         self._say = say
@@ -93,7 +93,7 @@ class Joiner:
             coordinator = await self._find_coordinator(find)
             if coordinator is not None:
                 async with self._admission.asking(coordinator) as free:
-                    if free:
+                    if free:  # otherwise a run has admitted this peer meanwhile
                         await self._join(coordinator, find)
                     return
             await asyncio.sleep(_POLL_S)
@@ -113,7 +113,7 @@ class Joiner:
                     return PeerId(view.term[1])
                 others.append(there)
             except SwarmError as error:
-                # No error of this peer: any peer may announce itself, and refuse.
+                # Not raised, because any peer may announce itself as a coordinator, and refuse.
                 is_news = isinstance(error, AccessDenied) and announced not in self._refused_by
                 self._refused_by |= {announced} if is_news else set()
                 _log.log(logging.WARNING if is_news else logging.INFO, "No run at %s: %s", announced, error)
@@ -153,7 +153,7 @@ class Joiner:
                         self._membership.joining = coordinator
                 await self._try(coordinator, attempt)
             except SwarmError as error:
-                if self._done:  # the record came by another way
+                if self._done:  # the coordinator sent the record that admits this server
                     return
                 if not isinstance(error, PeerError) or isinstance(error, AccessDenied):
                     raise
@@ -173,7 +173,8 @@ class Joiner:
         return self._membership.is_member or self._admission.left.is_set()
 
     async def _try(self, coordinator: PeerId, attempt: int) -> None:
-        if self._membership.has_run:  # another peer may coordinate it by now
+        """Ask for a stage, download it, and follow its records until one of them admits this server."""
+        if self._membership.has_run:  # another peer may coordinate the run by now
             coordinator = self._membership.run.coordinator
         view = await self._view(coordinator)
         if self._target != self._former and attempt > _MAX_TARGET_ATTEMPTS:
@@ -254,7 +255,7 @@ class Joiner:
 
     async def _follow(self, donor: PeerId, stage: Stage) -> None:
         """Apply the records of the replica that sent the state, until one of them makes this server a member."""
-        hold_s, seated = 0.0, False
+        hold_s, seated = 0.0, False  # longest wait for the next record; whether the members are known
         generation = self._membership.run.manifest.generation
         while not self._done:
             version = self._steps.version
@@ -287,14 +288,14 @@ class Joiner:
                 if is_ready:
                     await self._report_ready(generation, version)
                 hold_s = _HOLD_S if is_ready else _POLL_S
-            if record is not None and record.step >= self._steps.version:  # else the coordinator was quicker
+            if record is not None and record.step >= self._steps.version:  # else the coordinator sent it first
                 await self._confirm_record(record)
                 self._check_portable(record, stage)
                 await self._steps.commit(record, {stage.index: _gradient(gradient, stage)})
                 hold_s = 0.0
 
     def _check_portable(self, record: Record, stage: Stage) -> None:
-        """Refuse a record that other kinds of machine applied without portable arithmetic; last bits would differ."""
+        """Refuse a record that machines of other kinds apply without portable arithmetic, because bits would differ."""
         if self._is_unlike and record.outcome == "apply" and stage.index not in (record.portable or ()):
             raise PeerError(
                 f"record {record.step} was decided before the run knew that this machine is of another kind"
@@ -315,7 +316,7 @@ class Joiner:
             raise Unconfirmed(f"its record of step {record.step} is not the one that was decided")
 
     async def _confirm_members(self, version: int) -> bool:
-        """In an audited run, get the members from the coordinator, not from a donor; return False if too early."""
+        """In an audited run, adopt the members that the coordinator names; return False if it is at another version."""
         run = self._membership.run
         if not run.manifest.settings.is_audited:
             return True
@@ -327,6 +328,7 @@ class Joiner:
         return True
 
     async def _report_ready(self, generation: int, version: int) -> None:
+        """Report to the coordinator that this server has caught up, so that a record may admit it."""
         coordinator = self._membership.run.coordinator
         ready = ReadyRequest(generation=generation, version=version)
         try:
@@ -335,7 +337,7 @@ class Joiner:
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
     def _seat(self, seats: SeatedMembers, version: int) -> None:
-        """Adopt the run's members at a version. Up to its join this peer was no member, even if it is named."""
+        """Adopt the run's members at a version; before it joined, without this peer, which may have been in the run."""
         self._membership.run.check_seats(seats)
         rosters = seats.rosters
         if version <= self._joined_at:
@@ -353,7 +355,7 @@ class Joiner:
         rosters = self._membership.run.present(closing.absent)
         if not all(rosters[: self._membership.run.num_pipeline_stages]):
             raise ProtocolError(f"a round of stage {stage.index} must have members")
-        held = self._steps.rounds.holds(closing)  # asked again, shortly before the record is decided
+        held = self._steps.rounds.holds(closing)  # true if asked again, shortly before the record is decided
         if not held:
             if request.change.written is not None and stage.index in request.change.written.stages:
                 await self._steps.wait_for_written(closing.step, request.change.number)  # the donor sends them
@@ -372,6 +374,7 @@ class Joiner:
 
 
 def _gradient(tensors: Sequence[Tensor], stage: Stage) -> Tensor:
+    """Return a received mean gradient, on the stage's device; refuse another number, shape or dtype of tensors."""
     like = stage.next_sum.like
     wanted = (stage.mean_length,), like.dtype
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

@@ -41,7 +41,7 @@ class KeptLoops:
         self._membership = context.membership
         self._steps = steps
         self._ordered = ordered  # returns the versions of the ordered snapshots
-        self._kept: dict[int, Message] = {}
+        self._kept: dict[int, Message] = {}  # version -> the state as received
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
         max_bytes = context.limits.loop_bytes
         KEEP_LOOP.serve(context.transport, self._handle_keep, max_bytes=max_bytes, admit=self._check_says)
@@ -61,8 +61,9 @@ class KeptLoops:
         self._kept = {version: loop for version, loop in self._kept.items() if version in ordered}
 
     async def _handle_keep(self, caller: PeerId, head: KeptLoop, message: Message) -> None:
+        """Keep the loop's state of a version whose snapshot was ordered."""
         self._check(caller, head)
-        await self._steps.wait_for_next(head.version)  # its record may come here later than to the lead
+        await self._steps.wait_for_next(head.version)  # the record that orders it may come here later than to the lead
         self._check(caller, head)
         if head.version not in self._ordered():
             raise ProtocolError(f"no record orders a snapshot of version {head.version}")
@@ -98,16 +99,16 @@ def copied(stage: Stage, generation: int) -> tuple[Snapshot, list[Tensor]]:
         structure=structure,
         selection=stage.selection,
     )
-    # Copied, because sending may take long, and records change the original meanwhile.
+    # Copied, because sending may take long, and records change the stage meanwhile.
     return head, [tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors]]
 
 
 @dataclass
 class _StoredSnapshot:
     head: Snapshot
-    digest: bytes
-    tensors: Sequence[Tensor]
-    file: IO[bytes] | None = None  # holds the tensors, if `tensors` is empty
+    digest: bytes  # digest of head and tensors
+    tensors: Sequence[Tensor]  # empty if they are in the file
+    file: IO[bytes] | None = None
 
     def close(self) -> None:
         if self.file is not None:
@@ -153,7 +154,7 @@ class SnapshotStore:
             raise TicketGone(f"stage {stage_index} at version {version} is not kept here (any more)")
         if kept.file is None:
             return kept.head, kept.tensors
-        # Mapped now, because it may be dropped while it is read, and each reader needs its own position.
+        # Map the file now, because it may be closed during the reading, and each reader needs its own position.
         mapped = mmap.mmap(kept.file.fileno(), 0, access=mmap.ACCESS_READ)
         return kept.head, await asyncio.to_thread(_read, mapped)
 
@@ -170,12 +171,13 @@ class SnapshotStore:
 
 
 def _written(tensors: Sequence[Tensor]) -> IO[bytes]:
+    """Write tensors to a file that vanishes when it is closed; raise `OSError` if there is no room."""
     file = tempfile.TemporaryFile(prefix="lightning-swarm-")  # noqa: SIM115 - open for as long as it is kept
     try:
         torch.save(list(tensors), file)
         file.flush()
     except BaseException as error:
-        with contextlib.suppress(OSError):  # no room for the rest of the file either
+        with contextlib.suppress(OSError):  # closing flushes, for which there may be no room either
             file.close()
         if isinstance(error.__context__, OSError):  # torch's own error, raised on top of the full disk's error
             raise error.__context__ from None
@@ -191,13 +193,13 @@ def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _SnapshotOrder:
-    """A record's order for snapshots."""
+    """A record's order for snapshots, see `SnapshotOrder`."""
 
     generation: int
     version: int  # version of the weights after the record
-    keep: int | None
-    keepers: Sequence[PeerId | None]
-    at_s: float
+    keep: int | None  # the older version whose snapshots stay; None: none stay
+    keepers: Sequence[PeerId | None]  # for each stage, the other server that keeps a copy
+    at_s: float  # time of its arrival, by `time.monotonic`
 
 
 class Snapshots:
@@ -243,6 +245,7 @@ class Snapshots:
         return [one for one in own if run.digest_of(one.stage_index, one.version) is None]
 
     def _versions(self) -> set[int]:
+        """Return the versions whose snapshots are to be kept."""
         order = self._order
         return set() if order is None else {version for version in (order.version, order.keep) if version is not None}
 
@@ -257,22 +260,23 @@ class Snapshots:
         self._older = next((one for one in (self._order, self._older) if one and one.version == snapshot.keep), None)
         self._order = order
         self._senders = {key: peer for key, peer in self._senders.items() if self._order_of(key[1]) is not None}
-        self.store.keep_only(record.snapshot.keep)  # two versions at most are kept
+        self.store.keep_only(record.snapshot.keep)  # the new version is added once it is copied
         self.loops.prune()
         rosters = self._membership.run.rosters  # rosters after the record
+        # Only the first replica of a stage sends a copy to the server that the order names.
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
         return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
 
     async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
-        """Copy stages before the next record, and send the copies of stages whose first replica is here."""
+        """Copy stages before the next record, and send the copies of the stages in `first` to other servers."""
         taken: dict[int, tuple[Snapshot, list[Tensor]]] = {}
-        # Copy all before hashing any, because that may take longer than a step.
+        # Copy all stages before hashing any copy, because hashing may take longer than a step.
         for head, tensors in [await self._compute(partial(copied, stage, order.generation)) for stage in stages]:
-            if head.version == order.version and await self._put(head, tensors, order):  # else it is ahead
+            if head.version == order.version and await self._put(head, tensors, order):  # else the stage is ahead
                 taken[head.stage_index] = head, tensors
         for index in sorted(first & taken.keys()):
             keeper = order.keepers[index] if index < len(order.keepers) else None
-            if keeper is None or self._order is not order:  # the run may roll back, or go on without this server
+            if keeper is None or self._order is not order:  # no server keeps it, or the order is void by now
                 continue
             try:
                 timeout = self._limits.join_timeout
@@ -355,6 +359,7 @@ class Snapshots:
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
 
     def _check_ordered(self, caller: PeerId, head: Snapshot) -> _SnapshotOrder:
+        """Return the order by which this server keeps a stage's copy; refuse a copy that no order asks for."""
         run = self._membership.run
         run.check_generation(head.generation)
         order = self._order
@@ -375,6 +380,7 @@ class Snapshots:
         return order
 
     async def _handle_snapshot(self, caller: PeerId, request: SnapshotRequest) -> WithTensors[Snapshot]:
+        """Send a kept snapshot to the server that is to keep another copy, or to a trainer."""
         order = self._order_of(request.version)
         keepers = order.keepers if order is not None else ()
         if request.stage_index >= len(keepers) or keepers[request.stage_index] != caller:

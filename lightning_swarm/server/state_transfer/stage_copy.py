@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 4 << 20  # bytes requested at once; a donor may send less
 _PULLS: Final = 2  # requests to a donor at once, so that its link is never idle
-_MAX_HELPERS: Final = 3
-_BUSY_S: Final = 1.0
-_HOLD_S: Final = 15.0  # seconds to wait for a place, at all replicas together
-_RELEASE_S: Final = 2.0
+_MAX_HELPERS: Final = 3  # donors that send pieces beside the donor that is followed
+_BUSY_S: Final = 1.0  # pause after a donor was busy
+_HOLD_S: Final = 15.0  # seconds to wait for a place, at all donors together
+_RELEASE_S: Final = 2.0  # timeout of the notice that the download is done
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class IncomingSnapshot:
                 "Raise it, or cut the model into more stages."
             )
         self.head = head
-        # Allocated only now, after a wrong stage or too many bytes were refused.
+        # Allocate memory only now, after a wrong stage or too many bytes were refused.
         self._tensors = [torch.empty(layout.shape, dtype=_dtype(layout)) for layout in head.layouts]
 
     def fill(self, start: int, parts: Sequence[Tensor], *, at_most: int) -> int:
@@ -142,12 +142,12 @@ class StageDownload:
         self._say = say
         self._missing: dict[int, int] = {}  # begin -> end of each missing piece
         self._asked: dict[int, set[PeerId]] = {}  # begin of a piece -> peers that were asked for it
-        self.donor: PeerId | None = None  # the replica that was asked last to send a copy, and all records after it
+        self.donor: PeerId | None = None  # the donor that was asked last for a copy and all later records
         self.helpers: set[PeerId] = set()  # peers that sent a piece beside the donor
         self._copied: list[PeerId] = []  # peers beside the donor that hold a copy for this peer
 
     async def download(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, IncomingSnapshot]:
-        """Download all of a stage; return it with the replica that keeps the records from its version on.
+        """Download all of a stage; return it with the donor that keeps the records from its version on.
 
         The donors are asked in their order; with `alone`, one of them sends everything. Raises `PeerError` if the donor
         is gone, or no longer holds the copy.
@@ -182,10 +182,11 @@ class StageDownload:
                     return donor, await self._follow(donor, None, hold_s=hold_s / len(donors))
                 except Busy as error:
                     _log.info("%s has no place for one more download: %s", donor, error)
-            await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # a donor that is busy for another reason does not wait
+            await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # a donor may answer busy at once, without waiting `hold_s`
             hold_s = _HOLD_S
 
     async def _follow(self, donor: PeerId, version: int | None, *, hold_s: float = 0.0) -> FollowReply:
+        """Have a donor copy the stage for this peer, at a version or (None) at its newest; return the copy's head."""
         request = FollowRequest(stage_index=self._stage.index, version=version, hold_s=hold_s)
         timeout = hold_s + self._limits.call_timeout
         head, _ = await FOLLOW.ask(self._transport, donor, request, timeout=timeout, max_bytes=0)
@@ -198,6 +199,7 @@ class StageDownload:
         return head
 
     async def _pull_all(self, donor: PeerId, others: Sequence[PeerId], incoming: IncomingSnapshot) -> None:
+        """Fetch all pieces from the donor and helpers; the donor alone must suffice. Release the helpers' copies."""
         helping = asyncio.ensure_future(gather(self._help(peer, incoming) for peer in others))
         try:
             await gather(self._pull(donor, incoming, to_the_end=True) for _ in range(_PULLS))
@@ -208,7 +210,7 @@ class StageDownload:
         await gather(self._release(peer, incoming) for peer in self._copied)
 
     async def _help(self, peer: PeerId, incoming: IncomingSnapshot) -> None:
-        """Fetch pieces from one more replica; its failure does no harm."""
+        """Fetch pieces from one more donor; if it fails, the others send its pieces."""
         try:
             head = await self._follow(peer, incoming.head.snapshot.version)
             self._copied.append(peer)
@@ -227,7 +229,7 @@ class StageDownload:
             try:
                 tensors = await self._piece(peer, incoming, start, stop)
             except Busy:
-                if not to_the_end:
+                if not to_the_end:  # a helper is not needed
                     return
                 await asyncio.sleep(_BUSY_S)
                 continue
@@ -237,12 +239,13 @@ class StageDownload:
                 continue  # another peer was quicker
             num_bytes = incoming.fill(start, tensors, at_most=stop - start)
             del self._missing[start]
-            if start + num_bytes < stop:
+            if start + num_bytes < stop:  # the donor sent less, so the rest is a piece of its own
                 self._missing[start + num_bytes] = stop
             if not to_the_end:
                 self.helpers.add(peer)
 
     def _next_piece(self, peer: PeerId, *, to_the_end: bool) -> int | None:
+        """Return the start of the piece to request from a peer; None if it can send nothing more."""
         free = (start for start in self._missing if not self._asked.get(start))
         owed = (start for start in self._missing if to_the_end and peer not in self._asked.get(start, ()))
         return next(free, next(owed, None))
@@ -255,6 +258,7 @@ class StageDownload:
         return (await PIECE.ask(self._transport, peer, request, timeout=timeout, max_bytes=stop - start))[1]
 
     async def _release(self, peer: PeerId, incoming: IncomingSnapshot) -> None:
+        """Notify a helper, by a request for an empty piece, that its copy is not needed any more."""
         try:
             await self._piece(peer, incoming, 0, 0)
         except PeerError as error:
