@@ -29,7 +29,7 @@ class Adapter:
     """The part of a client's adapter for one stage."""
 
     stage: int
-    loras: Sequence[Lora]
+    loras: Sequence[Lora]  # one for each adapted layer
     tensors: Sequence[Tensor]  # A ``[rank, inputs]`` and B ``[outputs, rank]`` of each, in turn; they require gradients
 
     @property
@@ -54,7 +54,7 @@ class AdapterStore:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, Adapter] = OrderedDict()
-        self.num_bytes = 0
+        self.num_bytes = 0  # bytes of all kept adapters
 
     def add(self, name: bytes, adapter: Adapter) -> None:
         """Keep an adapter; drop the least recently used if there is no room for all."""
@@ -213,7 +213,7 @@ class _AddedByRows:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         hidden = args[0]
-        # Experts' inputs are sorted by expert, so they have no rows of texts even if their number is right.
+        # Experts' inputs are sorted by expert, so their rows are not the texts' rows, even if the number is equal.
         if hidden.ndim < _LEAST_DIMENSIONS or len(hidden) != self.num_rows:
             raise CannotJoin("a layer with an adapter gets its input in another form than [rows, tokens, ...]")
         output = output.clone()

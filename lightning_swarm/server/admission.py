@@ -46,7 +46,7 @@ class Admission:
         self._steps = steps
         self.transition = asyncio.Lock()  # one transition at a time: into a run, into its next generation, or out of it
         self.moves = asyncio.Event()  # the newest record released this server, to join another stage
-        self.target: int | None = None  # the stage to join
+        self.target: int | None = None  # the stage to which this server moves
         self.left = asyncio.Event()  # the run is over for this peer
         self.failure: StepError | None = None  # why this server's stages are unusable
         self._broken_off = ""  # why the run broke off, if its lead did not end it
@@ -84,7 +84,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
-        """Prevent admission by other peers while joining a run; yield False if this peer is in a run already."""
+        """Prevent admission to other runs while joining a run; yield False if this peer is in a run already."""
         async with self.transition:  # waits for an admission in progress
             free = not self.membership.has_run
             if free:
@@ -111,6 +111,7 @@ class Admission:
         await self.leadership.step_out()
 
     async def _handle_admit(self, caller: PeerId, manifest: Manifest) -> None:
+        """Enter a run at its beginning, with the stages that its manifest assigns to this server."""
         async with self.transition:  # one at a time: a second call finds this peer in the run
             self.membership.check_admits(caller, manifest)
             served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
@@ -121,7 +122,8 @@ class Admission:
             await self.leadership.enter_run(self.membership.run)
 
     def on_record(self, record: Record) -> None:
-        """Check whether an applied record moves this server. A joiner also receives records from before its release."""
+        """Note whether an applied record moves this server to another stage."""
+        # As a joiner, this server may have applied the record that released it a second time.
         if any(newcomer.member == self.membership.me for newcomer in record.newcomers):
             self.target = None
             self.moves.clear()
@@ -142,7 +144,7 @@ class Admission:
         if request.new_lead == self.membership.run.manifest.lead:
             return  # a repeated call
         await self._check_lead_missed(self.membership.run)
-        self.membership.check_inherits(caller, request)  # it may have changed meanwhile
+        self.membership.check_inherits(caller, request)  # the run may have changed meanwhile
         if request.new_lead == self.membership.run.manifest.lead:
             return
         is_me = request.new_lead == self.membership.me.peer_id
@@ -156,24 +158,25 @@ class Admission:
 
     async def _check_lead_missed(self, run: RunState) -> None:
         """Raise `Busy` while the lead answers here, so that the coordinator alone cannot replace it or end the run."""
-        lead, timeout = run.manifest.lead, self._silence_s / 4  # short, because the coordinator has waited long
+        lead, timeout = run.manifest.lead, self._silence_s / 4  # short, because the coordinator has already waited long
         if not await alive_among(self._transport, [lead], timeout=timeout):
             return
         try:
             await LEADS.ask(self._transport, lead, LeadsRequest(generation=run.manifest.generation), timeout=timeout)
         except SwarmError as error:
             if isinstance(error, ProtocolError) and not isinstance(error, AccessDenied):
-                return  # it was restarted, and is in no run or in another run
+                return  # the lead's process was restarted, and is in no run or in another run
             _log.info("The lead answers pings, and not this server: %s", error)
         raise Busy(f"the lead {lead} answers this server, so no peer takes the run over from it, or ends it")
 
     async def _handle_leave(self, caller: PeerId, _: None) -> None:
+        """End the run here; if only the coordinator asks for it, once the lead does not answer."""
         if (run := self.membership.kept_for_lead(caller)) is not None:
             await self._await_lead_missed(run)
         self.left.set()
 
     async def _await_lead_missed(self, run: RunState) -> None:
-        """Check like `_check_lead_missed`, but wait a while for a lead that is ending: its own call may be lost."""
+        """Check like `_check_lead_missed`, but wait a while if the lead is ending, because its own call may be lost."""
         deadline_s = now_s() + self._silence_s / 2
         while not self.left.is_set():
             try:

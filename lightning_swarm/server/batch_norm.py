@@ -17,7 +17,7 @@ from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.server.averaging.all_reduce import Group, fetched
 
-_TICKET: Final = "seen"
+_TICKET: Final = "seen"  # name of the ticket of a replica's statistics in a round
 _PATIENCE: Final = 2.0  # factor of the timeout, because other replicas may begin the round a little later
 
 
@@ -48,6 +48,7 @@ def refuse_statistics(group: Group, reason: str) -> None:
 
 
 async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:
+    """Return a replica's statistics by microbatch; refuse malformed messages."""
     tree = from_message(message)[0]
     keys, values = tree if isinstance(tree, tuple) and len(tree) == 2 else (None, None)
     if (

@@ -32,7 +32,7 @@ class ServerContext:
     transport: Transport
     tickets: TicketStore  # where results wait to be fetched
     executor: Executor
-    boot_id: int  # distinguishes this life of the process from its other lives
+    boot_id: int  # distinguishes this process from the processes that had this peer's id before
     limits: Limits
     events: EventLog
     connect: Callable[[], Awaitable[None]]  # makes the run's other servers reachable
@@ -62,9 +62,9 @@ class RunMembership:
         self, me: Member, hosts: Collection[PeerId] = (), *, heed_ban: Callable[[bytes], None] = lambda _: None
     ) -> None:
         self.me = me
-        self._heed_ban = heed_ban
+        self._heed_ban = heed_ban  # applies a signed ban to the transport
         self._hosts = hosts  # peers named at the start, which may end this peer while it is in no run
-        # The server may leave the run while a job is on the compute thread, so such a job reads it once.
+        # The server may leave the run while a job is on the compute thread, so such a job reads this field once.
         self.run_or_none: RunState | None = None
         self.joining: PeerId | None = None  # the coordinator of the run that this server is joining, or has joined
         self._former_lead: PeerId | None = None  # the lead of the former run, which may end this peer, too
@@ -74,7 +74,7 @@ class RunMembership:
 
     @property
     def run(self) -> RunState:
-        """The run; without a run, raise `NotMember`, which sends the caller elsewhere."""
+        """The run; without a run, raise `NotMember`, so that the caller tries another server."""
         if self.run_or_none is None:
             raise NotMember("this peer was not admitted to a run yet")
         return self.run_or_none
@@ -122,7 +122,7 @@ class RunMembership:
     # ------------------------------------------------------------------ in and out
 
     def enter_run(self, run: RunState, loaded: Collection[int] = ()) -> None:
-        """Enter a run, or follow it. The stages in `loaded` have their weights."""
+        """Enter a run, or follow it in order to join. The stages in `loaded` have their weights."""
         self.run_or_none, self.loaded = run, set(loaded)
         run.heed_bans(self._heed_ban)
 
@@ -171,11 +171,12 @@ class RunMembership:
             raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
 
     def check_inherits(self, caller: PeerId, request: InheritRequest) -> None:
-        """Refuse another lead unless the coordinator names it, and it could lead."""
+        """Refuse a new lead unless the coordinator names it, and it is a server that may lead and does not yet."""
         run = self.run
         run.check_coordinator(caller)
         run.check_generation(request.generation)
-        leads = request.new_lead == run.manifest.lead and not run.is_rolling_back  # else it was named before
+        # During a rollback, the new lead was named by an earlier call.
+        leads = request.new_lead == run.manifest.lead and not run.is_rolling_back
         if request.new_lead not in run.servers or leads:
             raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.new_lead}")
         run.check_decides(request.new_lead, "lead")
@@ -196,11 +197,11 @@ class RunMembership:
 
     def check_released_by(self, caller: PeerId) -> None:
         """Refuse a repeated release, after the run was left, by any peer but its former lead."""
-        if self._former_lead != caller:  # a process that was restarted was in no run
+        if self._former_lead != caller:  # None in a process that was in no run since its start
             raise ProtocolError(f"this peer was released by {self._former_lead}, not by {caller}")
 
     def check_ended_by(self, caller: PeerId) -> None:
-        """Refuse to end by a peer that neither leads nor coordinates a run of this peer."""
+        """Refuse to end by order of a peer that neither leads nor coordinates a run of this peer; see `_hosts`."""
         enders = {self._former_lead, *(self._hosts if self.joining is None else (self.joining,))}
         if self.run_or_none is not None:
             enders = {self.run_or_none.manifest.lead, self.run_or_none.coordinator}

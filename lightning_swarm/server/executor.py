@@ -23,9 +23,9 @@ Priority = tuple[int, ...]  # smaller runs first
 FIRST: Final[Priority] = (-1,)  # jobs for a whole stage or step, before any microbatch
 
 TOKENS: Final[Priority] = (0, 1 << 62)
-"""Priority of a session's step: after all backwards, and before any forward."""
+"""Priority of a session's step: after all backwards, which begin with 0, and before any forward."""
 
-# Seconds that a job counts under a virtual clock. Routes depend on such times, and a run must be repeatable.
+# Seconds that are reported for each job under a virtual clock. Routes depend on them, and a run must be repeatable.
 NOMINAL_BUSY_S = 1e-3
 
 
@@ -38,7 +38,7 @@ class _Job:
 
 
 def priority_of(key: CallKey, direction: Direction) -> Priority:
-    """Return the priority of a microbatch's call: backward before forward, older before newer."""
+    """Return the priority of a microbatch's call: backward before forward, and older before newer microbatches."""
     return (0 if direction == "backward" else 1, key.step, key.first, key.call, key.index)
 
 
@@ -61,7 +61,7 @@ class Executor(ABC):
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
         """Call `work` again and again while no job waits, until it returns False; resume after the next job.
 
-        It must take milliseconds only, and must not raise.
+        `work` must take milliseconds only, and must not raise.
         """
 
     @abstractmethod
@@ -114,8 +114,8 @@ class InlineExecutor(Executor):
             _finish(job.future, result, error, took_s)
 
 
-# First number of a job's priority -> share of a microbatch's time: backward, forward. An audit, which comes last, is
-# both.
+# First number of a job's priority -> share of a microbatch's time. A backward has 0, a forward 1. An audit has 2, and
+# computes both.
 _SHARES: Final = {0: 2 / 3, 1: 1 / 3}
 
 
@@ -135,7 +135,7 @@ class PacedExecutor(InlineExecutor):
                 continue
             took_s = 0.0 if job.priority == FIRST else self._microbatch_s() * _SHARES.get(job.priority[0], 1.0)
             if took_s:
-                self._busy = True
+                self._busy = True  # until `_end`; other jobs wait
                 asyncio.get_running_loop().call_later(took_s, self._end, job, took_s)
             else:
                 self._do(job, took_s)
@@ -215,7 +215,7 @@ def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:
     start_s = perf_counter()
     try:
         return run(), None, perf_counter() - start_s
-    except BaseException as error:  # noqa: BLE001 - it is handed to the caller that waits for the job
+    except BaseException as error:  # noqa: BLE001 - the caller that waits for the job receives it
         return None, error, perf_counter() - start_s
 
 

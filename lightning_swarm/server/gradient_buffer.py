@@ -27,7 +27,7 @@ class ReceiptLedger:
     def __init__(self, step: int, kept_bytes: int) -> None:
         self.step = step
         self._receipts: dict[Receipt, None] = {}  # ordered by adding, as audits need it
-        self._named: frozenset[Receipt] | None = None
+        self._named: frozenset[Receipt] | None = None  # receipts that the closing names here; None: not frozen
         self.origins: dict[int, Origin] = {}  # place -> origin of each batch with a receipt here
         self._granted: Mapping[int, Origin] = _NOTHING  # origins of the named batches
         self.kept = KeptWorks(kept_bytes)  # work for audits, in audited runs only
@@ -47,15 +47,15 @@ class ReceiptLedger:
         return receipt in self._receipts
 
     def add(self, receipt: Receipt, origin: Origin) -> bool:
-        """Enter a receipt; return False if it is there already, so that its gradient is not added again.
+        """Enter a receipt; return False if the gradient must not be added.
 
-        Returns False, too, if the sum holds a microbatch of the batch from another trainer.
+        It must not if the receipt is there already, or if the sum holds the batch from another trainer.
         """
         first, _, _ = receipt
         if receipt in self._receipts:
             return False
-        # Not named: the batch was struck, or granted by a former coordinator, or another server's sum holds the
-        # microbatch or will hold it.
+        # A microbatch is not named if its batch was struck or was granted by a former coordinator, or if it belongs to
+        # another server's sum.
         if self._named is not None and receipt not in self._named:
             raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
         granted = self._granted.get(first)
@@ -65,8 +65,8 @@ class ReceiptLedger:
                 f"{origin.trainer}"
             )
         before = granted or self.origins.get(first, origin)
-        # Only the coordinator knows which trainer owns the batch. If it is the second caller, a refusal would punish it
-        # for the first. Instead the sum is cleared when the step closes, and the owner sends the batch again.
+        # Only the coordinator knows which trainer owns the batch. If the second caller does, it must not be refused
+        # because of the first. Instead the sum is cleared when the step closes, and the owner sends the batch again.
         if before.trainer != origin.trainer:
             return False
         if before != origin:
@@ -79,7 +79,7 @@ class ReceiptLedger:
         return True
 
     def freeze(self, named: AbstractSet[Receipt] = frozenset(), granted: Mapping[int, Origin] = _NOTHING) -> None:
-        """Accept only the receipts in `named` from now on: none while ledgers are read, then this server's."""
+        """Accept only the receipts in `named` from now on: none while ledgers are read, later this server's share."""
         self._named, self._granted = frozenset(named), granted
 
     def freeze_like(self, other: ReceiptLedger) -> None:
@@ -124,7 +124,7 @@ class GradientSum:
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._shapes = [parameter.shape for parameter in parameters]
         length = sum(map(torch.Size.numel, self._shapes))
-        # ``[elements of the parameters]``, with the mean's dtype and device. Its values are meaningless.
+        # ``[elements of the parameters]``, with the mean's dtype and device, and without values of its own.
         self.like = torch.empty((), dtype=dtype, device=device).expand(length)
         self.values = self._nothing(length, dtype, device)  # the sum
         self.touched = [False] * len(self._shapes)  # per parameter, whether a gradient was added

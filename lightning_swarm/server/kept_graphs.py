@@ -12,7 +12,7 @@ from lightning_swarm.server.compute import CachedForward
 
 _log = logging.getLogger(__name__)
 
-_GROWTH: Final = 1 / 64  # graphs per backward
+_GROWTH: Final = 1 / 64  # graphs by which each backward raises the limit
 
 
 class GraphLimit:
@@ -22,7 +22,7 @@ class GraphLimit:
         self.most = math.inf
 
     def halve(self, num_kept: int) -> None:
-        """Halve the limit, because memory ran out beside so many graphs; without any, fewer would not help."""
+        """Lower the limit to half of the kept graphs, beside which memory ran out; without any, this would not help."""
         if num_kept:
             self.most = min(self.most, num_kept // 2)
 

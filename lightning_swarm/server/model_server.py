@@ -70,7 +70,7 @@ class ModelServer:
     ) -> None:
         self.card = card
         self._id = card.id
-        self._reading = asyncio.Semaphore(1)
+        self._reading = asyncio.Semaphore(1)  # limits reads of tensors from disk
         self.is_draining = False  # refuses new sessions
         self.promises = Promises()
         self._limits, self._device, self._batches_texts = limits, device, batches_texts
@@ -101,7 +101,7 @@ class ModelServer:
             )
             for index, module in parts.stages.items()
         }
-        self._tuned: dict[int, TunedStage] = {}  # made by the first call
+        self._tuned: dict[int, TunedStage] = {}  # stage -> made by its first call
 
     async def withdraw(self) -> None:
         """Stop serving all stages. Open sessions continue at other servers."""
@@ -110,6 +110,7 @@ class ModelServer:
         await self.sessions.end_all()
 
     async def _handle_stay(self, caller: PeerId, request: StayRequest) -> StayReply:
+        """Promise another server to keep stages here, or withdraw the promise; see `Promises`."""
         self._check_model(request.model)
         here = () if self.is_draining else self._stages.keys()
         stays = self.promises.give(caller, request.stages, here, now_s=now_s(), for_s=request.for_s)
@@ -154,7 +155,7 @@ class ModelServer:
     def _free_soon(self, num_bytes: int) -> None:
         """Return freed session memory to the system: at once if it is much, otherwise after a short delay."""
         self._freed_bytes += num_bytes
-        much = self._freed_bytes > self._limits.session_bytes // 20
+        much = self._freed_bytes > self._limits.session_bytes // 20  # 5 % of the memory for sessions
         if self._freeing is None or much:
             if self._freeing is not None:
                 self._freeing.cancel()
@@ -162,7 +163,7 @@ class ModelServer:
 
     def _free(self) -> None:
         self._freeing, self._freed_bytes = None, 0
-        asyncio.get_running_loop().run_in_executor(None, give_memory_back)  # it takes milliseconds
+        asyncio.get_running_loop().run_in_executor(None, give_memory_back)  # takes milliseconds
 
     # ------------------------------------------------------------------ the model
 
@@ -174,6 +175,7 @@ class ModelServer:
             raise NotMember(f"model {self._id} is served here, and not {model}")
 
     async def _handle_part(self, caller: PeerId, request: PartRequest) -> Message:
+        """Send a file or a tensor of the model to another server."""
         self._check_model(request.model)
         try:
             if request.kind == "file":

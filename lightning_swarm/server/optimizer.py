@@ -1,4 +1,4 @@
-"""Steps a stage's parameters with the user's optimizer, reduced to them. Its state is beside them, or on the CPU."""
+"""Steps a stage's parameters with the user's optimizer, reduced to these parameters. Its state may be on the CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StageOptimizer:
             self._stepped = {name: _copied(parameter, offload=offload) for name, parameter in parameters.items()}
         self.offloads = offload
         self._clip_value = clip_value  # each element of a gradient is clamped to this range
-        self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # its own writes
+        self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # numbers from steps
         if self._stepped is not self._own:
             copy_overrides(self.torch_optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
         before = dict(self.torch_optimizer.state)  # some optimizers have state before their first step
@@ -52,7 +52,7 @@ class StageOptimizer:
         """Adopt the parameter groups of `selection`. Each parameter keeps its state."""
         groups = self.torch_optimizer.param_groups
         del groups[selection.num_groups :]
-        while len(groups) < selection.num_groups:  # the record brings its hyperparameters
+        while len(groups) < selection.num_groups:  # the next record brings their hyperparameters
             groups.append(copy.deepcopy(self.torch_optimizer.defaults))
         self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
         for index, group in enumerate(groups):  # empty groups stay: records address groups by place
@@ -100,7 +100,7 @@ class StageOptimizer:
             torch.nn.utils.clip_grad_value_(stepped, self._clip_value)
         groups = self.torch_optimizer.param_groups
         for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
-            set_hyperparameters(group, {**values, **written})
+            set_hyperparameters(group, {**values, **written})  # numbers that earlier steps wrote have precedence
         before = [dict(group) for group in groups]
         place_overrides(self.torch_optimizer)
         closure = GradientClosure(stepped, type(self.torch_optimizer).__name__)
@@ -119,7 +119,7 @@ class StageOptimizer:
                 self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
 
     def _make_contiguous(self) -> None:
-        """Lay out state as on a joiner, which receives it as bytes, because matrix products also round by layout."""
+        """Lay out state as on joiners, which receive bytes, because rounding of matrix products depends on layout."""
         for parameter, state in self.torch_optimizer.state.items():
             for tensor in serialization.leaves(dict(state)):
                 if isinstance(tensor, Tensor) and not _is_laid_out(tensor, parameter):
@@ -127,7 +127,7 @@ class StageOptimizer:
 
     @torch.no_grad()
     def _fetch(self, names: Iterable[str]) -> None:
-        """Copy the parameters' values before each step, so that other code that sets weights can ignore the copies."""
+        """Give the stepped copies the parameters' present values, which other code may have set since the last step."""
         if self.offloads:
             for name in names:
                 self._stepped[name].copy_(self._own[name])
@@ -155,8 +155,8 @@ class StageOptimizer:
             for group, written in zip(self.torch_optimizer.param_groups, self._written, strict=True)
             for parameter in group["params"]
         }
-        # Not by `load_state_dict`, which casts state to the parameter's dtype, unlike on replicas that did not load. It
-        # also ignores parameters outside of all groups.
+        # Not by `load_state_dict`, which casts state to the parameter's dtype, so that replicas that loaded state would
+        # differ from the rest. It also ignores parameters outside of all groups.
         for name, parameter in self._stepped.items():
             self.torch_optimizer.state.pop(parameter, None)
             group, written = groups.get(id(parameter), ({}, {}))
@@ -178,7 +178,7 @@ class StageOptimizer:
 
 
 def _is_written(key: str, value: object) -> bool:
-    """Return whether an optimizer may have written this into a parameter group: numbers only."""
+    """Return whether a value in a parameter group may have been written by an optimizer's step: a number."""
     return key != "params" and isinstance(value, (int, float))
 
 

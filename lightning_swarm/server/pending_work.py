@@ -26,7 +26,7 @@ class PendingWork:
         self._tickets = tickets
         self._spawn = spawn
         self.tasks: dict[str, asyncio.Task[None]] = {}  # ticket name -> task
-        self._begun = asyncio.Event()
+        self._begun = asyncio.Event()  # set by each call that starts
 
     def start(self, name: str, key: TicketKey, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start work that fulfils a ticket, to be read with `key`, unless the work is in progress or done."""
@@ -49,7 +49,7 @@ class PendingWork:
             return False
 
     async def cancel(self, name: str) -> None:
-        """Cancel a call, as if it had never begun."""
+        """Cancel a call if it is in progress, and withdraw its ticket, as if the call had never begun."""
         task = self.tasks.get(name)
         if task is not None:
             await ended([task])
@@ -76,7 +76,7 @@ class PendingWork:
         except SwarmError as error:
             self._tickets.fail(name, error)
         except Exception as error:
-            if is_out_of_memory(error):  # no room for tensors in transit; computations handle theirs
+            if is_out_of_memory(error):  # for tensors in transit; computations handle their own errors
                 self._tickets.fail(name, OutOfMemory(f"there is no memory for {name}: {error}"))
                 return
             # A bug ends this server, and waiting peers must not wait for ever.
@@ -85,7 +85,7 @@ class PendingWork:
             raise
 
 
-_MAX_STEP_SHARE: Final = 0.5  # part of a step: the longest wait; averaging that takes longer does not wait
+_MAX_STEP_SHARE: Final = 0.5  # longest wait, as part of a step; averaging that takes longer than that does not wait
 _IDLE_STEP_SHARE: Final = 0.1  # part of a step without a call, after which no call is expected
 _MAX_TIMEOUT_SHARE: Final = 0.25  # part of the timeout of the peers that wait for this server's part
 
@@ -98,8 +98,8 @@ class IdleLinkWait:
     def __init__(self, under_way: PendingWork, *, timeout: float) -> None:
         self._under_way = under_way
         self._timeout = timeout  # seconds that other peers wait for this server's part of a round
-        self._asked_s: float | None = None
-        self._took_s = 0.0
+        self._asked_s: float | None = None  # time of the newest call of `wait`, which measures a step
+        self._took_s = 0.0  # seconds of the newest averaging
 
     def averaging_took(self, took_s: float) -> None:
         """Record the seconds of the newest averaging."""
@@ -108,7 +108,7 @@ class IdleLinkWait:
     async def wait(self) -> None:
         """Wait until the forwards are done, or until it is too late to wait. Call it once per step."""
         before_s, self._asked_s = self._asked_s, now_s()
-        if before_s is None:
+        if before_s is None:  # the first step, whose duration is unknown
             return
         step_s = self._asked_s - before_s
         max_wait_s = _MAX_STEP_SHARE * step_s

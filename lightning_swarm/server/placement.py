@@ -11,7 +11,7 @@ from lightning_swarm.core.errors import ConfigError
 
 
 def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[float]) -> range:
-    """Return consecutive stages that fit, where the model is served worst.
+    """Return consecutive stages that fit into a server, where the model is served worst.
 
     Args:
         sizes: Bytes of each stage's weights.
@@ -30,12 +30,13 @@ def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[floa
 
     def served(span: range) -> list[float]:
         found = sorted(rates[stage] for stage in span)
-        return found + [math.inf] * (len(sizes) - len(found))  # tie: the longest, then the first
+        return found + [math.inf] * (len(sizes) - len(found))  # of equal spans, the longest is least, then the first
 
     return min(filter(None, fitting), key=served)
 
 
 def _longest_from(first: int, sizes: Sequence[int], capacity: int | None) -> range:
+    """Return as many stages from `first` on as fit; empty if none fits."""
     end, used = first, 0
     while end < len(sizes) and (capacity is None or used + sizes[end] <= capacity):
         used += sizes[end]
@@ -99,14 +100,15 @@ def choose_move(
     """
     rates = stage_rates(len(sizes), others)
     if not all(rates[stage] for stage in here.stages):
-        return None  # this server is the last at one of its stages
+        return None  # one of the stages has no other server
 
     def served(span: range) -> list[float]:
         own = here.rate / len(span)
         return sorted(rate + own * (stage in span) for stage, rate in enumerate(rates))
 
     spans = [_longest_from(first, sizes, capacity) for first in range(len(sizes))]
-    widest = [span for before, span in pairwise([range(0), *spans]) if span and span.stop > before.stop]  # maximal
+    # Spans that no other span contains.
+    widest = [span for before, span in pairwise([range(0), *spans]) if span and span.stop > before.stop]
     best = max((span for span in widest if span not in avoided), key=served, default=here.stages)
     changes = [(old, new) for old, new in zip(served(here.stages), served(best), strict=True) if old != new]
     return best if changes and changes[0][1] >= gain * changes[0][0] and changes[0][1] > changes[0][0] else None

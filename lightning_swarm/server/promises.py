@@ -7,7 +7,7 @@ from typing import Final
 
 from lightning_swarm.network import PeerId
 
-_MAX_PEERS: Final = 1024
+_MAX_PEERS: Final = 1024  # most peers with a promise at once
 
 
 class Promises:
@@ -22,9 +22,9 @@ class Promises:
         self._until_s: dict[PeerId, float] = {}  # asking peer -> end of the promise
 
     def give(self, peer: PeerId, stages: Collection[int], here: Collection[int], *, now_s: float, for_s: float) -> bool:
-        """Promise a peer to stay at some of the stages here; return whether it is promised.
+        """Promise a peer to stay at `stages`, all of which must be `here`; return whether this is promised.
 
-        A newer promise to a peer replaces the older one. Without stages, it is only withdrawn.
+        A newer promise to a peer replaces the older promise. Without stages, the older promise is only withdrawn.
         """
         self._until_s = {one: until_s for one, until_s in self._until_s.items() if until_s > now_s and one != peer}
         if not stages or self.is_leaving or not set(stages) <= set(here) or len(self._until_s) >= _MAX_PEERS:

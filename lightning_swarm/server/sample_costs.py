@@ -30,7 +30,7 @@ class _FlopCounter(TorchDispatchMode):
     @classmethod
     @override
     def ignore_compile_internals(cls) -> bool:
-        return True  # a stage is to be compiled in its first forward, too
+        return True  # otherwise a stage would not be compiled in its first forward
 
     @override
     def __torch_dispatch__(

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Connects the parts of a server, and takes them into a run's next generation and out of the run."""
+    """Builds and connects the parts of a server; moves all of them to a run's next generation, or out of the run."""
 
     def __init__(self, context: ServerContext, model: PeerModel) -> None:
         self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
@@ -98,8 +98,10 @@ class Server:
             return None
         run, device = self.membership.run, self.admission.model.device
         stages = run.manifest.stages
+        # The stage with the layers around the pipeline, which trainers compute; None: there are none.
         around = next((index for index, stage in enumerate(stages) if stage.on_trainers), None)
         parameters_around = stages[around].parameters if around is not None else []
+        # `num_samples` of the calls counts a sample once in each pipelined stage here.
         num_pipelined = sum(index != around for index in self.steps.stages)
         return ServerReport(
             lead=run.manifest.lead,
@@ -132,24 +134,25 @@ class Server:
             if run is None or run is not self.membership.run_or_none:
                 return
             holders = [len(roster) for roster in run.rosters]
-            await self.admission.step_out()  # later calls are refused
+            await self.admission.step_out()  # from now on, calls of the run are refused
             await self.calls.under_way.abort_all()
             await self.steps.rounds.close()  # before dropping its tickets: the next run may reuse their names
-            self.calls.discard_results("g")
+            self.calls.discard_results("g")  # all results: their names begin with the generation
             self.sessions.discard()
             stages = await self.steps.leave_run()
-            self.donor.enter_generation()
-            if not keeps_snapshots:  # otherwise it soon joins the same run again
+            self.donor.enter_generation()  # drops its followers
+            if not keeps_snapshots:  # otherwise this server soon joins the same run again
                 self.snapshots.discard()
             self.joiner.keep(stages, holders)
 
     async def release(self) -> None:
-        """Leave a run that is void here; this server may then be admitted to a run, or join one, as at its start."""
+        """Leave a run that is void here; then this server may be admitted to a run, or join a run, as at its start."""
         await self.step_out()
         self.membership.trains_in = None  # peers of that run may not end this peer any more
         self.voter.void_promises()
 
     async def _handle_release(self, caller: PeerId, request: ReleaseRequest) -> None:
+        """Leave the run, which rolls back, to be admitted to its next generation. The trainer here rolls back, too."""
         if self.membership.has_run:  # otherwise the call is a repetition
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
@@ -173,6 +176,7 @@ class Server:
             self.snapshots.discard()
 
     def _on_decided(self, record: Record, gradients: Mapping[int, Tensor], written: WrittenByStage) -> None:
+        """Notify the parts of an applied record, and free what only its step needed."""
         self.calls.discard_results(f"g{record.closing.generation}.s{record.step}.")
         self.admission.on_record(record)
         self.donor.keep_record(record, gradients, written)
@@ -180,7 +184,7 @@ class Server:
             self._tasks.spawn(work)
         if gradients.keys() - set(self.steps.stages):  # a stage was given up
             model, manifest, served = self.admission.model, self.membership.run.manifest, self.steps.stages
-            # Queued at once, so that it is done before anything is built here again.
+            # Queue the job now, so that memory is freed before another stage is built here.
             self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
 
     def _on_failed(self, failure: StepError) -> None:
@@ -211,7 +215,7 @@ def _held(stage: Stage, manifest: StageManifest) -> HeldStage:
 
 
 def _newest(record: Record | None) -> StepReport | None:
-    """Report the batches of the newest step; None if no step was decided, or it counted no batch."""
+    """Report the batches of the newest step; None if no step was decided, or the newest step counted no batch."""
     if record is None or not record.closing.batches:
         return None
     closing, portable = record.closing, record.portable or []
@@ -220,7 +224,7 @@ def _newest(record: Record | None) -> StepReport | None:
 
 @cache
 def _describe_machine(device: torch.device) -> MachineReport:
-    """Describe the machine around a device, with all of its memory, used or free."""
+    """Describe a device and its machine, with all of their memory, used or free."""
     host_bytes: int | None = None
     with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown on some systems
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -239,7 +243,7 @@ def peak_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     try:
-        # The peak of the process. Not by `getrusage`, where a child begins with its parent's peak.
+        # Not by `getrusage`, where a child process begins with its parent's peak.
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
     except OSError:  # not Linux

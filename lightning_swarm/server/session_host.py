@@ -34,7 +34,8 @@ class SessionStage:
     holding: Callable[[], AbstractContextManager[None]]  # holds the weights that the step names
     ready: Callable[[], Awaitable[None]] = nothing  # waits for these weights
     batches_texts: bool = False  # computes steps of several sessions together, which may change their last bits
-    max_tokens: int | None = None  # limit of a step, all rows together; long steps yield between blocks. None: neither
+    # Most tokens of a step, in all rows. Long steps let other steps run between blocks. None: neither limit nor pauses.
+    max_tokens: int | None = None
     adapter: Adapter | None = None  # the adapter of the session's client
     layers: LayersOfStage | None = None  # layers that adapters may change; None: no adapters
 
@@ -132,5 +133,6 @@ class RunSessionHost:
 
 @contextlib.contextmanager
 def _holding(stage: Stage, step: SessionStep) -> Iterator[None]:
+    """Give the stage the weights that a step names."""
     with stage.at(step.version), stage.holding(step.weights):
         yield

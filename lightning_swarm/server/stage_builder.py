@@ -53,7 +53,7 @@ class PeerModel:
         initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
-        remove_hooks(module)  # a stage computes only a part of the layers at its ends
+        remove_hooks(module)  # hooks of boundary layers, which stages call themselves
         self.blocks = blocks  # the blocks between which the model is cut
         # The user's optimizer over `module`'s parameters; gets the run's number of steps, if that is known.
         self._optimizer = optimizer
@@ -63,7 +63,7 @@ class PeerModel:
         self.offloads = settings.offload and settings.device.type != "cpu"
         self.initial_weights = initial_weights  # a stage's initial tensors, at the peer that starts a run
         self._foreign: frozenset[int] = frozenset()  # ids of tensors that belong to another module
-        # The module may have kept its optimizer, and may train with it later.
+        # The user's module may have kept the optimizer, and may train with it later.
         self._made: weakref.ref[Optimizer] | None = None
 
     @property
@@ -72,7 +72,7 @@ class PeerModel:
         return arithmetic_of(self.device, offloads=self.offloads)
 
     def twin(self) -> PeerModel:
-        """Return the model for a server beside this one's module; once it is built, it has tensors of its own."""
+        """Return a model with a copy of the module; stages built from it have tensors of their own."""
         module, blocks = partition.twin_of(self._module, self.blocks)
         remember_copy(module, self._module)
         settings = ComputeSettings(self.device, self._compiler, self.offloads)
@@ -100,7 +100,7 @@ class PeerModel:
         ]
 
     def _constants(self, stage: StageModule) -> dict[str, list[float]]:
-        """Return values that all peers must build alike; not trainers' tensors, which forwards and hooks may change."""
+        """Return values that all peers must build alike; no tensors of trainers' layers, because these may change."""
         if not stage.spec.on_trainers:
             return constants(stage.named_block_modules())
         inside = {id(module) for block in self.blocks.modules for module in block.modules()}
@@ -110,7 +110,7 @@ class PeerModel:
         """Raise a `ConfigError` that names the first difference if the run has another model."""
         if manifest.is_whole:
             self.blocks = partition.no_blocks(self._module)
-        # Boundary layers belong to the run.
+        # Give the module the run's boundary layers.
         adopt_layers(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
         remove_hooks(self._module)
         num_blocks = len(self.blocks.modules)
@@ -145,8 +145,8 @@ class PeerModel:
             self._freeze(set(manifest.selection.frozen))
             self._template = self._template or self._make_template(manifest)
         self._free_all_but(modules, served)
-        # Fill tensors that were freed for an earlier run, never made, or belong to another module. The run brings their
-        # values.
+        # Allocate tensors that were freed for an earlier run, never made, or belong to another module. Values come with
+        # the run's weights.
         built = [module for module in modules if module.spec.index in served]
         self.fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
         # One optimizer per stage, because stages move apart with their parameter groups.
@@ -176,6 +176,7 @@ class PeerModel:
         return OptimizerTemplate(optimizer, names)
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
+        """Return a stage with its own optimizer, by the settings of the run."""
         if self._compiler is not None and not module.spec.on_trainers:
             module.compile_by(self._compiler)
         parameters = dict(module.named_stage_parameters())
@@ -228,6 +229,7 @@ class PeerModel:
             replace_parameters(optimizer, {key: new for key, new in replaced.items() if isinstance(new, nn.Parameter)})
 
     def _own(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with memory of its own: a copy, or NaN (0 for integers) if it is on meta."""
         if not tensor.is_meta:
             return copy.deepcopy(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
         nothing = float("nan") if tensor.is_floating_point() else 0

@@ -27,7 +27,7 @@ from lightning_swarm.server.stage import Stage
 
 
 class StepHandlers:
-    """Takes a server's stages from record to record, by the coordinator's calls."""
+    """Answers the coordinator's calls by which a server's stages advance from record to record."""
 
     def __init__(
         self,
@@ -43,15 +43,14 @@ class StepHandlers:
         self._me = context.me
         self._timeout = context.limits.call_timeout
         self._events = context.events
-        # `on_decided` receives each applied record, the mean gradients of this server's stages, and weights written
-        # before it.
         self.on_failed: Callable[[StepError], None] = lambda _: None  # called if this server's stages become unusable
+        # Called with each applied record, its mean gradients of the stages here, and the weights written before it.
         self._on_decided = on_decided
         self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
         self.unrecorded_snapshots: Callable[[], Sequence[HeldSnapshot]] = (
-            tuple  # snapshots of its own stages that no record names
+            tuple  # returns the snapshots of this server's stages whose digests no record names
         )
-        self._applied = asyncio.Condition()
+        self._applied = asyncio.Condition()  # notified when the version, written weights or the run change
         self.began_s = 0.0  # time when this server entered the run, on the monotonic clock
         self.sums = GradientSums(context.membership, context.limits.cache_bytes)
         self.rounds = AveragingRounds(context, self.sums)
@@ -70,7 +69,7 @@ class StepHandlers:
     async def leave_run(self) -> list[Stage]:
         """Release all stages; return them."""
         stages = list(self.sums.stages.values())
-        await self._compute(self.sums.leave_run)  # after the job that runs on the compute thread
+        await self._compute(self.sums.leave_run)  # on the compute thread, so that no running job uses the stages
         self.rounds.discard_round()
         await self._notify()
         return stages
@@ -79,7 +78,7 @@ class StepHandlers:
         """Begin the run's next generation: no job of the old generation may change a stage any more."""
         self.rounds.discard_round()
         self.sums.next.change = NO_CHANGE
-        # After the job that runs on the compute thread; later jobs check the generation first.
+        # On the compute thread, after the running job; later jobs check the generation first.
         await self._compute(self.sums.enter_generation)
         await self._notify()
 
@@ -153,13 +152,13 @@ class StepHandlers:
             ) from None
 
     async def wait_for_next(self, version: int) -> None:
-        """Wait until all stages are at `version`, at most the next, because the caller's data take memory meanwhile."""
+        """Wait for `version`; refuse any after the next version, because the caller's data take memory meanwhile."""
         if version > self.version + 1:
             raise ProtocolError(f"this peer is at version {self.version}, and waits for the next one; got {version}")
         await self.wait_for_version(version)
 
     async def passed(self, version: int, *, within_s: float, written: float = math.inf) -> None:
-        """Wait until the stages are beyond `version`, or have other written weights, or `within_s` has passed."""
+        """Wait up to `within_s` for a version after `version`, or for written weights of a number after `written`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._applied:
                 await self._applied.wait_for(lambda: (self.version, self.sums.next.change.number) > (version, written))
@@ -173,21 +172,24 @@ class StepHandlers:
     # ------------------------------------------------------------------ the coordinator's calls
 
     async def _handle_settle(self, caller: PeerId, request: SettleRequest) -> None:
+        """Begin a step with a change, before any gradient is added."""
         self.sums.check(caller, request.generation, request.step)
         before = self.sums.next.change.written
         await self._compute(lambda: self.sums.settle(request.change, request.generation))
         if request.change.written != before:
-            await self._notify()
+            await self._notify()  # joiners wait for the written weights
 
     async def _handle_fence(self, caller: PeerId, request: FenceRequest) -> None:
+        """Give up struck batches: refuse their gradients, and cancel their calls."""
         self.sums.check_open(caller, request.generation, request.step)
         self.sums.strike(request.step, request.batches)
         for first in request.batches:
             self._on_fenced(batch_name(request.generation, request.step, first))
-        # Wait for the job on the compute thread, so that nothing is added after the answer.
+        # Wait for the job that runs on the compute thread, so that none of their gradients is added after the answer.
         await self._compute(lambda: None)
 
     async def _handle_freeze(self, caller: PeerId, request: FreezeRequest) -> FreezeReply:
+        """Freeze a step's sums, begin to average them as expected, and report their ledgers."""
         self.sums.check(caller, request.generation, request.step)
         expected = request.expected
         if expected is not None:
@@ -200,7 +202,7 @@ class StepHandlers:
         for name in stale:
             self._tickets.drop(name)
         if not self.rounds.has_begun(request.generation, request.step, request.round):
-            self.rounds.begin(expected)  # a repeated or late freeze must not end its own round
+            self.rounds.begin(expected)  # a repeated freeze must not end the round that it has begun
         noted, bans = self._events.report(), unrecorded(self.sums.run.bans, self._transport.bans) or UNSET
         snapshots = list(self.unrecorded_snapshots()) or UNSET
         return FreezeReply(
@@ -215,14 +217,14 @@ class StepHandlers:
     async def _handle_apply(self, caller: PeerId, record: Record) -> None:
         closing = record.closing
         if self._membership.has_run and record.step < self.version:
-            return  # a repeated call
+            return  # applied already
         self.sums.check(caller, closing.generation, closing.step)
         await self.apply_record(record)
 
     # ------------------------------------------------------------------ records
 
     async def apply_record(self, record: Record) -> None:
-        """Apply the open step's decided record, with the mean gradients that are held here of its round."""
+        """Apply the open step's decided record, with the mean gradients of its round, which must be held here."""
         if record.change != self.sums.next.change:
             raise ProtocolError(f"record {record.step} begins with another change than its gradients here")
         await self.commit(record, self.rounds.counted(record))
@@ -244,6 +246,7 @@ class StepHandlers:
             raise failure from error
         self.sums.run.check_generation(record.closing.generation)
         async with self._applied:
+            # The run was left, or another call with the same record was quicker.
             if not self._membership.has_run or self.version > record.step:
                 return
             for one in record.convicted or ():
@@ -256,7 +259,7 @@ class StepHandlers:
             self._applied.notify_all()
 
     async def follow_change(self, step: int, change: StepChange, written: Mapping[str, Tensor]) -> None:
-        """Begin an open step as its members did, at a joiner, which the coordinator does not ask to settle."""
+        """Begin an open step as its members did, at a joiner, which gets no SETTLE."""
 
         def follow() -> None:
             for stage in self.sums.stages.values():

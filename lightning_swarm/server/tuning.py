@@ -34,14 +34,14 @@ class TunedStage:
     """A stage that computes for clients' tuning."""
 
     computation: Computation
-    layers: LayersOfStage
+    layers: LayersOfStage  # layers that adapters may change
     _costs: OrderedDict[Any, SampleCosts | None] = field(default_factory=OrderedDict)  # kind of call -> costs
 
     @contextmanager
     def adapting(self, adapter: Adapter | None, *, drops: bool, kind: Any = None) -> Iterator[None]:
-        """Compute with an adapter inside, and with gradients for it, on the compute thread.
+        """Within the context, compute with an adapter and gradients for it, on the compute thread.
 
-        A sample costs the same in all forwards of a `kind`; None for a backward.
+        A sample costs the same in all forwards of a `kind`, so costs are measured once; None for a backward.
         """
         computation = self.computation
         computation.train(() if adapter is None else adapter.tensors)
@@ -74,10 +74,10 @@ class _KeptForward:
     graph: SavedGraph
     adapter: Adapter | None
     mode: ComputeMode
-    drops: bool
+    drops: bool  # whether the adapter's dropout is on
     stage: TunedStage
-    num_bytes: int
-    since_s: float
+    num_bytes: int  # bytes of graph and inputs
+    since_s: float  # time when it was kept
 
 
 _Key = tuple[PeerId, str, int]  # the client, its call, and the stage
@@ -122,6 +122,7 @@ class TuningHandlers:
         self.adapters.add(upload.digest, adapter)
 
     async def _handle_forward(self, caller: PeerId, request: TuneForward, message: Message) -> WithTensors[TuneOutput]:
+        """Compute a forward, and keep its graph for a backward."""
         stage = self._host.tuned_stage(request.model, request.stage)
         adapter = None if request.adapter is None else self.adapters.get(request.adapter, request.stage)
         inputs, extras = checked_inputs(serialization.unflatten(request.structure, message.tensors), None)
@@ -150,6 +151,7 @@ class TuningHandlers:
     async def _handle_backward(
         self, caller: PeerId, request: TuneBackward, message: Message
     ) -> WithTensors[TuneGradients]:
+        """Return the gradients of a kept forward's inputs and of its adapter."""
         self._host.tuned_stage(request.model, request.stage)
         key = (caller, request.call, request.stage)
         kept = self._kept.get(key)
@@ -185,7 +187,7 @@ class TuningHandlers:
     def _keep(self, key: _Key, kept: _KeptForward) -> None:
         self._kept[key] = kept
         self._kept_bytes += kept.num_bytes
-        while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # one alone may have more
+        while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # a single graph may be larger
             self._drop(next(iter(self._kept)))
         if self._aging is None:
             self._age()
@@ -208,8 +210,8 @@ class FairTurns:
     """Gives the compute thread to the client that has used it least. A new client counts as the least served."""
 
     def __init__(self) -> None:
-        self._served_s: dict[PeerId, float] = {}
-        self._seen_s: dict[PeerId, float] = {}
+        self._served_s: dict[PeerId, float] = {}  # client -> seconds of the compute thread
+        self._seen_s: dict[PeerId, float] = {}  # client -> time of its newest call; forgotten after a minute
 
     def priority(self, client: PeerId) -> Priority:
         """Return the priority of a client's next call: after steps of sessions."""
