@@ -147,7 +147,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _ratio(of: dict[str, list[float]]) -> str:
-    ratios = [ours / theirs for ours, theirs in zip(of["swarm"], of["hivemind"], strict=True)]
+    # A short round may take less than a tick of the clock of CPU seconds.
+    ratios = [ours / theirs for ours, theirs in zip(of["swarm"], of["hivemind"], strict=True) if theirs]
+    if not ratios:
+        return "too short to measure"
     if len(ratios) < 2:
         return f"{median(ratios):.2f}"
     low, middle, high = statistics.quantiles(ratios, n=4)

@@ -1,7 +1,7 @@
-"""Computes several texts in one forward: the rows share the blocks' matrix products, and each text has its own cache.
+"""Continuous batching: computes several texts in one forward.
 
-Texts have different lengths, so their keys cannot be one tensor. A block's matrix products see the rows of all texts.
-Its attention, which Hugging Face can replace by name, computes the texts one by one.
+A block's matrix products see the rows of all texts. Each text has its own cache: texts have different lengths, so their
+keys cannot be one tensor. The block's attention, which Hugging Face can replace by name, computes the texts one by one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, assert_never
 
 from torch import Tensor
 
@@ -333,10 +333,13 @@ class AveragingRounds:
         codecs = stage.codecs
         if stage.exact:
             return DeterministicAverager(stage.next_sum.like, self._compute)
-        if self._sums.run.manifest.settings.robust_averaging != "none":
+        rule = self._sums.run.manifest.settings.robust_averaging
+        if rule == "centered_clip":
             ledger = self._sums.ledgers[stage.index]
             weight = sum(ledger.origins[first].weight for first, _, _ in ledger.held)
             return ClippedAverager(weight, self._compute)
+        if rule != "none":
+            assert_never(rule)
         if codecs.rank is None:
             return Butterfly(GroupParts(codecs.averaging, self._compute), codecs.error_feedback)
         shapes = [parameter.shape for parameter in stage.trainable]

@@ -19,7 +19,7 @@ from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.network import start_network
 from lightning_swarm.protocol import queries
-from tests.p2p.processes import COMMAND
+from tests.p2p.processes import COMMAND, Run
 from tests.p2p.warm import WarmRun
 
 # Cold starts of peers in this file: none. The doctor is no peer, and its targets live in this process.
@@ -45,9 +45,9 @@ def skewed_peer() -> Iterator[Address]:
             runtime.run(transport.close())
 
 
-def doctor(*arguments: object) -> list[str]:
+def doctor(*arguments: object, kind: type[Run] = WarmRun) -> list[str]:
     """Return the output's lines; the command reports a problem in each of these tests."""
-    run = WarmRun("doctor", *arguments, program=COMMAND)
+    run = kind("doctor", *arguments, program=COMMAND)
     try:
         assert run.wait(60.0) == 1, "".join(run.output)
         assert run.survivors() == []
@@ -119,7 +119,7 @@ def test_a_missing_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "hivemind" / "__init__.py").write_text("raise RuntimeError('it is not to be imported')\n")
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
-    lines = doctor()
+    lines = doctor(kind=Run)  # its process imports hivemind itself
     [wrong] = [number for number, line in enumerate(lines) if line.startswith("WRONG")]
     assert lines[wrong] == "WRONG  daemon's file: hivemind was installed without its program p2pd"
     assert "--force-reinstall" in lines[wrong + 1]

@@ -340,6 +340,8 @@ class Balancer:
             others = plan(all_free, costs)  # may move the coordinator, too, if that gains much more
             gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
             return others if gains else moves
+        if self._rule != "paper":
+            raise NotImplementedError(f"no plan for the rule {self._rule!r}")
         queues = [
             {peer: self._loads[peer][index].queued for _, peer in stages.movable(index) if peer in self._loads}
             for index in range(len(rosters))

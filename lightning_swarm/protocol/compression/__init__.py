@@ -1,4 +1,4 @@
-"""Codecs, which encode tensors in fewer bits, and their use for the large tensors of a tree."""
+"""Codecs, which encode tensors in fewer bits, and the way of all tensors, encoded or not, from device to message."""
 
 from __future__ import annotations
 
