@@ -12,6 +12,7 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.model import sharded_format
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import to_cpu
 from lightning_swarm.protocol.messages.state import (
     EvaluationWeights,
     ProofReply,
@@ -88,7 +89,10 @@ class StateHandlers:
         # In an audited run, the coordinator reads states, too, to settle audits.
         if caller != run.coordinator or not run.manifest.settings.is_audited:
             run.check_trainer(caller)
-        return (await self._read(request, lambda stage: _state(stage, request)))[1]
+        # Records wait while the lead reads, unless they come late. For other callers, the tensors must not change
+        # while they are sent.
+        copy = caller != run.manifest.lead or run.manifest.settings.delay_optimizer_step
+        return (await self._read(request, lambda stage: _state(stage, request, copy=copy)))[1]
 
     async def _handle_prove(self, caller: PeerId, request: ProofRequest) -> ProofReply:
         """Prove this server's state of a stage to a trainer or coordinator that received it from another server."""
@@ -147,8 +151,8 @@ def _content(stage: Stage, request: WriteRequest) -> dict[str, Any]:
     return found
 
 
-def _state(stage: Stage, request: StateRequest) -> WithTensors[StageState]:
-    """Return a stage's weights, or its optimizer's state. Shared memory, not copies, on the CPU."""
+def _state(stage: Stage, request: StateRequest, *, copy: bool) -> WithTensors[StageState]:
+    """Return a stage's weights, or its optimizer's state, on the CPU; without `copy`, in shared memory if possible."""
     state: Mapping[str, Any] = stage.optimizer.state() if request.optimizer else stage.weights()
     structure, tensors = serialization.flatten(list(state.values()))
     reply = StageState(
@@ -159,5 +163,4 @@ def _state(stage: Stage, request: StateRequest) -> WithTensors[StageState]:
         names=list(state),
         structure=structure if request.optimizer else None,
     )
-    # Shared, not copied, because no record is applied while the lead reads.
-    return reply, [tensor.detach().cpu() for tensor in tensors]
+    return reply, [to_cpu(tensor.detach(), copy=copy) for tensor in tensors]

@@ -37,6 +37,8 @@ from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import TicketStore, with_key
 from lightning_swarm.server.executor import InlineExecutor, Priority
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.state_transfer import handlers
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, RESULT_KEY, Swarm, key, make_module, plain_steps, result_of, rows
 
@@ -795,6 +797,26 @@ def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.trainer.call(A, ADMIT.name, encode(swarm.manifest), timeout=1.0))
     swarm.run(discovery.dismiss(swarm.trainer, RunState(swarm.manifest).servers, timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
+
+
+def test_records_change_no_state_that_is_being_sent(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records wait while the lead reads, so only its tensors may be those of the stage."""
+    swarm = make_swarm("a b", trainers="trainer other", target_batch_size=4)
+    stage, other = swarm.servers[A].steps.stage(0), swarm.network.transport(PeerId("other"))
+    read, shared = handlers._state, list[bool]()
+
+    def noted(stage: Stage, request: StateRequest, *, copy: bool) -> Any:
+        reply, tensors = read(stage, request, copy=copy)
+        shared.extend(
+            own.data_ptr() == sent.data_ptr() for own, sent in zip(stage.weights().values(), tensors, strict=True)
+        )
+        return reply, tensors
+
+    monkeypatch.setattr(handlers, "_state", noted)
+    request = StateRequest(stage_index=stage.index, step=0, optimizer=False, generation=0)
+    for reader in (swarm.trainer, other):
+        swarm.run(STATE.ask(reader, A, request, timeout=100.0))
+    assert shared == [True, True, False, False]
 
 
 def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
