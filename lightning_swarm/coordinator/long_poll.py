@@ -46,7 +46,7 @@ class EventDeltas:
 
 
 class LeadLiveness:
-    """Watches the lead: whether it is alive, and for which record its loop is ready."""
+    """Watches the lead: whether it is alive, and for which record its loop is ready. Stores its hyperparameters."""
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run, self._changes = context.transport, context.run, context.changes
@@ -55,7 +55,7 @@ class LeadLiveness:
         self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # seconds of silence until an attempt
         self._heard_s = 0.0  # time of the newest sign of life
         self._restarted = False  # the lead's process is new, and knows nothing of the run
-        self._appointed: PeerId | None = None  # the next lead, once it was notified
+        self._appointed: PeerId | None = None  # the next lead, once it has confirmed to this coordinator
         self._permits: int | None = None  # the newest step whose record its loop is ready for
         self.stepped_with: dict[int, list[dict[str, Any]]] = {}  # undecided step -> hyperparameters
         self.knows = 0  # the newest version that the lead knows
@@ -78,11 +78,11 @@ class LeadLiveness:
     async def until_gone(self) -> str:
         """Appoint another lead after too long a silence, and return ""; or return why the run must end instead."""
         silence_s = self._silence_s  # between two checks, and for an answer
-        # `silent_s` is the length of the silence, `tried_s` its length when a lead was last to be appointed.
+        # `silent_s`: seconds of silence so far. `tried_s`: `silent_s` at the last attempt to appoint a lead.
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
-            # Some servers know the next lead already, but that peer has not confirmed it to this coordinator.
+            # `is_named`: some servers follow a next lead, but that peer has not confirmed to this coordinator yet.
             is_named = self._run.is_rolling_back and self._run.manifest.lead != self._appointed
             # The run waits for a lead whose loop is busy, as long as the lead answers pings.
             is_heard = not (self._restarted or is_named) and (
@@ -125,7 +125,7 @@ class LeadLiveness:
         await self._changes.notify()
 
     def go_on(self) -> None:
-        """Record that the lead's loop waits for no record until it asks again, perhaps because it validates."""
+        """Record that the lead's loop, which perhaps validates, waits for no record until the lead asks again."""
         self._permits = None
 
     def decided(self, step: int) -> None:
@@ -151,6 +151,7 @@ class StepEnds:
     ) -> None:
         self._run, self._step_state, self._changes = context.run, context.step_state, context.changes
         self._leases, self._lead, self._lease_expiry = leases, lead, lease_expiry
+        # Function that returns the event counts that this coordinator knows.
         self._learnt = partial(context.events.known_counts, context.transport.peer_id)
         self._event_deltas = EventDeltas()  # event counts for the lead
 
@@ -175,6 +176,7 @@ class StepEnds:
         def is_over() -> bool:
             if is_lead and state.outcome.step >= request.version:
                 return True  # the next record does not come before the lead knows this one
+            # With `decided`, the caller waits for the record itself, otherwise only for the next step to open.
             return (state.outcome.step if request.decided else state.open.step - 1) >= request.step
 
         def takes_batches() -> bool:
@@ -205,7 +207,8 @@ class StepEnds:
         """Make the answer to a trainer that knows `version`; only the lead's has logs, metrics and event counts."""
         outcome = self._step_state.outcome
         follows = outcome.record is None or version == outcome.step
-        # If this server has already applied a newer record, these are the members before it.
+        # A trainer that skipped a record needs the members (`seats`) as of this record, because this server may have
+        # applied a newer one. `follows`: this record follows the version that the trainer knows.
         seats = None if follows else self._run.seats_at(outcome.step + 1)
         reply = RecordReply(record=outcome.record, closing=True, open=self._open_for(trainer), seats=seats)
         if trainer != self._run.manifest.lead:

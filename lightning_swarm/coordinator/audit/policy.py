@@ -18,16 +18,16 @@ from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, DIGEST_BYTES
 from lightning_swarm.protocol.messages.calls import Receipt
 
 PROBATION: Final = 20  # steps in which all of a new server's work is audited
-WATCHED_STEPS: Final = 100  # steps of full audits after a silence, or a conviction by the same invitation
+WATCHED_STEPS: Final = 100  # steps of full audits after a silence, or if a peer of the same invitation is convicted
 FORGIVEN_AFTER: Final = 5_000  # steps after which a silence under audit no longer counts
-MAX_SILENCES: Final = 5  # recent steps with a silence under audit, before a conviction
+MAX_SILENCES: Final = 5  # recent steps with a silence under audit that are tolerated; one more convicts
 _FIRST_LEFT_OUT_S: Final = 10.0  # doubles with each further silence
 _MAX_DOUBLINGS: Final = 10  # of `_FIRST_LEFT_OUT_S`
-_EXCUSED_STEPS: Final = 20  # steps without audits after a server's first silence as an auditor
-_SHARE_OF_STEP: Final = 0.75  # share of the servers drawn in a step with audits
-LAST_STEPS: Final = 5  # final steps of a run, in which false work is hardly found out later
-WORTHWHILE_SHARE: Final = 0.5  # least share of the servers drawn in a step that is worth a lie
-SCREEN: Final = 6.0  # noise radii from the median, beyond which a sum is suspicious
+_EXCUSED_STEPS: Final = 20  # steps in which a server is assigned no audits after its first silence as an auditor
+_SHARE_OF_STEP: Final = 0.75  # fraction of the servers' work drawn in a step with audits
+LAST_STEPS: Final = 5  # final steps of a run; too few steps follow them to find false work later
+WORTHWHILE_SHARE: Final = 0.5  # least fraction drawn in a step that is worth a lie; see `is_worth_a_lie`
+SCREEN: Final = 6.0  # a sum is suspicious beyond this many times the median noise radius; see `screen`
 _SMALL: Final = 6  # number of servers below which a stage's median means little
 _JUMP: Final = 4.0  # factor by which a stage's sums may differ from those of the steps before
 _DECAY: Final = 0.9  # factor per step on the weight of earlier steps
@@ -121,8 +121,8 @@ def screen(
 
     Args:
         sketches: A sketch of each server's sum.
-        shares: For each server, the divisor that makes its sum a mean gradient, which is less noisy if the divisor is
-            larger. Servers without a share are not screened.
+        shares: For each server, the total weight of the samples in its sum. The sum divided by it is the server's mean
+            gradient, which is less noisy if the weight is larger. Servers with the weight 0 are not screened.
         history: The stage's history.
     """
     peers = sorted(peer for peer in sketches if shares[peer] > 0)
@@ -134,7 +134,8 @@ def screen(
     if not sound:
         return Screening(frozenset(broken), 0.0, 0.0)
     middle = _geometric_median(np.stack([means[peer] for peer in sound]))
-    # The noise of a mean falls with the root of its divisor, so that honest servers have similar radii.
+    # The noise of a mean falls with the root of its divisor, so the distance from the median times this root, the noise
+    # radius, is similar for all honest servers.
     radii = {peer: math.sqrt(shares[peer]) * float(np.linalg.norm(means[peer] - middle)) for peer in sound}
     norms = {peer: float(np.linalg.norm(means[peer])) for peer in sound}
     norm, spread = float(np.median([*norms.values()])), float(np.median([*radii.values()]))
@@ -183,12 +184,12 @@ def is_worth_a_lie(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
 
 
 def share_of_step(share: float, draw: Callable[[], float], *, worth_a_lie: bool = False) -> float:
-    """Draw the share of the servers whose work of one step is audited: `share` on average, but in most steps none.
+    """Draw the fraction of servers whose work of one step is audited: `share` on average, but in many steps none.
 
     Audits of one step run side by side, so the step waits for many audits no longer than for one.
 
     Args:
-        share: Average share of all work.
+        share: Average fraction of all work, over many steps.
         draw: Returns uniform numbers of [0, 1).
         worth_a_lie: See `is_worth_a_lie`; if true, at least `WORTHWHILE_SHARE` is drawn, unless `share` is 0.
     """
@@ -203,8 +204,8 @@ class Standing:
 
     passed: dict[PeerId, int] = field(default_factory=dict)  # audited steps without a fault
     watched: dict[PeerId, int] = field(default_factory=dict)  # peer -> last step in which all its work is audited
-    # Peer -> newest step in which its work counted unaudited; peer -> auditor -> newest step in which it audited.
-    unaudited: dict[PeerId, int] = field(default_factory=dict)
+    unaudited: dict[PeerId, int] = field(default_factory=dict)  # peer -> newest step in which its work counted unaudited
+    # Peer -> auditor -> newest step in which the auditor audited the peer's work.
     audited: dict[PeerId, dict[PeerId, int]] = field(default_factory=dict)
 
     def note_passed(self, peer: PeerId) -> None:
@@ -241,20 +242,23 @@ class Standing:
 
 @dataclass
 class Silences:
-    """The steps in which servers gave no answer while they were audited."""
+    """Counts the recent steps in which a server gave no answer while it was audited, or was silent as an auditor.
+
+    `AuditMemory.refuted` uses the same counter for another fault: steps with refuted accusations.
+    """
 
     noted: dict[PeerId, list[int]] = field(default_factory=dict)  # peer -> steps
-    # Auditor -> (number of silences, each of which doubles the excused time; last excused step).
+    # Auditor -> (number of silences, each of which doubles the pause; last step in which it is assigned no audits).
     as_auditor: dict[PeerId, tuple[int, int]] = field(default_factory=dict)
 
     def note_auditor(self, peer: PeerId, step: int) -> None:
-        """Excuse a server that was silent as an auditor from audits for a while."""
+        """Assign no audits for a while to a server that was silent as an auditor; its own work is still audited."""
         number, until = self.as_auditor.get(peer, (0, -1))
         if step > until:
             self.as_auditor[peer] = number + 1, step + min(_EXCUSED_STEPS * 2**number, FORGIVEN_AFTER)
 
     def is_excused(self, peer: PeerId, step: int) -> bool:
-        """Return whether a server is excused from audits in a step."""
+        """Return whether a server is assigned no audits in a step. Its own work is audited all the same."""
         return self.as_auditor.get(peer, (0, -1))[1] >= step
 
     def note(self, peer: PeerId, step: int) -> int:
@@ -297,7 +301,7 @@ class AuditMemory:
     contested: Counter[PeerId] = field(default_factory=Counter)
     silences: Silences = field(default_factory=Silences)
     left_out: LeftOut = field(default_factory=LeftOut)
-    refuted: Silences = field(default_factory=Silences)  # steps with refuted accusations
+    refuted: Silences = field(default_factory=Silences)  # server -> recent steps in which its accusations were refuted
     unrepeatable: set[str] = field(default_factory=set)  # kinds of machines that compute other bits each time
 
     def following(self) -> AuditMemory:
@@ -327,7 +331,7 @@ class Tolerance(NamedTuple):
 
 @dataclass(frozen=True)
 class StageProjection:
-    """A sketch of a stage's sum."""
+    """The sketch of a stage's sum: projections of it, by which sums are compared without sending them."""
 
     values: tuple[float, ...]
 
@@ -371,7 +375,7 @@ class WorkComparison:
 
     @property
     def rests_on_bits(self) -> bool:
-        """True if only results differ. Then the claims are false only if the computation repeats its bits."""
+        """True if only results differ. That proves a false claim only if the same computation repeats its bits."""
         return bool(self.wrong) and self.wrong.isdisjoint({"refused", "input", "output_gradient"})
 
     def describe(self) -> str:
@@ -382,7 +386,7 @@ class WorkComparison:
 
 
 def deviation_of(magnitude: float, relative: float, dtype: str) -> Tolerance:
-    """Bound the distance between two sums whose numbers were computed by two kinds of machines.
+    """Return the tolerance, an absolute distance, between two sums that two kinds of machines computed.
 
     Huge gradients may overflow in only one of the sums, so a peer could have a server convicted by sending them. Such
     gradients are false already, and are audited where they were computed.
@@ -398,7 +402,9 @@ def deviation_of(magnitude: float, relative: float, dtype: str) -> Tolerance:
 
 
 def tolerance_between_machines(dtype: str, codec_bits: float | None = None) -> float:
-    """Return the largest distance between results of two kinds of machines, relative to their norms.
+    """Return the largest relative deviation between results of two kinds of machines: distance / norm.
+
+    It is a plain number, of which `deviation_of` makes a `Tolerance`.
 
     Args:
         dtype: The dtype of the computation.
