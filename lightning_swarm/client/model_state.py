@@ -142,7 +142,9 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
         for kept in held[peer].snapshots
         if (kept.version, kept.stage_index) == (version, stage_index)
     }
-    told, number = run.digest_of(stage_index, version), Counter(claimed.values())  # digest -> number of holders
+    # `told` is the digest to expect, from a record or, below, from the servers that took the snapshot. `number` counts
+    # the holders of each digest.
+    told, number = run.digest_of(stage_index, version), Counter(claimed.values())
     if told is None and confirmation.is_needed:
         told = taken_alike(claimed, run.takers_of(stage_index, version), right=run.believed)
         if told is None:
@@ -245,7 +247,7 @@ def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return a key that a tensor shares only with views of all of it; None if it has no memory."""
+    """Return a key, equal for two tensors only if both are the same elements in memory; None if it has no memory."""
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return None
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -280,7 +282,7 @@ async def scatter_optimizer(
 async def set_evaluation_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
-    """Send the servers the weights of the lead's `stages`, for calls and steps that name `number`."""
+    """Send the servers the weights of the lead's `stages`, for calls and sessions' steps that name `number`."""
     weights = {}
     for stage in stages:
         tensors = stage.named_stage_tensors()
@@ -292,7 +294,7 @@ async def set_evaluation_weights(
     async def send(stage_index: int, peer: PeerId) -> PeerError | None:
         try:
             await SET_EVALUATION_WEIGHTS.ask(transport, peer, *weights[stage_index], timeout=timeout)
-        # The step itself finds a dead server. A living server without these weights refuses calls that name them.
+        # The first call to a dead server finds it. A living server without these weights refuses calls that name them.
         except PeerError as error:
             return error
         return None
@@ -336,7 +338,8 @@ async def _states(
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
     """Send each request to its stage's servers in turn until one sends a confirmed state; return the states."""
     transport, run = confirmation.transport, confirmation.run
-    # In an audited run, ask the next server after any error, not only if a server is gone.
+    # `passing`: errors after which the next server is asked. In an audited run these are all errors, not only those of
+    # servers that are gone.
     passing = SwarmError if confirmation.is_needed else PeerError
 
     async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
@@ -375,13 +378,18 @@ def save(
     part: int,
     also: Mapping[str, str],
 ) -> None:
-    """Write a checkpoint, and replace an older one of its name only when all of it is written."""
-    # The checkpoint is Lightning's, with parameter names in place of the optimizer's numbers. `write_stages` makes the
-    # stages write their parts into a folder. `also` maps further names of the stages' weights to the names under which
-    # the stages write them. The rest of the weights is the part with the number `part`, which no stage has.
+    """Write a checkpoint, and replace an older one of its name only when all of it is written.
+
+    Args:
+        path: The checkpoint's folder.
+        checkpoint: Lightning's checkpoint, with parameter names in place of the optimizer's numbers.
+        write_stages: Makes the stages write their parts into a folder.
+        part: Number under which the weights outside the stages are written; no stage has this number.
+        also: Maps further names of the stages' weights to the names under which the stages write them.
+    """
     rest = dict(checkpoint)
     own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
-    for state in rest.pop("optimizer_states", ()):
+    for state in rest.pop("optimizer_states", ()):  # a run has one optimizer, or none
         own[sharded_format.OPTIMIZER] = state
     with _replacing(path) as folder:
         written = [*write_stages(folder), *sharded_format.write(folder, part, own)]
@@ -425,10 +433,18 @@ async def write_stages(
     limits: Limits,
     events: EventLog | None = None,
 ) -> list[WrittenValue]:
-    """Let a server that sees the folder write each stage; otherwise the lead writes it, one stage at a time."""
-    # No record is applied meanwhile, so all stages are at version `step`. `names` holds for each stage the parameters
-    # and buffers that it writes: all that is saved, each once. `as_saved` converts optimizer state to the form in which
-    # the optimizer saves it; None leaves it out.
+    """Let a server that sees the folder write each stage; otherwise the lead writes it, one stage at a time.
+
+    Args:
+        transport: The lead's transport.
+        run: The run.
+        step: Version of all stages, because no record is applied meanwhile.
+        folder: Folder for the parts.
+        names: For each stage, the parameters and buffers that it writes: all that is saved, each once.
+        as_saved: Converts optimizer state to the form in which the optimizer saves it; None leaves the state out.
+        limits: The limits of this peer.
+        events: Log for events of servers that fail a confirmation.
+    """
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
     # In an audited run a file is written by a trusted server, or here with confirmed weights.

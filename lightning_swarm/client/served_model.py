@@ -215,7 +215,10 @@ class ModelDirectory:
 
 
 class ServedRoutes:
-    """Routes of sessions through the servers of a model; see `SessionRoutes`."""
+    """Implements `client.session_routes.SessionRoutes`, where the methods are described, for a model's servers.
+
+    Servers are chosen for the short time of a step: links, computation and the sessions that a server already has.
+    """
 
     def __init__(self, model: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._model, self._rng = model, rng
@@ -337,10 +340,12 @@ class ServedRoutes:
 
 
 def _wants_gradient(tree: Any) -> bool:
+    """Return whether gradients are enabled and a tensor of a tree needs one."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(tree)[1])
 
 
 def _leads_to_gradients(found: FoundAdapters, hidden: Any) -> bool:
+    """Return whether a forward needs a backward later, for adapters or for the hidden state."""
     return found.wants_grad or _wants_gradient(hidden)
 
 
@@ -359,7 +364,7 @@ class ServedBlocks:
     ) -> None:
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._blocks = blocks
-        self._num_writing = 0  # calls of `generate` under way
+        self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
         self._forwards = SessionForwards(
             runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
         )
@@ -374,14 +379,19 @@ class ServedBlocks:
             self._num_writing -= 1
 
     def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
-        """Compute the next tokens of a text, with a cache."""
+        """Compute the blocks' output for a forward with a cache, such as one step of Hugging Face's `generate`.
+
+        If a text is written, the forward is a step of a session. If gradients are needed, or an adapter trains outside
+        of `writing`, it is a forward for tuning, which uses no cache, and refuses one that holds a text.
+        """
         _check_not_empty(hidden)
         found = self._adapters(hidden, extras)
         if self._adapted is None or found is None:
             modes = self._modes(training=self._trains)
             return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=modes)
         handle = CacheHandle.of(cache)
-        # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation.
+        # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation. `is_trained`
+        # is true if an adapter has parameters that train, even if gradients are off.
         is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
         if is_text and not _leads_to_gradients(found, hidden):
             packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
@@ -391,6 +401,7 @@ class ServedBlocks:
             )
         if handle.length or handle.session is not None:
             raise ConfigError(_NO_CACHE)
+        # A forward for tuning: forbid any later use of the cache, and compute without it.
         handle.refuse_use(_NO_CACHE)
         extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
         return self._adapted(hidden, extras, found)
