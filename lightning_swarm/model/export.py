@@ -1,4 +1,4 @@
-"""Exports checkpoints: their weights as a safetensors file, or a sharded folder as one file."""
+"""Exports checkpoints: to a safetensors file, to a Hugging Face folder, or from a sharded folder to one file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
 
 
 def export_file(folder: Path, target: Path) -> int:
-    """Write a sharded checkpoint as one `.ckpt` file, atomically, and return the number of weights."""
+    """Join the sharded checkpoint in `folder` to one `.ckpt` file, atomically, and return the number of weights."""
     if not is_folder(folder):
         raise ConfigError(
             f"a .ckpt file is made of a sharded checkpoint, a folder; {folder} is none. Name such a folder, or export "
@@ -57,7 +57,7 @@ def export_file(folder: Path, target: Path) -> int:
 
 
 def export_folder(checkpoint: Path, folder: Path) -> int:
-    """Write the Hugging Face model in a checkpoint to the folder of its config, and return the number of tensors.
+    """Write the Hugging Face model in a checkpoint to the `folder` with its config; return the number of tensors.
 
     The model may be an attribute of the LightningModule, at any depth; its prefix is found in the checkpoint's names.
     """

@@ -70,12 +70,16 @@ def _with_tuples(own: Any, value: Any) -> Any:
 
 
 GROUP: Final = "__group__"
-"""Key in a parameter's state for the values that the optimizer itself wrote into the parameter's group."""
+"""Key in a parameter's state for the values that the optimizer itself wrote into the parameter's group.
+
+Examples are `k` of schedule-free optimizers and `d` of Prodigy. Servers add the key; see `server.optimizer`.
+"""
 
 
-# Below, `names` are full parameter names by `id` of the optimizer's parameters.
+# Below, `names` are full parameter names by `id` of the optimizer's parameters. `by_name` and `loaded_state` return
+# state by parameter name. `by_names` and `by_numbers` convert a state dict's numbers to names and back.
 def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """Return the state of an optimizer over the whole model, by full parameter name."""
+    """Return the present state of an optimizer over the whole model, by full parameter name. Not a state dict."""
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items() if id(parameter) in names}
 
 
@@ -142,14 +146,14 @@ def as_saved(
 
 
 def by_names(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the parameters' numbers in a state dict of an optimizer by their names."""
+    """Replace the parameters' numbers in a state dict of an optimizer by their names; `by_numbers` undoes this."""
     order = [names[id(parameter)] for parameter in _all(optimizer)]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
     return {"state": {order[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
 
 
 def by_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace names by numbers again, and move values of `GROUP` back into the parameter groups."""
+    """Undo `by_names`. Also move values of `GROUP`, which servers add to states, into the parameter groups."""
     order = [name for group in saved["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     groups = []

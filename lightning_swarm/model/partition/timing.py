@@ -25,7 +25,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def time_costs(
     model: nn.Module,
     blocks: Blocks,
-    example: Any,  # arguments of `model.forward`, or of the pipelined module if there is none: value, tuple or dict
+    # Arguments of `model.forward` (of the pipelined module, if the model defines no forward): value, tuple or dict.
+    example: Any,
     *,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,  # around forwards, for autocast
     clock: Callable[[], float] = time.perf_counter,
@@ -59,10 +60,11 @@ def example_arguments(example: Any) -> Arguments:
 
 def _inputs(model: nn.Module, blocks: Blocks, example: Arguments) -> list[Arguments]:
     """Return the arguments that each block gets for an example."""
-    if blocks.root is model:
+    if blocks.root is model:  # the model itself is the chain of blocks
         return _chained(blocks, example)
-    if not blocks.one_by_one:
+    if not blocks.one_by_one:  # the model calls the chain as one module: record that call, then run the chain
         return _chained(blocks, _run_forward(model, [blocks.root], blocks, example)[0])
+    # The model's own forward calls each block of a list: record each call.
     return _run_forward(model, list(blocks.modules), blocks, example)
 
 
@@ -140,7 +142,10 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device, *, evaluating: bool = True) -> Iterator[None]:
-    """Restore generators and train flags afterwards, and buffers, too, unless the model is `evaluating` inside."""
+    """Run the body without gradients, in eval mode if `evaluating`, and restore the model's state afterwards.
+
+    Restored are the random state, the train flags and, outside of eval mode, buffers, which a forward may change.
+    """
     flags = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not evaluating]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
