@@ -1,8 +1,9 @@
 """States of a loop between two of its batches, for versions with snapshots: checkpoints without weights.
 
 Other trainers fill steps while this one reads data or waits for a grant, so several records may come between two of its
-batches. A state therefore fits all versions that count the loop's batches so far, but cannot count its next batch: from
-the version after its own newest step to the version in whose step the next batch got its grant.
+batches. A state therefore fits every version that contains all batches of this loop so far and cannot contain its next
+one. The first is the version to which its newest batch led, the last the version in whose step the next batch got its
+grant.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ class ResumePoint:
     """A state from which a loop may resume, and the versions of the weights that it fits."""
 
     state: LoopState
-    num_counted: int  # records that the loop had counted
+    num_counted: int  # records that the loop had counted: equal to `version`, or less after a resume at `version`
     version: int  # lowest version of the weights that the state fits
-    completed: Collection[int]  # places of own batches in that version's step; with any, only later versions fit
+    # Places of own batches in the open step, the one that starts from `version`. If there are any, only later versions
+    # fit, which count these batches.
+    completed: Collection[int]
     before: RunNews  # records that the loop had received, but not counted, when the state was taken
     news: RunNews | None = None  # the same when the next batch had its grant; None before that grant
 
@@ -80,6 +83,8 @@ class ResumePoint:
         if self.news is not None:
             # The lead receives other trainers' logs with each record, and does not keep them for versions in between.
             return version == self.news.version if is_lead else version <= self.news.version
+        # The next batch has no grant yet: any later version that counts the completed batches fits, but not for the
+        # lead, which needs the logs of each record.
         return not is_lead and (not self.completed or counts(self.version, self.completed))
 
     def news_at(self, version: int) -> RunNews:
@@ -121,7 +126,7 @@ class LoopStates:
         self._kept = ()
 
     def prune(self, ordered: Collection[int]) -> None:
-        """Keep only the newest state, and older states that fit snapshots that were ordered."""
+        """Keep only the newest state, and older ones that fit a version whose snapshots were `ordered` (requested)."""
         older, newest = self._kept[:-1], self._kept[-1:]
         wanted = [self.find(version, lambda *_: True) for version in ordered]
         self._kept = (*(point for point in older if any(point is other for other in wanted)), *newest)
@@ -244,7 +249,7 @@ def restore_metrics(trainer: Trainer, state: LoopState) -> None:
 
 
 def _gathered(metric: Metric) -> dict[str, Any]:
-    """Copy all attributes that updates change in a metric."""
+    """Copy all attributes that updates change in a metric. Nothing is gathered from other processes."""
     # Only Lightning's own metrics for logged numbers have `has_reset`.
     names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "has_reset"]
     return copy.deepcopy({name: vars(metric)[name] for name in names if name in vars(metric)})
