@@ -1,4 +1,4 @@
-"""Deferred imports: at the first use of a name, or after the import of another package."""
+"""Deferred imports: at the first use of a name, or after the import of another package; and aliases of modules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def import_along(package: str, *paths: str) -> None:
 
 
 def alias_modules(package: str, paths: Mapping[str, str]) -> None:
-    """Make ``import package.name`` import the module at the name's path; paths with an attribute are skipped."""
+    """Make ``import package.name`` import the module that `paths` gives for the name.
+
+    Public names such as ``lightning_swarm.errors`` can then be imported like submodules. Attributes are skipped.
+    """
     modules = {f"{package}.{name}": path for name, path in paths.items() if ":" not in path}
     sys.meta_path.insert(0, _Aliases(modules))
 
@@ -74,7 +77,7 @@ class _Follower(MetaPathFinder):
             # The finder stays until the package is executed, because `importlib.util.find_spec` asks for a spec only.
             def exec_module(module: ModuleType) -> None:
                 own(module)
-                # The module may be another: one loader, such as pytest's assertion rewriter, may load many modules.
+                # A loader may be shared, as pytest's assertion rewriter is, and then also loads other modules here.
                 if module.__name__ == self._package and self in sys.meta_path:
                     sys.meta_path.remove(self)
                     _import_all(self._paths)

@@ -68,8 +68,8 @@ async def nothing() -> None:
 
 async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run all coroutines at once and return the results in order. The first failure cancels the rest and is raised."""
-    # In a TaskGroup a failure would win over a cancellation: a caller that is cancelled while the other tasks are being
-    # cancelled would go on with the failure, perhaps for ever.
+    # Not a TaskGroup: if the caller is cancelled while a failure is already cancelling the other tasks, a TaskGroup
+    # raises the failure and swallows the cancellation. A caller that tries again after failures might then never end.
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         if tasks:
@@ -81,7 +81,7 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel and await all tasks. Their errors are dropped."""
+    """Cancel all tasks, and wait until they have ended. Their errors are dropped."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -99,7 +99,7 @@ async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
-    """Wait until one of several coroutines ends, at most `timeout` seconds. Its failure is raised."""
+    """Wait until one of several coroutines ends, at most `timeout` seconds; cancel the rest. Its failure is raised."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +110,10 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 
 async def first_found(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | None:
-    """Run all coroutines at once and return the first result that is not None; if several end at once, in order."""
+    """Run all coroutines at once, return the first result that is not None, and cancel the rest.
+
+    If several end at once, the first in order counts.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         running = tasks
@@ -126,8 +129,11 @@ async def first_found(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | N
 
 
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0) -> list[_T]:
-    """Like `gather`, with at most `limit` at once, started in order and `turns_apart` turns of the loop apart."""
-    # With some turns, the first coroutine's messages leave before the last one sends any. With none, all go at once.
+    """Like `gather`, but at most `limit` coroutines run at once. They start in order.
+
+    Between two starts the event loop runs `turns_apart` times, so that the messages of the first coroutine leave before
+    later ones add theirs.
+    """
     slots = asyncio.Semaphore(limit)
     turns = [asyncio.Event() for _ in works]
 

@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S: Final = 64.0
 
 
 class _Known(NamedTuple):
-    """A peer known by its certificate. Its methods are listed, so that a request costs no more than two look-ups."""
+    """A peer with a verified certificate. The methods of its role are here, too: a check costs at most two look-ups."""
 
     certificate: bytes
     permit: Permit
@@ -75,7 +75,7 @@ class Gatekeeper:
         self._on_cut_off = on_cut_off  # called when the certificate of a known peer permits nothing any more
         self._on_banned = on_banned  # called when this peer itself is banned
         self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
-        # Recently used peers come last. A peer forgotten for lack of room shows its certificate again.
+        # Recently used peers come last. A peer dropped ("forgotten") for lack of room shows its certificate again.
         self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
         self._failing: OrderedDict[PeerId, _Failing] = OrderedDict()
         self._bans: dict[str, Ban] = {}  # peer or invitation -> its newest ban
@@ -121,7 +121,10 @@ class Gatekeeper:
             raise Unreachable(f"{peer} is not asked any more: {reason}")
 
     def check_answered(self, caller: PeerId, method: str) -> None:
-        """Refuse an answer that the caller's certificate does not permit any more. A forgotten caller still gets it."""
+        """Before an answer is sent: refuse it if the caller has lost its permit since its request.
+
+        A caller whose permit was only dropped for lack of room still gets the answer.
+        """
         if self.lets_call(caller, method):
             return
         known = self._find(caller)
@@ -131,7 +134,7 @@ class Gatekeeper:
             self.check_caller(caller, method)
 
     def check_enters(self, caller: PeerId, method: str) -> None:
-        """Refuse to hand a request to its handler if the caller's certificate does not permit it any more."""
+        """Before a request goes to its handler: refuse it if the caller's certificate does not permit it any more."""
         if self.lets_call(caller, method):
             return
         self.check_answered(caller, method)
@@ -240,7 +243,7 @@ class Gatekeeper:
         return known is not None and method in known.may_call
 
     def check_caller(self, caller: PeerId, method: str) -> None:
-        """Refuse a request that the caller's certificate does not permit, or whose caller has shown none."""
+        """As a request arrives: refuse it if the caller's certificate does not permit it, or was never shown."""
         if self.lets_call(caller, method):
             return
         known = self._find(caller)
@@ -265,7 +268,10 @@ class Gatekeeper:
         return known is not None and method in known.answers
 
     def check_answers(self, peer: PeerId, method: str) -> None:
-        """Refuse to send a request that the peer's certificate does not permit it to answer."""
+        """Before this peer sends a request: refuse if the other peer's certificate does not permit it to answer.
+
+        The checks of incoming requests are `check_caller`, `check_enters` and `check_answered`.
+        """
         known = self._find(peer)
         if known is None:
             raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
@@ -293,12 +299,13 @@ def _uncertified(own: PeerId, caller: PeerId) -> str:
 
 
 def banned(ban: Ban) -> str:
-    """Return the words that say that a peer is banned, and why."""
+    """Return the second half of a sentence about a banned peer, with the reason: "was banned from ..."."""
     what = "came by an invitation that was banned" if ban.is_of_invitation else "was banned"
     return f"{what} from this run by its owner, who gives the reason: {printable(ban.reason) or 'none'}"
 
 
 def _beyond(peer: PeerId, role: Role, does: str, least: Role) -> str:
+    """Return the error for a peer whose role permits less than the `least` role, which an act requires."""
     return (
         f"the role {least} may {does}, and the certificate of {peer} is of the role {role}. Ask the run's owner for "
         f"another invitation: `lightning-swarm invite --role {least}`."
@@ -324,7 +331,7 @@ class RefusalLog:
 
     on_refused: Callable[[int], None] = lambda _: None  # called at each warning with its number of requests
     _refused: dict[PeerId, _Refused] = field(default_factory=dict)
-    total: int = 0  # without refusals of peers that have shown their certificates since
+    total: int = 0  # refusals of all peers; those of a peer are subtracted once it shows its certificate
     _num_unnamed: int = 0  # refusals of peers beyond `_MAX_TOLD`
 
     def note(self, peer: PeerId, reason: str) -> None:
