@@ -56,7 +56,10 @@ class ServerHost:
         return self.server.admission
 
     async def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
-        """Hold stages as soon as a run admits this peer, which may also train, and may lead if the lead dies."""
+        """Start the server and announce it, so that a run can admit it; `serve_run` or `keep_joined` then joins one.
+
+        With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
+        """
         await self.start(model)
         self.announced, self.could_lead = True, inherits
         timeout = self._config.limits.start_timeout
@@ -165,7 +168,7 @@ class ServerHost:
             await asyncio.wait({self._serving}, timeout=self._config.limits.drain_timeout)
 
     async def until_dismissed(self) -> None:
-        """Wait until the run is over; the task that joins again also notices an end without a dismissal."""
+        """Wait until the run is over. `_serving`, if it runs, also notices a run that ended without a dismissal."""
         if self._serving is None:
             await self.admission.left.wait()
         else:

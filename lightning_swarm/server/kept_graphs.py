@@ -22,7 +22,7 @@ class GraphLimit:
         self.most = math.inf
 
     def halve(self, num_kept: int) -> None:
-        """Lower the limit to half of the kept graphs, beside which memory ran out; without any, this would not help."""
+        """Lower the limit to half of the graphs kept when memory ran out. If none was kept, fewer would not help."""
         if num_kept:
             self.most = min(self.most, num_kept // 2)
 
@@ -42,7 +42,7 @@ class KeptGraphs:
 
     def __init__(self) -> None:
         self._forwards = WeakSet[CachedForward]()
-        self._lock = threading.Lock()  # the loop may be the last to hold a forward
+        self._lock = threading.Lock()  # for `enter` and `drop_all`; a `WeakSet` itself lets the loop free forwards
         self.limit = GraphLimit()
         self.num_dropped = 0  # dropped because memory ran out
 

@@ -53,6 +53,7 @@ class StateHandlers:
     # ------------------------------------------------------------------ loading
 
     def _check_brings(self, caller: PeerId) -> None:
+        """Refuse weights that another peer than the lead sends."""
         self._membership.check_lead(caller, "brings weights")
 
     async def _handle_load(self, caller: PeerId, state: StageState, message: Message) -> None:
@@ -75,7 +76,7 @@ class StateHandlers:
             self._on_loaded(stage.index)
 
     async def _handle_evaluation_weights(self, caller: PeerId, head: EvaluationWeights, message: Message) -> None:
-        """Keep weights from the lead for evaluations."""
+        """Keep weights from the lead for evaluations, or drop them if the request names none."""
         self._membership.run.check_generation(head.generation)
         stage = self._steps.stage(head.stage_index)
         weights = named(head.names, message.tensors)
