@@ -1,4 +1,4 @@
-"""The status of a swarm, combined from its peers' reports: a record for programs, and a table for people. Pure."""
+"""The status of a swarm, combined from its peers' reports: an object for programs, and a table for people. Pure."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ machines of one kind compute the same bits).
 _DIGEST: Final = re.compile(r"(?<=\bcpu )[0-9a-f]{8}, ")  # see `arithmetic_of`
 
 _BEGINNING: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
+# The report of a peer that takes part in no run.
 _NO_PART: Final = ServerReport(
     lead="", coordinator="", num_stages=0, stages=[], trainers_stage=None,
     first_step=0, step=0, age_s=0.0, num_samples=0, queued=0,
@@ -141,7 +142,7 @@ def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
 
 
 def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport:
-    """Return the earlier report, or an empty report if the peer has restarted or joined another run since."""
+    """Return the same process's earlier report, or an empty one if it has restarted or joined another run since."""
     if before is None or before.age_s >= now.age_s or before.sent_bytes > now.sent_bytes:
         return _BEGINNING
     if now.server and before.server and before.server.age_s >= now.server.age_s:
@@ -211,7 +212,7 @@ def table(swarm: SwarmReport) -> str:
 
 
 def _mixed_lines(swarm: SwarmReport) -> list[str]:
-    """Return a line for each stage that machines of several kinds hold, or that has tensors of such a stage."""
+    """Return a line for each stage that machines of several kinds hold, or that shares tensors with such a stage."""
     lines = []
     for index, members in enumerate(swarm.stages):
         kinds = Counter(peer.arithmetic for peer in swarm.peers if peer.peer_id in members and peer.arithmetic)
@@ -230,7 +231,7 @@ def _mixed_lines(swarm: SwarmReport) -> list[str]:
 
 
 def _readable(kinds: Collection[str]) -> list[str]:
-    """Shorten the names of kinds by the digest of processor and environment, unless nothing else differs."""
+    """Drop the digest of processor and environment from the names of kinds, unless two would become equal."""
     plain = [_DIGEST.sub("", kind) for kind in kinds]
     return [printable(kind if plain.count(short) > 1 else short) for kind, short in zip(kinds, plain, strict=True)]
 

@@ -1,7 +1,7 @@
 """Carries out a `FaultPlan`: faults of messages directly, and faults of peers through `Victims`.
 
-The victims are the peers of an in-memory network or, from `_OwnProcess` on, real processes. A process strikes itself
-by signals.
+The victims are the peers of an in-memory network, or real processes (`_OwnProcess`). A process strikes itself by
+signals.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Victims(Protocol):
 
 
 class Saboteur:
-    """Taps exchanges and applies a plan's faults to them. See `Tap`."""
+    """Taps exchanges and applies a plan's faults to them. Implements `network.rpc.Tap` and `network.memory.WireTap`."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Saboteur:
         if hits := self._announced(self._plan.strike(message, _PEER_FAULTS), message):
             for fault in hits:
                 self._victims.hit(fault, fault.peer or message.peer)
-            await asyncio.sleep(0)  # a killed peer's tasks have been cancelled
+            await asyncio.sleep(0)  # let the cancelled tasks of a killed peer end
             if not self._victims.is_live(here := message.caller if has_come else message.peer):
                 raise Unreachable(f"{here} was killed")
         if message.caller == message.peer:
@@ -156,6 +156,9 @@ class Saboteur:
             _log.info("%s: %s", fault, message)
             self._struck(fault, message)
         return faults
+
+
+# ------------------------------------------------------------------ an in-memory network
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,9 @@ def sabotage(
     for each fault before it strikes.
     """
     network.attach_tap(Saboteur(plan, InMemoryVictims(network, killed), struck=struck))
+
+
+# ------------------------------------------------------------------ real processes
 
 
 class _OwnProcess:

@@ -1,4 +1,4 @@
-"""The view on a terminal, drawn with rich."""
+"""Draws `SwarmView` on a terminal, with rich."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
     "went_back": "bold yellow",
 }
 _WIDE: Final = 100  # columns from which roles are written in full
-_FEWEST_ROWS: Final = 2  # least rows of a stage, even if the terminal cuts them off
+_FEWEST_ROWS: Final = 2  # rows shown of each stage at least, even if they do not fit the terminal
 _FIXED_LINES: Final = 9  # border, headline, header of the table, and the lines between them
 
 
@@ -78,7 +78,7 @@ class Terminal:
     def open(self) -> None:
         """Occupy the terminal's last lines; later output and logs appear above them."""
         before = {id(sys.stdout), id(sys.stderr)}
-        # Closing shows the cursor again, which the panel hides, however the process ends.
+        # The panel hides the cursor. Closing at exit shows it again, even without a call of `close`.
         atexit.register(self.close)
         self._live.start(refresh=True)
         others = (logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
@@ -120,6 +120,7 @@ class SwarmPanel:
         events = scene.status.events[-self._num_events :] if self._num_events else ()
         if scene.stages:
             num_rows = sum(max(len(rows), 1) for rows in scene.stages)
+            # Rows of peers come first: events get the lines that are left, but at least one.
             events = events[-max(min(self._num_events, free - num_rows), 1) :]
             max_rows = max((free - len(events)) // len(scene.stages), _FEWEST_ROWS)
             parts += [Text(), _peers(scene, max_rows, wide=options.max_width >= _WIDE)]
@@ -191,6 +192,7 @@ def _cells(row: PeerRow, status: SwarmStatus, fastest: float, *, wide: bool) -> 
     return [
         Text(short_name(peer.peer_id), "bold"),
         ", ".join(roles),
+        # In a run that is not cut, servers serve without a rate, because each trainer computes the whole model.
         f"{peer.samples_per_s:.0f}" if peer.samples_per_s or row.state != "serving" else "",
         bar,
         str(peer.queued),

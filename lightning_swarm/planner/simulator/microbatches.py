@@ -78,7 +78,7 @@ class Work:
     size: int = 1  # samples per microbatch
     boundary_bytes: int = 1 << 12  # per sample, sent from a stage to the next
     stage_bytes: int = 1 << 12  # size of a stage's weights; its optimizer's state is twice as large
-    # Makes the link of each peer; a peer without a link sends anything in no time.
+    # Make the links of peers; a peer that is not listed has a link without limits.
     lines: Mapping[PeerId, Callable[[], SimulatedLink]] = field(default_factory=dict)
     latency_s: float = 1e-4  # latency of each message, beside the latency of the links
 
@@ -96,6 +96,7 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
         num_stages=scenario.num_stages,
         role="trainer",  # a peer with all data, no stage, and a link without limits
         microbatch_size=work.size,
+        # The first peer of both lists is the trainer, which holds no stage, so that its speed has no influence.
         microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
         lines=[SimulatedLink(), *map(work.line, first)],
         latency_s=work.latency_s,
@@ -147,8 +148,8 @@ class _ScenarioEvents(L.Callback):
         self._names: dict[PeerId, PeerId] = {}  # name in the scenario -> peer id
         self._alive: dict[PeerId, float] = {}  # name in the scenario -> samples/s
         self._best = 0.0  # samples/s of the best assignment of the living peers
-        self._best_samples = 0.0  # samples of the best assignments since the last span
-        self._best_s = self._span_begin_s  # time up to which these samples are counted
+        self._best_samples = 0.0  # samples that the best assignments would have trained since the last span
+        self._best_s = self._span_begin_s  # time up to which `_best_samples` is counted
         self._sent_bytes = 0
         self._moves = 0
 
