@@ -204,7 +204,7 @@ class Standing:
 
     passed: dict[PeerId, int] = field(default_factory=dict)  # audited steps without a fault
     watched: dict[PeerId, int] = field(default_factory=dict)  # peer -> last step in which all its work is audited
-    unaudited: dict[PeerId, int] = field(default_factory=dict)  # peer -> newest step in which its work counted unaudited
+    unaudited: dict[PeerId, int] = field(default_factory=dict)  # peer -> newest step whose unaudited work counted
     # Peer -> auditor -> newest step in which the auditor audited the peer's work.
     audited: dict[PeerId, dict[PeerId, int]] = field(default_factory=dict)
 
