@@ -305,7 +305,7 @@ def banned(ban: Ban) -> str:
 
 
 def _beyond(peer: PeerId, role: Role, does: str, least: Role) -> str:
-    """Return the error for a peer whose role permits less than the `least` role, which an act requires."""
+    """Return the text of an error: what a peer `does` requires the role `least`, and the peer has another role."""
     return (
         f"the role {least} may {does}, and the certificate of {peer} is of the role {role}. Ask the run's owner for "
         f"another invitation: `lightning-swarm invite --role {least}`."
