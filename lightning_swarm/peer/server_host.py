@@ -56,7 +56,7 @@ class ServerHost:
         return self.server.admission
 
     async def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
-        """Start the server and announce it, so that a run can admit it; `serve_run` or `keep_joined` then joins one.
+        """Start the server and announce it, so that a run can admit it; `serve_run` enters a run.
 
         With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
         """
