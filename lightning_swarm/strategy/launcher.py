@@ -118,7 +118,7 @@ class TrainerCall:
 
 
 class SwarmLauncher(MachineLauncher):
-    """Starts and ends this machine's other peers. One class serves both import trees, whose type no Trainer checks."""
+    """Starts and ends this machine's other peers. One class serves both import trees: no Trainer checks its type."""
 
     launched: ClassVar[bool] = False
     """True if this process has launched a swarm."""
@@ -143,7 +143,7 @@ class SwarmLauncher(MachineLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Train, or serve if this process is a child or joins a run. A child process ends here."""
+        """Run the Trainer's function in this process's role. A server or further trainer ends here, or leads."""
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         try:
@@ -185,7 +185,7 @@ class SwarmLauncher(MachineLauncher):
                 call = call.resumed(None)
             call = self._follow(call)
             self._invite()  # peers that want to join may only know the dead lead's address
-        # Lightning tears the strategy down after any error in the call.
+        # No cleanup here, because Lightning tears the strategy down after any error in the call.
         return call.run()
 
     def _check_module(self, module: LightningModule) -> None:
@@ -287,11 +287,11 @@ class SwarmLauncher(MachineLauncher):
             self._leave(reason)
             return
         _log.warning("%s. What trains here ends.", reason)
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's handler ends the loop in order
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's handler ends the loop properly
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_children_in_order(self, code: int) -> None:
-        """End the children when this process ends with an exit code; from 128 on, the code is a signal's."""
+        """Shut the children down when this process ends with an exit code; from 128 on, the code is a signal's."""
         limits = self._strategy.config.limits
         # Servers that leave may have to wait for the record that releases them.
         timeout = limits.leave_timeout + (limits.drain_timeout if self._is_leaving else 0.0)
@@ -299,7 +299,7 @@ class SwarmLauncher(MachineLauncher):
 
     @override
     def kill(self, signum: int) -> None:
-        """Do nothing with signals that Lightning passes on, because `Strategy.teardown` ends the children in order."""
+        """Do nothing with signals that Lightning passes on, because `Strategy.teardown` shuts the children down."""
 
     @property
     def processes(self) -> list[int]:
@@ -327,7 +327,7 @@ class SwarmLauncher(MachineLauncher):
         self._children = [child for child in self._children if child.poll() is None]
 
     def end_children(self, timeout: float, *, dismissed: bool) -> None:
-        """End the children. If they were `dismissed`, because the run is over, give them `timeout` seconds to end."""
+        """End the children. If `dismissed`, as the run is over or they must leave it, they have `timeout` seconds."""
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
@@ -346,7 +346,7 @@ class SwarmLauncher(MachineLauncher):
                 child.stdin.close()
 
     def _start_peers(self, trainer: Trainer) -> bool:
-        """Start this process's peer and, in the first process, the children. True: this trainer has joined a run."""
+        """Start this process's peer and, in the first process, children; return whether this trainer joined a run."""
         first, joins = self.local_rank == 0, False
         starts_others = first and self._num_peers > 1 and not self._evaluates_alone(trainer)
         command = process.child_command() if starts_others else []
@@ -375,14 +375,14 @@ class SwarmLauncher(MachineLauncher):
         return not self._strategy.config.only_serves and computes_alone(self._strategy, trainer)
 
     def _invite(self) -> None:
-        """Print how other machines join the run."""
+        """Print how other machines join the run. No invitation is made here."""
         peer = self._strategy.own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
         config = self._strategy.config
         rank_zero_info(process.how_to_join(config, addresses, self._entry, num_peers=self._num_peers))
 
     def _enter(self) -> Entry | None:
-        """Return this peer's admission to its run, before anything starts; None if the run admits any peer."""
+        """Return this peer's admission to its run, which it does not join yet; None if the run admits any peer."""
         config = self._strategy.config
         if config.trust == "open" and not config.is_local and self.local_rank == 0:
             _log.warning(_OPEN)
@@ -417,7 +417,7 @@ class SwarmLauncher(MachineLauncher):
             )
             self._children.append(
                 # Children end when the pipe to their parent closes, however the parent died.
-                # In their own session they do not get the terminal's Ctrl-C: the trainer ends its peers in order.
+                # In their own session they do not get the terminal's Ctrl-C: the trainer shuts its peers down.
                 subprocess.Popen(
                     command,
                     env={**environment, **variables},

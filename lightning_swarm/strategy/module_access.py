@@ -26,11 +26,13 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-# Stages' tensors are watched: before user code reads one, the newest weights are gathered into the module. To find
-# writes, tensors are compared with copies. The trainer itself computes the layers around the pipeline, so their tensors
-# are compared, but not watched.
 class ModuleAccess:
-    """Synchronizes a trainer's module with the servers' weights, in both directions, when user code uses it."""
+    """Synchronizes a trainer's module with the servers' weights, in both directions, when user code uses it.
+
+    Stages' tensors are watched: before user code reads one, the newest weights are gathered into the module. To find
+    writes, tensors are compared with copies. The trainer itself computes the layers around the pipeline, so their
+    tensors are compared, but not watched.
+    """
 
     def __init__(self, peer: Peer, session: Session, stages: Sequence[StageModule], limits: Limits) -> None:
         self._peer = peer
@@ -42,9 +44,8 @@ class ModuleAccess:
         self._closing = contextlib.ExitStack()
         self._version = session.version  # version of the stages' weights in the module
         self._before: dict[str, Tensor] = {}  # copies, at that version, of weights that user code has used since
-        self._evaluation_weights: dict[
-            str, Tensor
-        ] = {}  # weights that user code had written when they were last sent for evaluations
+        # Weights that user code had written when they were last sent for evaluations.
+        self._evaluation_weights: dict[str, Tensor] = {}
         self._evaluation_number = 0  # of the newest weights that were sent for evaluations
         self._check_optimizer: Callable[[], None] = lambda: None
         self._own: dict[str, Tensor] = {}  # name -> tensor of a stage
@@ -62,12 +63,12 @@ class ModuleAccess:
             self._note_aliased()
 
     def end(self) -> None:
-        """Stop when training is over and the module holds the trained weights."""
+        """Stop when training is over and the module holds the trained weights; servers drop evaluation weights."""
         self._drop_evaluation_weights()
         self.close()
 
     def close(self) -> None:
-        """Stop watching the tensors."""
+        """Stop watching the tensors. No server is called."""
         self._session.pipeline.before_call = None
         self._closing.close()
 
@@ -195,7 +196,7 @@ class ModuleAccess:
             self._before = {name: before for name, before in self._before.items() if name in kept}
 
     def carry(self, *, pending_samples: int) -> None:
-        """Send the weights that user code wrote to the servers, which use them from the step that begins."""
+        """Send servers the weights that user code wrote; they use them from the step that begins."""
         session, local = self._session, self._session.local_layers
         self._check_optimizer()
         self._check_kept()
@@ -205,7 +206,7 @@ class ModuleAccess:
         self._forget_unwritten(written)
         if not written:
             return
-        if pending_samples:
+        if pending_samples:  # the step is open, so only frozen tensors around the pipeline may have been written
             trained = [name for name in written if local is None or not local.is_frozen(name)]
             if trained:
                 raise ConfigError(written_in_mid_step(trained))

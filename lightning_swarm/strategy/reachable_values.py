@@ -1,4 +1,7 @@
-"""Stamps of the values that user code can reach: two stamps are equal if the value did not change between them."""
+"""Stamps of the values that user code can reach: two stamps are equal if the value did not change between them.
+
+If several trainers train, each has its own such values. `own_values` compares stamps to warn if the values change.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _CONTAINERS: Final = (list, tuple, set, frozenset, deque, array.array, *_MAPPING
 _MAX_DEPTH: Final = 4
 _MAX_PATH: Final = 3  # nested objects whose attributes are stamped under their own names
 _MAX_ITEMS: Final = 4096  # items stamped per value; the rest counts only by the lengths of containers
-_MAX_BYTES: Final = 1 << 16  # bytes hashed per array; a larger array is sampled at regular intervals
+_MAX_BYTES: Final = 1 << 16  # bytes hashed per array; a larger contiguous array is sampled at regular intervals
 
 
 class _SameObject:
@@ -82,7 +85,7 @@ def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
 
 
 def _content(value: np.ndarray) -> int | None:
-    """Return a checksum of an array, or of a sample of a large array; None for an array of Python objects."""
+    """Return a checksum of an array, or of a sample if it is large or not contiguous; None for Python objects."""
     if value.dtype.hasobject:
         return None
     sample = value.reshape(-1)[:: max(1, value.nbytes // _MAX_BYTES)] if value.flags.c_contiguous else value.flat[:4096]
@@ -90,7 +93,7 @@ def _content(value: np.ndarray) -> int | None:
 
 
 def is_users(value: object) -> bool:
-    """Return whether a value is an object of user code with attributes, and no module."""
+    """Return whether a value is a user's object with attributes: a namespace, a dataset, or of a class in user code."""
     kind = type(value)
     if isinstance(value, nn.Module | type | enum.Enum | types.FunctionType | types.ModuleType):
         return False
@@ -102,7 +105,7 @@ def is_users(value: object) -> bool:
 
 @cache  # each stamp of a model checks the classes of all its modules
 def _is_users_code(module_name: str) -> bool:
-    """Return whether a Python module is user code; installed packages are not, as they may change private state."""
+    """Return whether a Python module is user code; installed packages, which may change private state, are not."""
     if is_of(_OPAQUE, module_name):
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
@@ -123,7 +126,7 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 def values_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Stamp a value, or each attribute of an object of user code by its path. `within` are the objects that hold it."""
+    """Yield path and stamp of a value, or of each attribute of a user's object; `within` are the objects around it."""
     if any(value is one for one in within):
         return
     if not is_users(value) or len(within) == _MAX_PATH:
@@ -134,7 +137,7 @@ def values_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> I
 
 
 def held_by(name: str, function: Any) -> Iterator[tuple[str, Any]]:
-    """Stamp the values that a callable refers to: its object's attributes, bound arguments, and enclosing variables."""
+    """Yield path and stamp of each value that a callable refers to: attributes, bound arguments, outer variables."""
     if isinstance(function, partial):
         yield from values_of(name, [function.args, function.keywords])
         yield from held_by(name, function.func)
@@ -148,7 +151,7 @@ def held_by(name: str, function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def values_around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Stamp the globals that a function's code names, and its variables from enclosing functions."""
+    """Yield paths and stamps of the globals that a function names, and of its variables from enclosing functions."""
     for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
         value = function.__globals__[name]
         if not callable(value) or is_users(value):

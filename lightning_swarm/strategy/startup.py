@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) -> None:
     """Refuse unsupported settings and models, as far as they are known before the model is configured."""
+    # `handed`: the arguments of the Trainer's method, by name; also in `serve`.
     module, config = trainer.lightning_module, strategy.config
     checks.check_trainer(trainer, module, config)
     strategy.count_trainers(trainer)
@@ -57,7 +58,10 @@ def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) 
 
 
 def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Check the Trainer's callbacks, including the module's (`configure_callbacks`), and add the default monitor."""
+    """Check the Trainer's callbacks, including the module's (`configure_callbacks`), and add the default monitor.
+
+    Also create `strategy.data`, and decide whether several trainers share the run (`strategy.is_shared`).
+    """
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
     strategy.data = SharedData(trainer)
     if not strategy.is_global_zero:
@@ -80,7 +84,9 @@ def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) 
     """Return the loader that replaces the user's training loader: it reads this trainer's part of the data."""
     config = strategy.config
     joins = strategy.joined is not None
+    # Makes the loader of this trainer's part of the data.
     part = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
+    # Whether trainers may share one order of batches. With `delay_optimizer_step`, one trainer brings all batches.
     together = (
         config.role == "both"
         and config.settings.target_batch_size is not None
@@ -96,10 +102,11 @@ def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) 
 
 
 def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_windows: Callable[[], float]) -> float:
-    """Return the steps of a whole fit, which differ from Lightning's count of windows if steps count samples."""
+    """Return the optimizer steps of a whole fit; `by_windows` counts one for each window of accumulated batches."""
     if strategy.total_steps is not None:
         return strategy.total_steps
     steps = by_windows()  # also loads the data
+    # With a target, a step ends after a number of samples, not of batches.
     target, combined = strategy.config.settings.target_batch_size, trainer.fit_loop._combined_loader
     if target is None or trainer.max_epochs == -1 or combined is None:
         return steps
@@ -114,7 +121,7 @@ def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_window
 
 
 def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Reseed further trainers, and index the module's weights on the meta device."""
+    """Reseed this process if it is a further trainer, and record the storages of tensors on the meta device."""
     if strategy.joined is not None:
         extra_trainers.reseed(strategy.own_peer.boot_id)
     elif not strategy.is_global_zero:
@@ -135,7 +142,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module)
     stages = model.build_stages(strategy.ranges)  # refuses a model that cannot be cut, before any peer is called
-    written: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()  # keys of parameter groups that the optimizer's step writes
     if fitting:
         in_stages = sum(bool(stage.spec.parameters) for stage in stages) > 1
         written = checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
@@ -293,7 +300,7 @@ def serve(
     module, peer = strategy.own_module, strategy.own_peer
     strategy.connect(module)
     model_setup.set_up(trainer, module, datamodule)
-    restore = model_setup.remember(module)
+    restore = model_setup.remember(module)  # serving changes the module, with which this peer may have to lead
     model = model_setup.served_model(strategy, module)
     inherits = handed is not None and model_setup.could_lead(trainer, module, strategy.config, handed)
     peer.serve(model, inherits=inherits)
