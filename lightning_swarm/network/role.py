@@ -12,7 +12,7 @@ from lightning_swarm.network.access import Permit
 
 
 class RoleTransport(Transport):
-    """A peer's transport for the time that the peer plays a role. At other times the role's methods are refused."""
+    """A peer's transport while it has a role, here a task and no permission. Else the role's methods are refused."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class RoleTransport(Transport):
         calls: Iterable[str],
         streams: Mapping[str, int],  # method -> most tensor bytes of a request
         *,
-        idle: str = "does not coordinate",
+        idle: str = "does not coordinate",  # the default is for the coordinator's role
     ) -> None:
         self._idle = idle  # words for the error of a peer that does not play the role
         self.traffic = transport.traffic
@@ -48,7 +48,7 @@ class RoleTransport(Transport):
         return self._transport.closed
 
     def handle_call(self, method: str, handler: CallHandler | None) -> None:
-        """Answer until the role ends; without a handler, refuse."""
+        """Answer a method by its handler until the role ends; without a handler, refuse its calls."""
         if method not in self._handlers:
             self._transport.handle_call(method, partial(self._answer, method))
         self._handlers[method] = handler
@@ -61,7 +61,7 @@ class RoleTransport(Transport):
         max_bytes: int = MAX_STREAM_BYTES,
         admit: Admit | None = None,
     ) -> None:
-        """Answer until the role ends; without a handler, refuse."""
+        """Answer a method by its handler until the role ends; without a handler, refuse its requests."""
         if method not in self._handlers:
             answer, look = partial(self._answer, method), partial(self._admit, method)
             self._transport.handle_stream(method, answer, max_bytes=max_bytes, admit=look)
@@ -133,4 +133,5 @@ class RoleTransport(Transport):
         return await handler(caller, request)
 
     def _refusal(self, method: str) -> NotCoordinator:
+        """Return the error of a peer without the role, a `NotCoordinator` for every role: the peer is not at fault."""
         return NotCoordinator(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")

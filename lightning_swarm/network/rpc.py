@@ -101,7 +101,7 @@ Hold = Callable[[int], AbstractAsyncContextManager[None]]
 
 
 def hold_all(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
-    """Reserve nothing: there is room for everything."""
+    """Return a context that reserves nothing, for requests of any size: there is room for all of them."""
     return nullcontext()
 
 
@@ -139,7 +139,7 @@ class ServedMethod(NamedTuple):
 
 
 class Tap(Protocol):
-    """Sees and changes a peer's exchanges, even those with itself. Tests place faults by the bodies of its messages."""
+    """Sees and changes a peer's exchanges, even with itself. Tests use it to inject faults into chosen messages."""
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
         """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
@@ -230,7 +230,7 @@ async def answer_to(
     try:
         if guard is None:
             answer = await served.respond(message)
-        else:  # written inline, because a coroutine around each request would be the gate's largest cost
+        else:  # written inline, because a coroutine around each request would cost more than the guard
             task = guard.enter(served.caller, head.method)
             try:
                 answer = await served.respond(message)

@@ -21,7 +21,7 @@ class Direction:
     _free_s: float = 0.0  # time when all queued bytes are transmitted
 
     def transmit(self, num_bytes: int, now_s: float) -> float:
-        """Queue bytes behind all earlier bytes, and return the time when they are transmitted."""
+        """Queue bytes at the time `now_s` behind all earlier bytes, and return the time when they are transmitted."""
         self._free_s = max(self._free_s, now_s) + num_bytes / self.bytes_per_s
         return self._free_s
 
@@ -37,7 +37,7 @@ class FlowWindow:
     _began_s: float | None = None  # time when the window's first bytes left; None: nothing was sent yet
 
     def send(self, num_bytes: int, now_s: float) -> float:
-        """Send the next piece, and return the time when it may leave."""
+        """Account for the next piece, which is ready at `now_s`, and return the time when it may leave."""
         if self._began_s is None:
             self._began_s = now_s
         if self._left_bytes <= 0:
@@ -58,7 +58,8 @@ class SimulatedLink:
 
 
 async def cross(sender: SimulatedLink | None, receiver: SimulatedLink | None, num_bytes: int) -> None:
-    """Wait until bytes have passed both links, piece by piece. None is a link without limits."""
+    """Wait while bytes pass both links, piece by piece, apart from the latency. None is a link without limits."""
+    # `MemoryNetwork.depart` waits for the latency. Here it only delays a sender whose window is full.
     # Each message starts with the window of a new stream, although real streams may have grown a larger one.
     window = FlowWindow(2 * sum(link.latency_s for link in (sender, receiver) if link is not None))
     for offset in range(0, num_bytes, PIECE_BYTES):

@@ -27,21 +27,25 @@ _IDLE_S: Final = 30.0  # idle time after which a stream is closed; shorter than 
 _PATIENCE_S: Final = 60.0  # idle time after which this peer closes a stream that another peer has opened
 _CALLS_PER_TURN: Final = 32  # calls read before other tasks of the loop run
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
-_OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would block too many openings
+# Longest opening of a stream: longer than a peer may be silent, and shorter than the daemon's own timeout of a minute,
+# for which dead peers would block the openings of streams to other peers.
+_OPENING_S: Final = 15.0
 _READ_BYTES: Final = 1 << 18
 _MAX_UNSENT_BYTES: Final = 16 << 20  # most unsent bytes for a peer; beyond, its stream is closed
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
-# libp2p's own unary calls cost the daemon two to three times the work, and open a stream for each call.
 @dataclass(eq=False)
 class OutgoingCalls:
-    """Sends calls to other peers, over one stream to each."""
+    """Sends calls to other peers, over one stream to each.
+
+    libp2p's own unary calls cost the daemon two to three times the work, and open a stream for each call.
+    """
 
     _open_stream: Callable[[PeerId], Awaitable[Stream]]
     _spawn: Spawn  # runs a task while the transport is open
-    _patience_s: Callable[[PeerId], float]  # how long a peer may be silent
+    _patience_s: Callable[[PeerId], float]  # how long a peer may be silent while calls wait
     _openings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_OPENING))
     # peer -> the task that opens the stream, or has opened it
     _streams: dict[PeerId, asyncio.Task[_PeerStream]] = field(default_factory=dict)
@@ -100,7 +104,7 @@ class _PeerStream:
         self._stream = stream
         stream.gather_writes()
         self._patience_s = patience_s
-        self._silent_since_s: float | None = None  # the first call after the last answer; None: no call waits
+        self._silent_since_s: float | None = None  # time of the first call since the last answer; None: no call waits
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._used_s = now_s()  # time when the newest call ended
         self._closed = False
@@ -277,7 +281,7 @@ class _Answers:
             if exchange_id in self.tasks:
                 self.tasks[exchange_id].cancel()
         elif exchange_id != first_id_of(exchange_id) and first_id_of(exchange_id) in self.tasks:
-            return  # the first request came by this stream, so its answer does, too
+            return  # a repeat of a call that is under way on this stream: the answer to the first request suffices
         elif exchange_id in self.tasks:
             raise ProtocolError(f"call {exchange_id} came twice")
         elif len(self.tasks) >= MAX_CALLS:  # waiting here would delay cancellations
