@@ -1,4 +1,4 @@
-"""The compute thread of a server: one job at a time, from a priority queue."""
+"""Runs a server's computations one at a time from a priority queue, on a thread or (under a virtual clock) inline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Priority = tuple[int, ...]  # smaller runs first
 FIRST: Final[Priority] = (-1,)  # jobs for a whole stage or step, before any microbatch
 
 TOKENS: Final[Priority] = (0, 1 << 62)
-"""Priority of a session's step: after all backwards, which begin with 0, and before any forward."""
+"""Priority of a forward in text generation: after all backwards (0, ...), and before the forwards of microbatches."""
 
 # Seconds that are reported for each job under a virtual clock. Routes depend on them, and a run must be repeatable.
 NOMINAL_BUSY_S = 1e-3
@@ -56,9 +56,9 @@ class Executor(ABC):
 
     @abstractmethod
     def has_waiting(self, priority: Priority) -> bool:
-        """Return whether a job of at least this priority waits; a running job may call it on its thread."""
+        """Return whether a job of this priority or an earlier one waits; a running job may call this on its thread."""
 
-    def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
+    def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - executors under a virtual clock do nothing
         """Call `work` again and again while no job waits, until it returns False; resume after the next job.
 
         `work` must take milliseconds only, and must not raise.

@@ -33,7 +33,7 @@ class WriteRequest(WireMessage, frozen=True):
     """The lead asks a server to write one stage's state at a version into a checkpoint's folder."""
 
     stage_index: Count
-    step: int
+    step: int  # the version of the state
     generation: Count
     folder: str  # path on the lead's machine
     optimizer: bool  # also write the optimizer's state
@@ -59,10 +59,10 @@ class WriteReply(WireMessage, frozen=True):
 
 
 class StateRequest(WireMessage, frozen=True):
-    """A trainer asks a server for one stage's state at a version."""
+    """A trainer, or a server that audits, asks a server for one stage's state at a version."""
 
     stage_index: int
-    step: int
+    step: int  # the version of the state
     optimizer: bool  # False: weights and buffers. True: the optimizer's state
     generation: Count
 
@@ -73,10 +73,10 @@ class StateRequest(WireMessage, frozen=True):
 
 
 class StageState(WireMessage, frozen=True):
-    """The head of a message with the tensors of a stage's state, to a server from the lead, or from it to a trainer."""
+    """The head of a message with a stage's state, from the lead to a server, or in a server's answer to a request."""
 
     stage_index: int
-    step: int
+    step: int  # the version of the state
     generation: Count
     optimizer: bool
     names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
@@ -124,8 +124,11 @@ class Snapshot(WireMessage, frozen=True):
 class SnapshotOrder(WireMessage, frozen=True):
     """A record orders every server to keep a copy of its stages, as they are after the record."""
 
-    keep: Count | None  # older version to keep until all stages of the new version are safe; none else is kept
-    keepers: list[PeerId | None]  # one per stage: the server that keeps a copy besides the stage's own servers
+    # The one older version to keep until all stages of the new version are safe. None: keep no older version.
+    keep: Count | None
+    # For each stage, the server that keeps a copy besides the stage's own servers; None: no such server. Despite the
+    # name, such a server is not a keeper of audited runs.
+    keepers: list[PeerId | None]
 
 
 class HeldSnapshots(WireMessage, frozen=True):
@@ -138,7 +141,7 @@ class HeldSnapshots(WireMessage, frozen=True):
 
 
 class KeptLoop(WireMessage, frozen=True):
-    """The lead sends a server its loop's state to keep, without the parts that servers have: see `plain_values`."""
+    """The lead sends a server its loop's state to keep, without the servers' parts: see `protocol.plain_values`."""
 
     generation: Count
     version: Count

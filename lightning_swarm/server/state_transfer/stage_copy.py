@@ -29,7 +29,7 @@ PIECE_BYTES: Final = 4 << 20  # bytes requested at once; a donor may send less
 _PULLS: Final = 2  # requests to a donor at once, so that its link is never idle
 _MAX_HELPERS: Final = 3  # donors that send pieces beside the donor that is followed
 _BUSY_S: Final = 1.0  # pause after a donor was busy
-_HOLD_S: Final = 15.0  # seconds to wait for a place, at all donors together
+_HOLD_S: Final = 15.0  # seconds to wait for room for one more download, at all donors together
 _RELEASE_S: Final = 2.0  # timeout of the notice that the download is done
 
 
@@ -86,6 +86,7 @@ class IncomingSnapshot:
         num_bytes = sum(part.numel() for part in parts)
         if not 0 < num_bytes <= at_most or any(part.dtype != torch.uint8 or part.ndim != 1 for part in parts):
             raise ProtocolError(f"a piece has 1 to {at_most} bytes, got {num_bytes} elements in {len(parts)} tensors")
+        # The parts of this snapshot's tensors into which the piece is written.
         places = list(_overlaps(self._tensors, start, start + num_bytes))
         if [place.numel() for place in places] != [part.numel() for part in parts]:
             raise ProtocolError(f"a piece from byte {start} on is cut where tensors end; this one is cut otherwise")
@@ -115,7 +116,7 @@ def _overlaps(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tens
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.
+    # Not `reshape`: one number from a column is contiguous but keeps the column's stride, which no byte view allows.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -124,6 +125,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def _dtype(layout: TensorLayout) -> torch.dtype:
+    """Return a layout's dtype. Raises `ProtocolError` if its name is none of torch's, or an alias such as `cfloat`."""
     dtype = getattr(torch, layout.dtype, None)
     if not isinstance(dtype, torch.dtype) or dtype.is_complex != layout.dtype.startswith("complex"):
         raise ProtocolError(f"a tensor of a snapshot has a dtype of torch's, got {layout.dtype!r}")
@@ -149,8 +151,8 @@ class StageDownload:
     async def download(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, IncomingSnapshot]:
         """Download all of a stage; return it with the donor that keeps the records from its version on.
 
-        The donors are asked in their order; with `alone`, one of them sends everything. Raises `PeerError` if the donor
-        is gone, or no longer holds the copy.
+        The donors are asked in their order; with `alone`, a single donor sends everything. Raises `PeerError` if the
+        donor is gone, or no longer holds the copy.
         """
         try:
             async with asyncio.timeout(self._limits.join_timeout):
@@ -173,7 +175,7 @@ class StageDownload:
             ) from None
 
     async def _follow_first(self, donors: Sequence[PeerId]) -> tuple[PeerId, FollowReply]:
-        """Follow the first donor that has a place; wait for it, because few joiners are served at a time."""
+        """Follow the first donor with room for one more download; wait for room, because a donor serves few joiners."""
         hold_s = 0.0
         while True:
             for donor in donors:
