@@ -1,4 +1,4 @@
-"""Private keys of joining peers, kept per run and user, so that a restarted peer has its old id and adds no use."""
+"""Private keys of joining peers, kept per run and user, so that a restart does not use an invitation once more."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PeerStart(Struct, frozen=True):
     def of(cls, config: SwarmConfig) -> PeerStart:
         """Describe the start of this process."""
         invitation = _digest_of_file(config.invite)
-        # The number of a descriptor is no name, because `join --invite -` has another number at each start.
+        # A descriptor's number does not identify the file, because `join --invite -` has another number at each start.
         name = invitation if (config.invite or "").startswith("/dev/fd/") else config.invite or ""
         command = hashlib.sha256("\0".join([name, *sys.argv]).encode(errors="surrogateescape")).hexdigest()
         try:
@@ -62,6 +62,7 @@ class PeerStart(Struct, frozen=True):
         Peers with different invitations must not exchange their keys, because each invitation would be used once more.
         But if all else is equal, it is one peer with a new invitation in the old file.
         """
+        # Whether the invitations are known, and differ.
         is_invited_otherwise = "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
         return not is_invited_otherwise or structs.replace(self, invitation=other.invitation) == other
 

@@ -29,9 +29,9 @@ _MARGIN_S: Final = 30.0  # seconds by which a promise outlasts the longest drain
 class Moves:
     """Checks now and then whether a server should serve other stages, and moves it there.
 
-    First another server of each of its stages promises to stay. Then the server takes no new texts, and waits until the
-    texts under way are done. Finally it drops its stages and loads the new stages, because it lacks memory for both.
-    Texts that are still under way continue at other servers.
+    First another server of each of its stages promises to stay. Then the server takes no new texts, and waits for the
+    texts under way, up to `Limits.drain_timeout`. Finally it drops its stages and loads the new stages, because it
+    lacks memory for both. Texts that are not done by then continue at other servers.
     """
 
     def __init__(self, host: ModelHost, transport: Transport, policy: MovePolicy, limits: Limits) -> None:
@@ -39,7 +39,7 @@ class Moves:
         self._promise_s = limits.drain_timeout + _MARGIN_S
         self._rng = random.Random(str(transport.peer_id))
         self._away_until_s: dict[range, float] = {}  # stages that the server left -> time until which it avoids them
-        self._promised: set[PeerId] = set()  # servers that were asked to promise to stay
+        self._promised: set[PeerId] = set()  # servers that were asked to promise to stay, also without success
 
     async def keep_looking(self) -> None:
         """Check at random times, because servers that check at the same time would all move to the same stages."""
@@ -89,7 +89,7 @@ class Moves:
         return host.span == wanted
 
     async def _let_go(self, stages: range) -> bool:
-        """Ask servers of these stages to stay; return whether each stage keeps a server."""
+        """Ask other servers to stay at these stages, so that this one may leave; return whether all keep a server."""
         left = set(stages)
         offers = [(peer, offer) for peer, offer in self._host.models.offers.items() if not offer.is_draining]
         self._rng.shuffle(offers)

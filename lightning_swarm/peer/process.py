@@ -1,4 +1,7 @@
-"""Settings that a peer's process receives from its starter: the first peer of its machine, or the command line."""
+"""How the processes of peers are started: the settings of a process, and the commands by which other machines join.
+
+A process receives settings from its starter: the first peer of its machine, or the command line.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,7 @@ def _for_others(arguments: Sequence[str]) -> list[str]:
 
 
 def _spec() -> ModuleSpec | None:
-    """Return the spec of the module that runs as ``__main__``, which may change; None for a script."""
+    """Return the spec of the module that is ``__main__`` now, because `runpy` may replace it; None for a script."""
     return getattr(sys.modules["__main__"], "__spec__", None)
 
 
@@ -167,7 +170,7 @@ def is_trainer() -> bool:
 
 
 def talks_to_neighbours() -> bool:
-    """Return whether this peer connects to other peers of its machine directly, without their daemons."""
+    """Return whether this peer connects to other peers of its machine directly, not through their libp2p daemons."""
     value = os.environ.get(NEIGHBOURS, "1")
     if value not in ("0", "1"):
         raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {value!r}. Leave it out: that means 1.")
@@ -175,7 +178,7 @@ def talks_to_neighbours() -> bool:
 
 
 def environment_tunes_malloc() -> bool:
-    """Return whether the environment sets how glibc handles freed memory."""
+    """Return whether the environment sets how glibc handles freed memory. If so, the swarm changes no such setting."""
     return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
 
 
@@ -237,7 +240,7 @@ def with_kept_identity(config: SwarmConfig) -> SwarmConfig:
     """Replace an empty `identity_path` by the file of the key that this user keeps for the run."""
     if config.identity_path != "":
         return config
-    # A new id costs nothing in a run without invitations.
+    # Without an invitation there are no uses to save, so a new id is as good.
     path = keep_identity(owners_folder, config.run_id, PeerStart.of(config)) if config.is_invited else None
     return replace(config, identity_path=path)
 
@@ -260,7 +263,8 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     )
     if local_rank == 0:
         return with_kept_identity(config)
-    # The first peer occupies the port and the key. Each further peer has a key of its own, and so keeps its id.
+    # The first peer occupies the port and the key. Each further peer has its own key file beside the first peer's, so
+    # that it has the same id after a restart.
     identity_path = further_identity(config.identity_path, local_rank) if config.identity_path else None
     return replace(
         config,

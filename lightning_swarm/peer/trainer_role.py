@@ -34,7 +34,8 @@ from lightning_swarm.protocol.tickets import TicketStore
 
 # If no microbatch size is set. With M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time.
 _MICROBATCHES_PER_STAGE: Final = 4
-# A restarted trainer may have its former id, and must not get its former places in a step.
+# Bits of a random first serial number of batches. The coordinator finds a batch's place in a step by trainer and
+# serial, so a restarted trainer with its former id must not repeat serials.
 _SERIAL_BITS: Final = 40
 
 
@@ -100,6 +101,7 @@ class TrainerRole:
             patience=CoordinatorTimeouts(
                 answer_s=limits.call_timeout,
                 successor_s=limits.stage_timeout,
+                # Seconds without an answer from any other peer; see `CoordinatorTimeouts`.
                 alone_s=limits.lead_timeout if is_lead or came_later else None,
             ),
             on_record=follow if came_later else context.follow,
@@ -126,12 +128,13 @@ class TrainerRole:
             limits.stage_timeout,
             judge=(lambda: run.coordinator) if run.manifest.settings.is_audited else None,
         )
+        # Both register handlers with the transport, which keep them alive.
         Replayer(context, run, max_in_flight=limits.max_in_flight)
         AuditSender(context, run, max_in_flight=limits.max_in_flight)
         return context
 
     async def leave_run(self) -> None:
-        """Leave a void run: refuse its calls, and drop the copies of its microbatches."""
+        """Leave a run that has ended or rolled back: refuse its calls, and drop the copies of its microbatches."""
         self._role.retire()
         await self._copies.clear()
 
@@ -141,7 +144,7 @@ class TrainerRole:
 
 
 def _wanted_microbatches(routers: Sequence[StageRouter], own: PeerId) -> int:
-    """Return the number of microbatches that keeps all servers busy; one if a single server computes all stages."""
+    """Return how many microbatches keep all servers busy; one if a single server, or this peer, computes all stages."""
     widest = max(len(router.peers) for router in routers)
     alone = widest == 1 and (len(routers) == 1 or all(own in router.peers for router in routers))
     return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(routers), widest)
