@@ -1,4 +1,4 @@
-"""Arithmetic that has the same bits on every machine, so that unlike machines step equal weights to equal weights.
+"""Arithmetic that has the same bits on every machine, so that an optimizer step gives equal weights on all machines.
 
 Additions, subtractions, multiplications, divisions and square roots are rounded as IEEE 754 says, one by one, on every
 processor and GPU. Kernels of other operations round differently: some round a product and a sum together, and some add
@@ -25,7 +25,7 @@ _Number: TypeAlias = Tensor | float
 
 _WIDE: Final = (torch.float32, torch.float64)  # computed in their own dtype
 _NARROW: Final = (torch.float16, torch.bfloat16)  # computed in float32
-_MAX_POWER: Final = 64  # largest whole exponent, for which a number is multiplied as many times
+_MAX_POWER: Final = 64  # largest integer exponent of a power that is computed by multiplications
 _MAX_COUNT: Final = 1 << 53  # float64 holds all integers up to it
 # Operations that round nothing, or each number by itself: they move, compare or choose numbers.
 _EXACT: Final = frozenset(
@@ -57,7 +57,7 @@ class Unportable(ConfigError):
 
 
 class PortableArithmetic(TorchDispatchMode):
-    """Inside, tensor operations have the same bits on every machine; `Unportable` is raised if one has no rule."""
+    """Inside, tensor operations give the same bits on every machine; `Unportable` is raised if one has no rule."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,6 +73,7 @@ class PortableArithmetic(TorchDispatchMode):
             raise Unportable(schema.name)
         into = kwargs.pop("out", None)  # where results go: `out`, or the first argument of an in-place operation
         if into is None:
+            # Lists of like tensors are computed by one kernel each, which is faster than tensor by tensor.
             if (at_once := list_rule(func, args)) is not None:
                 lists = at_once(*args, **kwargs, in_place=schema.is_mutable)
                 return lists if schema.returns else None
@@ -96,7 +97,7 @@ def is_exact(operation: str) -> bool:
 
 @cache  # on small tensors the look-up would take longer than the kernel
 def _way(func: Any) -> tuple[bool, bool, Callable[..., Any] | None]:
-    """Return whether an operation is exact, whether it is torch's own, and its rule if there is one."""
+    """Return how to treat an operation: whether it is exact, whether it is torch's own, and its rule if any."""
     space, _, name = func._schema.name.partition("::")
     is_aten = space == "aten"
     return is_exact(func._schema.name), is_aten, _rule(name.removesuffix("_")) if is_aten else None
@@ -226,7 +227,7 @@ def _addcdiv(first: Tensor, left: Tensor, right: Tensor, value: float = 1, *, ou
 
 def _lerp(first: Tensor, end: Tensor, weight: _Number, *, out: Tensor | None = None) -> Tensor:
     # Start from the nearer end, as torch does, so that a weight of one gives the end itself.
-    way = _minus(end, first)
+    way = _minus(end, first)  # from the start to the end
     if not isinstance(weight, Tensor):
         if weight < 0.5:
             return _plus(first, _mul(way, weight, out=way), out=out)

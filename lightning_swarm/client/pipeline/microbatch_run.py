@@ -91,7 +91,7 @@ class MicrobatchRun:
     async def backward(
         self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        """Return the input's gradients if the mode requires them; call `sent` once all stages accepted their calls.
+        """Return the input's gradients if `Microbatch.input_grad` is set; call `sent` once all stages have accepted.
 
         With `adds`, every stage that trains adds the gradients of its weights to its sum.
         """
@@ -147,8 +147,9 @@ class MicrobatchRun:
         return await self.forward()
 
     def want_no_gradient(self) -> None:
-        """Prepare a backward without output gradients: servers repeat the forward and add only running statistics."""
+        """Prepare a backward that only adds running statistics: servers repeat the forward, and get no gradients."""
         own = self.microbatch
+        # `grad=True`, although no gradient is computed: servers refuse a backward without it.
         modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
         self.microbatch = self._calls.microbatch = replace(own, modes=modes)
         self._num_backwards += 1  # as after another backward, send the inputs again: peers may have no graph
@@ -178,9 +179,9 @@ def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
 
 
 async def judged(runs: Sequence[MicrobatchRun], judge: PeerId) -> list[tuple[serialization.Tree, list[bool]]]:
-    """Have the coordinator compute microbatches that leave no trace, and return their outputs; raise its error."""
-    # Stage by stage, because the coordinator loads one at a time of the stages that it does not hold. These charges are
-    # on no account, because no router chose the coordinator.
+    """Have the coordinator compute forwards that change nothing at servers, and return their outputs, or raise."""
+    # Stage by stage, because the coordinator loads one at a time of the stages that it does not hold. No router has
+    # booked these charges, because no router chose the coordinator.
     calls = [run._calls for run in runs]
     for one in calls:
         one.route = [PeerCharge(judge, 0, 0.0) for _ in one.context.routers]
@@ -367,7 +368,7 @@ class _BackwardRun:
 
 
 class Replayer:
-    """Replays microbatches from this trainer's copies when a server asks, independent of the main thread."""
+    """Replays microbatches from this trainer's copies when a server asks, independently of the main thread."""
 
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context

@@ -85,7 +85,7 @@ class StageCalls:
 
     @property
     def gradient_end(self) -> int:
-        """The first stage that computes gradients; if there is none, a number above the last stage's."""
+        """The first stage with gradients, where a backward ends; if there is none, a number above the last stage's."""
         if self.holders is not None:
             return min(self.holders)
         if self.microbatch.input_grad:

@@ -22,7 +22,7 @@ from lightning_swarm.protocol.messages.wire import union
 
 @dataclass(frozen=True)
 class ServerLedger:
-    """A server's ledger of one stage, as it reported it."""
+    """A server's ledger of one stage, as reported."""
 
     report: StageLedger
     held: set[Receipt]  # the microbatches that the report names
@@ -61,7 +61,7 @@ Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
 def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
     """Read a member's ledger of its stage.
 
-    Raises StepError if its sums are gone or it reports none of this stage, ProtocolError if the report is malformed.
+    Raises StepError if its sums are gone or it reports no ledger of the stage, ProtocolError if it is malformed.
     """
     if reply.boot_id != member.boot_id:
         raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
@@ -216,7 +216,7 @@ def choose_blamed(
         failed: Servers that did not answer the coordinator.
         unreached: Server -> the servers that it reports as unreached or silent.
         spared: The coordinator. It reaches the servers, so it is never blamed.
-        is_audited: A single server's report excludes both servers, if the stage keeps another one.
+        is_audited: If a single server reports another, exclude both, provided that the stage has a third server.
         believed: In audited runs, servers whose report counts more than that of another server.
 
     Returns:
@@ -242,7 +242,8 @@ def choose_blamed(
         return [blamed]
     if blamed in believed and not _would_be_empty(rosters, accusers):
         return sorted(accusers)
-    # Otherwise, one malicious server could have all other servers of its stage excluded, and act unopposed.
+    # Exclude both servers. If only the accused were excluded, one malicious server could have all other servers of its
+    # stage excluded, and act unopposed.
     return [blamed] if _would_be_empty(rosters, {blamed, *accusers}) else sorted({blamed, *accusers})
 
 

@@ -1,4 +1,4 @@
-"""Refuses models that cannot be partitioned into stages, or not be trained in them."""
+"""Refuses models that cannot be partitioned into stages or trained so, and calls of parts of a pipelined model."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lightning_swarm.model.partition.stages import Named, Run, Slot
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
     """Refuse calls of modules in blocks, if the modules have parameters, until the returned handles are removed."""
+    # Servers train the parameters, and gradients of such a call would not reach them.
     blocks = list(blocks)
     parts = {
         id(part): part
@@ -97,7 +98,10 @@ def check_registered(blocks: Blocks, registered: set[int]) -> None:
 
 
 def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied: set[int]) -> None:
-    """Refuse parameters that are tied between stages with and without float64 parameters."""
+    """Refuse parameters that are tied between stages with and without float64 parameters.
+
+    `parameters` are slots by id, `held` the ids of each stage's parameters, `tied` the ids that several stages have.
+    """
     # Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
     is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
     wide = [any(is_wide[key] for key in ids) for ids in held]
@@ -164,6 +168,7 @@ def _refuse_complex(modules: Iterable[Named]) -> None:
 
 
 def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
+    """Refuse layers with running statistics that the swarm does not keep: it keeps only those of `BatchNorm`."""
     found = [
         f"{name} ({type(m).__name__})"
         for name, m in modules
