@@ -199,6 +199,16 @@ def add_address(parser: argparse.ArgumentParser, **options: Any) -> None:
     parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID", **options)
 
 
+def add_identity(parser: argparse.ArgumentParser) -> None:
+    """Add the file of a peer's key."""
+    parser.add_argument(
+        "--identity",
+        metavar="FILE",
+        help="file of this peer's key, made if missing (default: with invitations, kept for the run and this user; "
+        "otherwise a new key each time)",
+    )
+
+
 def add_owner_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options by which a command acts as a run's owner."""
     parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 import yaml
 
 from lightning_swarm.cli import serving
-from lightning_swarm.cli.arguments import Command, add_address
+from lightning_swarm.cli.arguments import Command, add_address, add_identity
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.process import collecting_rarely
@@ -242,12 +242,7 @@ def _add_arguments(parser: argparse.ArgumentParser, *, needs_address: bool) -> N
         help="where others reach this peer, behind a router (repeatable; default: where it listens; "
         "the program's is for the machine that started the run)",
     )
-    parser.add_argument(
-        "--identity",
-        metavar="FILE",
-        help="file of this peer's key, made if missing (default: with invitations, kept for the run and this user; "
-        "otherwise a new key each time)",
-    )
+    add_identity(parser)
     parser.add_argument(
         "--invite",
         metavar="FILE",

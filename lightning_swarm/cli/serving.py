@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_swarm.cli.arguments import Command
+from lightning_swarm.cli.arguments import Command, add_identity
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
@@ -213,12 +213,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where others reach this server (repeatable)",
     )
-    parser.add_argument(
-        "--identity",
-        metavar="FILE",
-        help="file of this peer's key, made if missing (default: with invitations, kept for the run and this user; "
-        "otherwise a new key each time)",
-    )
+    add_identity(parser)
     parser.add_argument(
         "--trust",
         choices=("open", "invited"),

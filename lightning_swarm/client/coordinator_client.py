@@ -31,7 +31,7 @@ from lightning_swarm.protocol.messages.membership import EnlistRequest
 from lightning_swarm.protocol.messages.run import RunView, Term
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.queries import ask_servers, find_promised
-from lightning_swarm.protocol.rpc import ENLIST, REGISTER, VIEW, A, Call, Q, Stream
+from lightning_swarm.protocol.rpc import ENLIST, REGISTER, VIEW, A, Call, Q, StreamRpc
 from lightning_swarm.protocol.run_state import RunState, replaced_by
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class CoordinatorCalls:
         return await self._repeat(method.name, ask)
 
     async def stream(
-        self, method: Stream[Q, A], request: Q, tensors: Sequence[Tensor] = (), *, max_bytes: int
+        self, method: StreamRpc[Q, A], request: Q, tensors: Sequence[Tensor] = (), *, max_bytes: int
     ) -> tuple[A, tuple[Tensor, ...]]:
         """Send tensors to the coordinator; raise the same errors as `call`."""
         ask = partial(method.ask, self._transport, request=request, tensors=tensors, max_bytes=max_bytes)
@@ -216,7 +216,7 @@ class EnlistedCalls:
         """Call the coordinator, as in `CoordinatorCalls.call`."""
         return await self._repeat(lambda: self.calls.call(method, request))
 
-    async def stream(self, method: Stream[Q, None], request: Q, tensors: Sequence[Tensor]) -> None:
+    async def stream(self, method: StreamRpc[Q, None], request: Q, tensors: Sequence[Tensor]) -> None:
         """Send tensors to the coordinator, as in `CoordinatorCalls.stream`; the answer is empty."""
         await self._repeat(lambda: self.calls.stream(method, request, tensors, max_bytes=0))
 

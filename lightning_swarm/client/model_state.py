@@ -41,7 +41,7 @@ from lightning_swarm.protocol.messages.state import (
 )
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete, only_versions, taken_alike
-from lightning_swarm.protocol.rpc import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE, Q, Stream
+from lightning_swarm.protocol.rpc import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE, Q, StreamRpc
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.serialization import named
 
@@ -317,7 +317,7 @@ async def drop_evaluation_weights(transport: Transport, run: RunState, number: i
 async def _to_rosters(
     transport: Transport,
     rosters: Sequence[Sequence[Member]],
-    method: Stream[Q, None],
+    method: StreamRpc[Q, None],
     requests: Mapping[int, tuple[Q, Sequence[Tensor]]],  # stage -> request and tensors
     *,
     timeout: float,

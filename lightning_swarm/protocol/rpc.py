@@ -76,7 +76,7 @@ class Call(TypedRpc[Q, A]):
         return self.read_reply(await transport.call(peer, self.name, packed(request), timeout=timeout))
 
 
-class Stream(TypedRpc[Q, A]):
+class StreamRpc(TypedRpc[Q, A]):
     """A method whose messages may have tensors."""
 
     async def ask(
@@ -95,7 +95,7 @@ class Stream(TypedRpc[Q, A]):
         return self.read_reply(answer.body), answer.tensors
 
 
-class Download(Stream[Q, A]):
+class Download(StreamRpc[Q, A]):
     """A method whose answers may have tensors; its requests have none."""
 
     def serve(
@@ -114,7 +114,7 @@ class Download(Stream[Q, A]):
 
 
 @dataclass(frozen=True, eq=False)
-class Upload(Stream[Q, A]):
+class Upload(StreamRpc[Q, A]):
     """A method whose requests have tensors."""
 
     is_call_if_small: bool = False  # also answer requests without tensors that are sent as calls, which cost less
@@ -284,4 +284,4 @@ TUNE_ADAPTER: Final = Upload("tune.adapter", tuning.AdapterUpload, by=_TRAINER)
 TUNE_FORWARD: Final = Upload("tune.forward", tuning.TuneForward, tuning.TuneOutput, by=_TRAINER)
 TUNE_BACKWARD: Final = Upload("tune.backward", tuning.TuneBackward, tuning.TuneGradients, by=_TRAINER)
 
-RPCS: Final[Sequence[Call | Stream]] = [one for one in globals().values() if isinstance(one, Call | Stream)]
+RPCS: Final[Sequence[Call | StreamRpc]] = [one for one in globals().values() if isinstance(one, Call | StreamRpc)]

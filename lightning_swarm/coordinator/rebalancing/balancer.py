@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
 from lightning_swarm.coordinator.rebalancing.policy import (
     SCATTER,
@@ -340,8 +340,10 @@ class Balancer:
             others = plan(all_free, costs)  # may move the coordinator, too, if that gains much more
             gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
             return others if gains else moves
+        if self._rule == "none":
+            return []
         if self._rule != "paper":
-            raise NotImplementedError(f"no plan for the rule {self._rule!r}")
+            assert_never(self._rule)
         queues = [
             {peer: self._loads[peer][index].queued for _, peer in stages.movable(index) if peer in self._loads}
             for index in range(len(rosters))

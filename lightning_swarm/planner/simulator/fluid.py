@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from lightning_swarm.coordinator.rebalancing.balancer import ChurnEstimate
 from lightning_swarm.coordinator.rebalancing.policy import (
@@ -193,12 +194,17 @@ class _Swarm:
         self._arrivals[peer] = arrives_s
 
     def _decide(self, now_s: float, *, seen: bool, looks: bool) -> list[Move]:
-        if self._scenario.rule == "gain" and (seen or looks):
-            move_s = [self._scenario.move_s] * self._scenario.num_stages
-            return plan(self._stages, MoveCosts(move_s, self._churn.horizon_s(now_s)))
-        if self._scenario.rule == "paper" and looks:
-            return self._plan_as_paper()
-        return []
+        rule = self._scenario.rule
+        if rule == "none":
+            return []
+        if rule == "paper":
+            return self._plan_as_paper() if looks else []
+        if rule != "gain":
+            assert_never(rule)
+        if not (seen or looks):
+            return []
+        move_s = [self._scenario.move_s] * self._scenario.num_stages
+        return plan(self._stages, MoveCosts(move_s, self._churn.horizon_s(now_s)))
 
     def _plan_as_paper(self) -> list[Move]:
         """Plan by queue lengths, which are in proportion to the time that a stage or a peer takes for a sample."""
