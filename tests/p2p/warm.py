@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,6 @@ class Zygote:
         self._folder = folder
         self._lock = threading.Lock()
         self._num_begun = 0
-        self._begun: list[Server] = []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.p2p.zygote", *modules],
@@ -77,9 +75,7 @@ class Zygote:
         self._num_begun += 1
         log = self._folder / f"{role}-{self._num_begun}.log"
         log.touch()
-        server = Server(int(self._ask(log=str(log), role=role, options=options, netns=netns)), log)
-        self._begun.append(server)
-        return server
+        return Server(int(self._ask(log=str(log), role=role, options=options, netns=netns)), log)
 
     def status(self, pid: int) -> int | None:
         """Return the exit status of a peer, or None while it lives. A status is returned once."""
@@ -94,10 +90,7 @@ class Zygote:
 
     def end_peers(self) -> None:
         """Kill all peers that still live."""
-        for server in self._begun:
-            if server.alive:
-                os.kill(server.pid, signal.SIGKILL)
-        self._begun.clear()
+        self._ask(end=True)
 
     def close(self) -> None:
         """End it, and with it all peers that still live."""
@@ -177,8 +170,6 @@ def _shared(*modules: str) -> Zygote:
 class _Forked:
     """A forked process, with the methods of `subprocess.Popen` that a `Run` needs."""
 
-    stdout = None
-
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self.pid = pid
         self._zygote = zygote
@@ -229,10 +220,10 @@ class WarmRun(Run):
 
     @override
     def alive(self) -> dict[int, str]:
-        first = (
-            {} if self.process.poll() is not None else {self.process.pid: "forked"}
-        )  # the kernel shows no mark of it
-        return {**super().alive(), **first}
+        found = super().alive()
+        if self.process.poll() is None:
+            found[self.process.pid] = "forked"  # the kernel shows the zygote's environment for it, without a mark
+        return found
 
     @override
     def _read(self) -> None:
@@ -246,6 +237,6 @@ class WarmRun(Run):
                         self._note(line)
                         line = ""
                 threading.Event().wait(0.05)
-        self._note(line or None)
         if line:
-            self._note(None)
+            self._note(line)
+        self._note(None)

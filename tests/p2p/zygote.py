@@ -66,21 +66,35 @@ def main() -> None:
     for name in sys.argv[1:]:
         importlib.import_module(name)
     print("ready", flush=True)
+    peers: set[int] = set()  # process ids of forks that were not waited for
     for line in sys.stdin:
         order = json.loads(line)
         if "ended" in order:
-            print(_status(order["ended"]), flush=True)
+            print(_status(order["ended"], peers), flush=True)
+            continue
+        if "end" in order:
+            while peers:
+                pid = peers.pop()
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            print(flush=True)
             continue
         pid = os.fork()
         if pid == 0:
             _live(order)
+        peers.add(pid)
         print(pid, flush=True)
 
 
-def _status(pid: int) -> str:
+def _status(pid: int, peers: set[int]) -> str:
     """Return a peer's exit status, as `subprocess` has it, or nothing while the peer lives."""
+    if pid not in peers:
+        return str(-signal.SIGKILL)  # it was ended with all others
     found, status = os.waitpid(pid, os.WNOHANG)
-    return str(os.waitstatus_to_exitcode(status)) if found else ""
+    if not found:
+        return ""
+    peers.discard(pid)
+    return str(os.waitstatus_to_exitcode(status))
 
 
 def _live(order: dict[str, Any]) -> None:
