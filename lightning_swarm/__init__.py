@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lightning_swarm.monitor.view import SwarmView as SwarmView
     from lightning_swarm.peer import config as config
     from lightning_swarm.peer import preemption as preemption
-    from lightning_swarm.peer.remote_model import remote_model as remote_model
     from lightning_swarm.protocol import events as events
     from lightning_swarm.protocol.settings import Compression as Compression
+    from lightning_swarm.serving.remote_model import remote_model as remote_model
     from lightning_swarm.strategy.attach import AttachStrategy as AttachStrategy
     from lightning_swarm.strategy.sample_text import SampleText as SampleText
     from lightning_swarm.strategy.strategy import SwarmStrategy as SwarmStrategy
@@ -48,7 +48,7 @@ else:
         "SwarmStrategy": "lightning_swarm.strategy.strategy:SwarmStrategy",
         "SwarmView": "lightning_swarm.monitor.view:SwarmView",
         "insert_boundary": "lightning_swarm.model.boundary_layers:insert_boundary",
-        "remote_model": "lightning_swarm.peer.remote_model:remote_model",
+        "remote_model": "lightning_swarm.serving.remote_model:remote_model",
         "restore_boundary": "lightning_swarm.model.boundary_layers:restore_boundary",
         "boundary": "lightning_swarm.model.boundary_layers",
         "config": "lightning_swarm.peer.config",

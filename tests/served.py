@@ -15,10 +15,10 @@ from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.peer.model_host import ModelHost, ServeOptions
-from lightning_swarm.peer.remote_model import ServedModelClient
 from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.server.placement import MovePolicy
+from lightning_swarm.serving.host import ModelHost, ServeOptions
+from lightning_swarm.serving.placement import MovePolicy
+from lightning_swarm.serving.remote_model import ServedModelClient
 
 LIMITS = Limits(call_timeout=60.0, silence_timeout=5.0, session_bytes=1 << 24)
 

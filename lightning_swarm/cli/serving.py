@@ -92,10 +92,10 @@ def _serve(chosen: argparse.Namespace) -> int:
     say("Importing torch.")
     with collecting_rarely():
         from lightning_swarm.model.pretrained import PretrainedFolder, device_of
-        from lightning_swarm.peer.model_host import ModelHost, ServeOptions
         from lightning_swarm.peer.network import start_network
         from lightning_swarm.server.executor import ThreadExecutor
-        from lightning_swarm.server.placement import MovePolicy
+        from lightning_swarm.serving.host import ModelHost, ServeOptions
+        from lightning_swarm.serving.placement import MovePolicy
 
     device_of(chosen.device)
     if chosen.weights is not None:
@@ -303,7 +303,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _api_key(arguments: argparse.Namespace) -> str | None:
     """Read the API key; raises a ConfigError if an endpoint that other machines could reach has none."""
-    from lightning_swarm.cli.http_limits import is_local
+    from lightning_swarm.serving.http_limits import is_local
 
     file = arguments.api_key or os.environ.get(API_KEY_FILE)
     if not file:
@@ -332,9 +332,9 @@ def run_http(arguments: argparse.Namespace) -> int:
     key = _api_key(arguments)
     say("Importing torch and transformers.")
     with collecting_rarely():
-        from lightning_swarm.cli import http_server
-        from lightning_swarm.cli.texts import ServedText
-        from lightning_swarm.peer.remote_model import remote_model
+        from lightning_swarm.serving import http_server
+        from lightning_swarm.serving.remote_model import remote_model
+        from lightning_swarm.serving.texts import ServedText
 
     served: list[ServedText] = []
     try:
@@ -374,7 +374,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         import torch
         import transformers
 
-        from lightning_swarm.peer.remote_model import prefill_in_chunks, remote_model
+        from lightning_swarm.serving.remote_model import prefill_in_chunks, remote_model
 
     say(f"Connecting to {arguments.address}.")
     model = remote_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_swarm.client.pipeline.router import PeerLoad
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import Event
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.coordinator_client import CoordinatorCalls, CoordinatorTimeouts, EnlistedCalls
-from lightning_swarm.client.generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
+from lightning_swarm.client.run_generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
 from lightning_swarm.core.errors import FalseWorkCounted, LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import rpc

@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few
+from lightning_swarm.model.fidelity.unsaved_buffers import unsaved_buffers
 from lightning_swarm.model.init_record import InitRecord, StorageView
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
-from lightning_swarm.model.unsaved_buffers import unsaved_buffers
 
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)  # functions that move a tensor to another device
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
-from lightning_swarm.model.copying import copied, copied_hooks
+from lightning_swarm.model.fidelity.copying import copied, copied_hooks
 from lightning_swarm.model.optimizer_closure import GradientClosure
 from lightning_swarm.model.portable import PortableArithmetic, Unportable
 from lightning_swarm.model.portable_numbers import portable_groups

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from lightning_swarm.client import coordinator_client
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, RunOver, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime

@@ -13,7 +13,7 @@ from msgspec import UNSET, structs
 from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.coordinator.audit.auditable import check_auditable
 from lightning_swarm.coordinator.membership.kinds import assign_by_kind, check_one_kind
 from lightning_swarm.coordinator.membership.rosters import choose_voters

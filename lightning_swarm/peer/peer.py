@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from msgspec import UNSET
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.event_loop import Runtime, UntilStageLost
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey

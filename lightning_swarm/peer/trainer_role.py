@@ -18,7 +18,7 @@ from lightning_swarm.client.pipeline.microbatch_run import Replayer
 from lightning_swarm.client.pipeline.pipeline import Pipeline, PipelineConfig
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import StageRouter
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule

@@ -13,9 +13,9 @@ import torch
 from lightning_swarm.client.pipeline.interception import BlockChain, Interception
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few, shorten
-from lightning_swarm.model.attention_cache import CacheHandle
-from lightning_swarm.model.attribute_values import same
-from lightning_swarm.model.module_states import plain_attributes
+from lightning_swarm.model.fidelity.attribute_values import same
+from lightning_swarm.model.fidelity.module_states import plain_attributes
+from lightning_swarm.model.inference.attention_cache import CacheHandle
 from lightning_swarm.model.pretrained import PretrainedModel
 from lightning_swarm.protocol import serialization
 

@@ -14,13 +14,10 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
-from lightning_swarm.model.attention_cache import Shadow, is_in_session, without_cache
-from lightning_swarm.model.joint_attention import JointCache, attending_jointly, join_rows, split_rows
-from lightning_swarm.model.module_states import ServerStates
-from lightning_swarm.model.partition import CALLS, StageModule
-from lightning_swarm.model.partition.hooks import HOOKS, OBSERVED, recording
-from lightning_swarm.model.partition.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
-from lightning_swarm.model.partition.written_inputs import (
+from lightning_swarm.model.fidelity.hooks import HOOKS, OBSERVED, recording
+from lightning_swarm.model.fidelity.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
+from lightning_swarm.model.fidelity.module_states import ServerStates
+from lightning_swarm.model.fidelity.written_inputs import (
     POSITIONAL,
     WRITTEN,
     CallWatch,
@@ -28,13 +25,16 @@ from lightning_swarm.model.partition.written_inputs import (
     text_of,
     written_places,
 )
+from lightning_swarm.model.inference.attention_cache import Shadow, is_in_session, without_cache
+from lightning_swarm.model.inference.joint_attention import JointCache, attending_jointly, join_rows, split_rows
+from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
-from lightning_swarm.server.adapters import Adapter
+from lightning_swarm.server.inference.adapters import Adapter
 from lightning_swarm.server.sample_costs import measured
 
 

@@ -31,9 +31,9 @@ from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST
 from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.handlers import ComputeHandlers
+from lightning_swarm.server.inference.handlers import SessionHandlers
+from lightning_swarm.server.inference.host import RunSessionHost
 from lightning_swarm.server.pending_work import IdleLinkWait
-from lightning_swarm.server.session_host import RunSessionHost
-from lightning_swarm.server.sessions import SessionHandlers
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.state_transfer.donor import Donor

@@ -17,9 +17,9 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
-from lightning_swarm.model.constants import built_numbers, constants, differing
 from lightning_swarm.model.deferred_init import put_tensors
-from lightning_swarm.model.module_states import remember_copy
+from lightning_swarm.model.fidelity.constants import built_numbers, constants, differing
+from lightning_swarm.model.fidelity.module_states import remember_copy
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
 from lightning_swarm.model.partition import Blocks, StageModule

@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from lightning_swarm.client.adapters import check_kind, find_adapters
+from lightning_swarm.client.inference.adapters import check_kind, find_adapters
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.pretrained import dtype_of
-from lightning_swarm.peer.remote_model import ServedModelClient, connect
+from lightning_swarm.serving.remote_model import ServedModelClient, connect
 
 if TYPE_CHECKING:
     _SingleDeviceStrategy = SingleDeviceStrategy

@@ -24,8 +24,8 @@ from lightning_swarm.core.override import Override
 from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
 from lightning_swarm.model.deferred_init import is_on_meta
+from lightning_swarm.model.fidelity.unsaved_buffers import restore_buffers, unsaved_buffers
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
-from lightning_swarm.model.unsaved_buffers import restore_buffers, unsaved_buffers
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import FRAMEWORKS, OWN_PACKAGES, callbacks_named

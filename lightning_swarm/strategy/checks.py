@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_swarm.client.pipeline.differentiation import GradientElsewhere
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import read_selection

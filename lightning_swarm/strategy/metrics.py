@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_swarm.client.generation import Metrics
+from lightning_swarm.client.run_generation import Metrics
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.batches import MAX_LOGS, LoggedValue, MetricState, Reduction, fold

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lightning_swarm.client import model_state
 from lightning_swarm.client.pipeline.local_layers import some_of, written_in_mid_step
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.model.fidelity.watched import aliased, is_watched, same, unwatched, watch
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.model.watched import aliased, is_watched, same, unwatched, watch
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import StepChange, WrittenWeights
 

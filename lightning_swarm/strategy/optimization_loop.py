@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_swarm.client.generation import Metrics, NextGrant
-from lightning_swarm.client.session import RunNews, Session
+from lightning_swarm.client.run_generation import Metrics, NextGrant
+from lightning_swarm.client.run_session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.core.override import Override
 from lightning_swarm.model.optimizer_state import set_hyperparameters

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.fidelity.watched import same
 from lightning_swarm.model.optimizer_state import GROUP, copied_state
 from lightning_swarm.model.optimizer_template import HOOKS, optimizers_in, parameters_of, step_of_its_own
-from lightning_swarm.model.watched import same
 from lightning_swarm.strategy.module_access import ModuleAccess
 
 # Methods by which code uses an optimizer's state.

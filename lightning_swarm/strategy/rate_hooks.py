@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from lightning.pytorch import Trainer
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.module_names import is_of
 from lightning_swarm.core.override import Override
 from lightning_swarm.strategy.framework import OWN_PACKAGES

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_swarm.core.module_names import is_of
-from lightning_swarm.model.attribute_values import SCALARS
+from lightning_swarm.model.fidelity.attribute_values import SCALARS
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 _OPAQUE: Final = frozenset({*OWN_PACKAGES, "torch", "numpy", "torchmetrics", *sys.stdlib_module_names})

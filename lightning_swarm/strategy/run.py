@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import RunOver
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.peer.config import SwarmConfig

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from tqdm import tqdm
 from typing_extensions import override
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.rebase import written_part
 from lightning_swarm.monitor.membership import Membership, MembershipLine
 from lightning_swarm.monitor.view import SwarmView

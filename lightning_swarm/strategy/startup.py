@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from lightning_swarm.client.pipeline.interception import intercept
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.model.autocast import on_this_thread
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import kind_of, read_selection

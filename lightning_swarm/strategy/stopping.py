@@ -7,7 +7,7 @@ import logging
 
 from lightning.pytorch import Trainer
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import RunOver
 from lightning_swarm.core.readable import short_name
 

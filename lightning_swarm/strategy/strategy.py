@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.client.status import SwarmStatus, status_of
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.model.deferred_init import staying_on_meta
-from lightning_swarm.model.module_states import remember
+from lightning_swarm.model.fidelity.module_states import remember
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import (
     DEFAULT_LISTEN,

@@ -17,13 +17,13 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.core.tasks import TaskOwner
-from lightning_swarm.model.module_states import remember_copy
+from lightning_swarm.model.fidelity.module_states import remember_copy
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.simulated_link import SimulatedLink

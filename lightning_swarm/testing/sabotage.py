@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.framing import Head

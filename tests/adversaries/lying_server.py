@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from lightning_swarm.model.partition.leftovers import join, part, part_inputs
+from lightning_swarm.model.fidelity.leftovers import join, part, part_inputs
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.network.transport import BaseTransport

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.client.generation import NextGrant
 from lightning_swarm.client.pipeline.audits import AuditSender
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, Replayer
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
 from lightning_swarm.client.pipeline.router import StageRouter
+from lightning_swarm.client.run_generation import NextGrant
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.core.limits import Limits

@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-from lightning_swarm.client.generation import Metrics
+from lightning_swarm.client.run_generation import Metrics
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.batches import (

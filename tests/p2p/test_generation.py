@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.client.inference import InferenceSession
+from lightning_swarm.client.inference.session import InferenceSession
 from lightning_swarm.core.limits import Limits
 from tests.p2p.warm import LIMITS, SERVING, Server, Zygote, shared_zygote, wait_until
 from tests.parity.harness import QUIET, run_plain

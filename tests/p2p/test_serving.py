@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lightning_swarm import AttachStrategy, remote_model
-from lightning_swarm.client.tuning import Chain
+from lightning_swarm.serving.tuning_client import Chain
 from tests.p2p.processes import COMMAND, Run, free_port
 from tests.p2p.warm import SERVING, WarmRun
 from tests.parity import test_attach as tuning

@@ -21,9 +21,9 @@ import torch
 import transformers
 
 from lightning_swarm import remote_model
-from lightning_swarm.cli import http_server
-from lightning_swarm.cli.texts import ServedText
 from lightning_swarm.network import PeerId
+from lightning_swarm.serving import http_server
+from lightning_swarm.serving.texts import ServedText
 from tests.p2p.processes import Run, free_port
 from tests.p2p.test_serving import PROMPT, Servers, save
 

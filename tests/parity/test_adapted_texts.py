@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer import remote_model
-from lightning_swarm.peer.remote_model import prefill_in_chunks
+from lightning_swarm.serving import remote_model
+from lightning_swarm.serving.remote_model import prefill_in_chunks
 from tests.parity.test_served import MODES
 from tests.served import ServedSwarm, calling, make_model
 

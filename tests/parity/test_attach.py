@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import AttachStrategy
-from lightning_swarm.client.tuning import Chain, seed_of
 from lightning_swarm.core.errors import ConfigError, StageError
 from lightning_swarm.model.random import KeyedRandom
 from lightning_swarm.network import PeerId
+from lightning_swarm.serving.tuning_client import Chain, seed_of
 from lightning_swarm.strategy import attach
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings
 from tests.served import ServedSwarm, make_model

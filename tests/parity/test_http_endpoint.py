@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.cli import http_server
-from lightning_swarm.cli.http_server import Access, TextEndpoint
-from lightning_swarm.cli.texts import ServedText
+from lightning_swarm.serving import http_server
+from lightning_swarm.serving.http_server import Access, TextEndpoint
+from lightning_swarm.serving.texts import ServedText
 from tests.p2p.processes import free_port
 from tests.parity.test_served import letters
 from tests.served import make_model

@@ -16,7 +16,7 @@ from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, replay
 from lightning_swarm.coordinator.step import reconcile
 from lightning_swarm.coordinator.step.open_step import clip_factor
 from lightning_swarm.coordinator.step.replay_plan import ReplayPlan, plan_replays
-from lightning_swarm.model.watched import unwatched
+from lightning_swarm.model.fidelity.watched import unwatched
 from lightning_swarm.protocol.messages.calls import CallKey
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.averaging import all_reduce

@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 from lightning_swarm.core.errors import StageLost
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer.model_host import ModelHost
-from lightning_swarm.server.placement import MovePolicy
+from lightning_swarm.serving.host import ModelHost
+from lightning_swarm.serving.placement import MovePolicy
 from tests.served import LIMITS, ServedSwarm, make_model
 
 NUM_STAGES, NUM_TEXTS, NUM_EVENTS = 4, 8, 20

@@ -19,7 +19,7 @@ from torchmetrics import SumMetric
 from typing_extensions import override
 
 from lightning_swarm.client.pipeline.router import StageRouter
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import LeftOut, StageLost, Unreachable
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.model.partition.written_inputs import POSITIONAL, write_back
+from lightning_swarm.model.fidelity.written_inputs import POSITIONAL, write_back
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import digits, loader
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.watched import ABOUT, unwatched
+from lightning_swarm.model.fidelity.watched import ABOUT, unwatched
 
 
 class Weights(torch.autograd.Function):

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline.generating import TextGeneration
+from lightning_swarm.client.inference.generating import TextGeneration
 from lightning_swarm.client.pipeline.left_values import PendingValues
 from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.attention_cache import IN_SESSION, is_cache
 from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.fidelity.hooks import user_hooks
+from lightning_swarm.model.inference.attention_cache import IN_SESSION, is_cache
 from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard
-from lightning_swarm.model.partition.hooks import user_hooks
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 

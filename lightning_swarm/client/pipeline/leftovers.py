@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.left_values import Unavailable, UnavailableObject
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.model.module_states import exempt
-from lightning_swarm.model.partition.hooks import OBSERVED, call_observing
-from lightning_swarm.model.partition.leftovers import OF_TORCH, Left, Values, is_close
-from lightning_swarm.model.partition.written_inputs import WRITTEN, text_of
+from lightning_swarm.model.fidelity.hooks import OBSERVED, call_observing
+from lightning_swarm.model.fidelity.leftovers import OF_TORCH, Left, Values, is_close
+from lightning_swarm.model.fidelity.module_states import exempt
+from lightning_swarm.model.fidelity.written_inputs import WRITTEN, text_of
 from lightning_swarm.protocol import serialization
 
 Rule: TypeAlias = Literal["rows", "mean", "sum", "same"]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_swarm.client.pipeline.differentiation import GradientMarks
 from lightning_swarm.core.errors import ConfigError, LeftOut
 from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.model.fidelity.watched import same
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
-from lightning_swarm.model.watched import same
 from lightning_swarm.protocol.messages.calls import CallKey
 from lightning_swarm.protocol.messages.run import Selection
 

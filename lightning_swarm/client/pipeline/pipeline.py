@@ -38,11 +38,11 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather_bounded
 from lightning_swarm.model.autocast import capture
-from lightning_swarm.model.module_states import TrainerStates
+from lightning_swarm.model.fidelity.hooks import check_global, describe
+from lightning_swarm.model.fidelity.leftovers import part as split_left
+from lightning_swarm.model.fidelity.module_states import TrainerStates
+from lightning_swarm.model.fidelity.written_inputs import POSITIONAL, Given, arguments_in
 from lightning_swarm.model.partition import CALLS, StageModule
-from lightning_swarm.model.partition.hooks import check_global, describe
-from lightning_swarm.model.partition.leftovers import part as split_left
-from lightning_swarm.model.partition.written_inputs import POSITIONAL, Given, arguments_in
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs, decoded

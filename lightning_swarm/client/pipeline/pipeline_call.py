@@ -25,9 +25,9 @@ from lightning_swarm.client.pipeline.microbatches import (
 )
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked, PeerError, SwarmError
 from lightning_swarm.core.tasks import gather, gather_bounded
-from lightning_swarm.model.partition.leftovers import Left
-from lightning_swarm.model.partition.leftovers import part as split_left
-from lightning_swarm.model.partition.written_inputs import Given, write_back
+from lightning_swarm.model.fidelity.leftovers import Left
+from lightning_swarm.model.fidelity.leftovers import part as split_left
+from lightning_swarm.model.fidelity.written_inputs import Given, write_back
 from lightning_swarm.network import SMALL_BYTES, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu, to_cpu

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from lightning_swarm.model.copying import copied, copied_hooks
+from lightning_swarm.model.fidelity.copying import copied, copied_hooks
 from lightning_swarm.model.partition.blocks import Blocks
 
 _TENSORS: Final = ("_parameters", "_buffers")

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from typing_extensions import TypeIs
 
-from lightning_swarm.client.session import Session
+from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError, RunOver
 from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.run import MAX_METRIC_BYTES, MAX_PLAN_METRICS, MAX_RUNS, BatchNumber, EpochPlan

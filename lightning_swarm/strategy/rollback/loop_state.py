@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_swarm.client.session import RunNews
+from lightning_swarm.client.run_session import RunNews
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.module_states import plain_attributes, restore_attributes
+from lightning_swarm.model.fidelity.module_states import plain_attributes, restore_attributes
 from lightning_swarm.protocol.plain_values import Awaited
 from lightning_swarm.strategy.metrics import Pending
 from lightning_swarm.strategy.rollback.data_position import BatchPosition

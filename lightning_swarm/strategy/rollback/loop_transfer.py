@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_swarm.client.generation import DecidedRecord, Metrics
-from lightning_swarm.client.session import RunNews, Session
+from lightning_swarm.client.run_generation import DecidedRecord, Metrics
+from lightning_swarm.client.run_session import RunNews, Session
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import plain_values
 from lightning_swarm.protocol.messages.batches import NEEDED, LoggedValue, MetricState, TravellingLoop

@@ -201,7 +201,7 @@ def test_who_waits_for_a_served_model_is_told_what_for(
     def refuse(*_: object, **__: object) -> None:
         raise Unreachable("nobody is there")
 
-    monkeypatch.setattr("lightning_swarm.peer.remote_model.remote_model", refuse)
+    monkeypatch.setattr("lightning_swarm.serving.remote_model.remote_model", refuse)
     assert command(monkeypatch, *arguments) == 1
     assert capsys.readouterr().err.splitlines() == [
         "Importing torch and transformers.",

@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from lightning_swarm.client import model_state
-from lightning_swarm.client.generation import TrainerGeneration
+from lightning_swarm.client.run_generation import TrainerGeneration
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.clock import now_s

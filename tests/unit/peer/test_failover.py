@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from lightning_swarm.client.generation import TrainerGeneration
+from lightning_swarm.client.run_generation import TrainerGeneration
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.limits import Limits

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone
-from lightning_swarm.model.attention_cache import IN_SESSION
+from lightning_swarm.model.inference.attention_cache import IN_SESSION
 from lightning_swarm.model.partition import CALLS
 from lightning_swarm.network import Message, PeerId, framing
 from lightning_swarm.network.access import CERTIFY, INTRODUCE, OPEN_METHODS, PING

@@ -11,8 +11,8 @@ from itertools import count
 import pytest
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.server.placement import Placed, choose_move, stage_rates
-from lightning_swarm.server.promises import Promises
+from lightning_swarm.serving.placement import Placed, choose_move, stage_rates
+from lightning_swarm.serving.promises import Promises
 
 GAIN = 1.3
 ME, OTHER, THIRD = map(PeerId, ("me", "other", "third"))

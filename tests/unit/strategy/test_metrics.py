@@ -10,7 +10,7 @@ import torchmetrics
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 
-from lightning_swarm.client.generation import Metrics
+from lightning_swarm.client.run_generation import Metrics
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.batches import LoggedValue, MetricState
 from lightning_swarm.strategy import metrics

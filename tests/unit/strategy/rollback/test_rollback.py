@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_swarm.client.session import RunNews
+from lightning_swarm.client.run_session import RunNews
 from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint
 
 

@@ -1,0 +1,1 @@
+"""The client's side of text generation: sessions, routes, forwards and adapters."""

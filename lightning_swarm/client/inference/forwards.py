@@ -1,0 +1,163 @@
+"""Runs forwards with a cache as steps of inference sessions; the servers hold the cache's contents."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_swarm.client.inference.adapters import PackedAdapter, names_of
+from lightning_swarm.client.inference.routes import SessionRoutes
+from lightning_swarm.client.inference.session import (
+    InferenceSession,
+    InferenceSessions,
+    SessionInput,
+    SessionResult,
+    SessionWeights,
+)
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.model.inference.attention_cache import CacheHandle, with_cache
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
+from lightning_swarm.protocol.messages.calls import ComputeMode
+
+
+class SessionForwards:
+    """Runs the steps of texts. The rows of a text stay together, and are not cut into microbatches."""
+
+    def __init__(
+        self, runtime: Runtime, routes: SessionRoutes, *, codec: Codec | None, device: torch.device, num_blocks: int
+    ) -> None:
+        self._runtime, self._routes = runtime, routes
+        self._codec, self._device = codec, device  # codec of tensors in transit; device of outputs
+        self._num_blocks = num_blocks
+        self._sessions: InferenceSessions | None = None  # created with the first session
+
+    def step(
+        self,
+        hidden: Any,
+        extras: dict[str, Any],
+        cache: Any,
+        *,
+        weights: SessionWeights,
+        modes: Sequence[ComputeMode],
+        adapters: Sequence[PackedAdapter | None] = (),  # one for each stage; empty: none
+        drops: Sequence[bool] = (),  # one for each stage: its adapter's dropout is on; empty: all off
+    ) -> Any:
+        """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
+        handle = CacheHandle.of(cache)
+        session = self._session_of(cache, handle, weights, adapters)
+        handle.in_step = True  # stays set if the step fails or is interrupted
+        given, (rows, length) = self._given(hidden, extras, handle, modes, drops)
+        found = self._runtime.run(session.step(given))
+        output = self._received(found.output, cache)
+        handle.grow(cache, rows=rows, length=length, num_layers=self._num_blocks)
+        if found.length != handle.length:
+            raise ConfigError(
+                f"a cache on servers must grow as on one machine: it has {handle.length} tokens here, and there "
+                f"{found.length}. This {type(cache).__name__} cannot be used in a swarm: pass `use_cache=False`."
+            )
+        handle.in_step = False
+        return output
+
+    def once(
+        self, hidden: Any, extras: dict[str, Any], *, weights: SessionWeights, modes: Sequence[ComputeMode]
+    ) -> Any:
+        """Compute a forward without a cache, as a session of one step."""
+        given, _ = self._given(hidden, extras, None, modes)
+
+        async def compute() -> SessionResult:
+            sessions = self._opened()
+            session = sessions.open(None, weights)
+            try:
+                return await session.step(given)
+            finally:
+                sessions.close_soon(session)
+
+        return self._received(self._runtime.run(compute()).output, None)
+
+    def _given(
+        self,
+        hidden: Any,
+        extras: dict[str, Any],
+        handle: CacheHandle | None,
+        modes: Sequence[ComputeMode],
+        drops: Sequence[bool] = (),
+    ) -> tuple[SessionInput, Sequence[int]]:
+        """Return a step's input, and the rows and tokens of the hidden state; refuse inputs that require a gradient."""
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in serialization.flatten((hidden, extras))[1]
+        ):
+            raise ConfigError(
+                "text is generated without gradients, got blocks with a cache whose input requires one. Generate under "
+                "`torch.no_grad()`; to train something before the blocks, do without a cache, by `use_cache=False` in "
+                "a Hugging Face model's config."
+            )
+        with _any_thread():
+            # Copied, because a step may be sent again, and the forward may overwrite its arguments.
+            given = SessionInput(
+                hidden=on_cpu(encoded(hidden, self._codec), copy=True),
+                extras=on_cpu(extras, copy=True),
+                operations=[] if handle is None else handle.take_operations(),
+                modes=modes,
+                drops=drops,
+            )
+        return given, serialization.leaves(hidden)[0].shape[:2]
+
+    def _received(self, found: serialization.Tree, cache: Any) -> Any:
+        """Decode an output, in which `cache` takes the place of the servers' cache."""
+        with _any_thread():
+            return with_cache(decoded(on_cpu(found, copy=True), self._codec, self._device), cache)
+
+    def _session_of(
+        self, cache: Any, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
+    ) -> InferenceSession:
+        """Return the session of a cache; its first step opens one."""
+        session: InferenceSession | None = handle.session
+        if session is None:
+            session = handle.session = self._runtime.run(self._open(handle, weights, adapters))
+            weakref.finalize(cache, self._end, session).atexit = False
+        if handle.in_step:
+            raise ConfigError(
+                "a cache is of no use any more once a step of its text has failed. Begin with a new cache."
+            )
+        if session.weights != weights or self._sessions is None or not self._sessions.has(session):
+            raise ConfigError(
+                f"a text is generated with the same weights from beginning to end: this cache is of {session.weights}, "
+                f"and the run is at {weights}. Begin with a new cache."
+            )
+        if names_of(session.adapters) != names_of(adapters):
+            raise ConfigError(
+                "a text is generated with the same adapter from beginning to end: since this cache was begun, the "
+                "adapter has trained, or another one is active. Begin with a new cache."
+            )
+        return session
+
+    async def _open(
+        self, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
+    ) -> InferenceSession:
+        """On the loop: open a session for a cache."""
+        return self._opened().open(handle.recipe, weights, adapters)
+
+    def _opened(self) -> InferenceSessions:
+        """On the loop: return the client's sessions, which receive messages from the first call on."""
+        if self._sessions is None:
+            self._sessions = InferenceSessions(self._routes)
+        return self._sessions
+
+    def _end(self, session: InferenceSession) -> None:
+        """Close the session of a cache that was garbage-collected, on any thread."""
+        sessions = self._sessions
+        if sessions is not None:
+            self._runtime.post(lambda: sessions.close_soon(session))
+
+
+@contextlib.contextmanager
+def _any_thread() -> Iterator[None]:
+    """Inside, make tensors without gradients that other threads can use."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,86 @@
+"""Generates text through the pipeline; sessions on servers hold the caches of keys and values."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_swarm.client.inference.forwards import SessionForwards
+from lightning_swarm.client.inference.routes import RunRoutes
+from lightning_swarm.client.inference.session import SessionWeights
+from lightning_swarm.client.pipeline.differentiation import trained
+from lightning_swarm.client.pipeline.pipeline_call import by_stage
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.fidelity.hooks import check_global, describe
+from lightning_swarm.protocol import serialization
+
+if TYPE_CHECKING:
+    from lightning_swarm.client.pipeline.pipeline import Pipeline
+
+
+class TextGeneration:
+    """Runs the steps of growing texts through a pipeline, with the run's weights."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    @cached_property
+    def _forwards(self) -> SessionForwards:
+        pipeline, config = self._pipeline, self._pipeline.config
+        return SessionForwards(
+            pipeline.runtime,
+            RunRoutes(pipeline.context),
+            codec=config.codecs.activations,
+            device=config.device,
+            num_blocks=sum(name is not None for stage in config.stages for name in stage.block_names),
+        )
+
+    @cached_property
+    def _weights(self) -> list[nn.Parameter]:
+        return [weight for stage in self._pipeline.config.stages for weight in stage.parameters()]
+
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        return [module for named in self._named_modules for _, module in named]
+
+    @cached_property
+    def _named_modules(self) -> list[list[tuple[str, nn.Module]]]:
+        return [list(stage.named_block_modules()) for stage in self._pipeline.config.stages]
+
+    def step(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
+        """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
+        pipeline = self._pipeline
+        states = [one.read() for one in pipeline.states]
+        training = any(training for training, _ in states)
+        self._check_generates(training=training)
+        pipeline.check_transforms(serialization.flatten((hidden, extras))[1])
+        if pipeline.before_call is not None:
+            pipeline.before_call(pipeline.batch is None)
+        weights = SessionWeights(
+            generation=pipeline.generation, version=pipeline.version, number=pipeline.evaluation_number
+        )
+        mode = capture(pipeline.config.device.type, training=training, grad=False, input_grad=False)
+        return self._forwards.step(hidden, extras, cache, weights=weights, modes=by_stage(mode, states))
+
+    def _check_generates(self, *, training: bool) -> None:
+        if torch.is_grad_enabled() and trained(self._weights):
+            raise ConfigError(
+                "a cache of keys and values is for generating text, without gradients. Generate under "
+                "`torch.no_grad()`; elsewhere do without a cache, by `use_cache=False` in a Hugging Face model's "
+                "config."
+            )
+        if training and any(getattr(module, "gradient_checkpointing", False) for module in self._modules):
+            raise ConfigError(
+                "blocks with gradient checkpointing have no cache in train mode. Generate under `model.eval()`, or "
+                "call `activation_checkpointing_disable()` before."
+            )
+        check_global()
+        if any(describe(named) for named in self._named_modules):
+            raise ConfigError(
+                "blocks that generate with a cache must have no forward hooks within: what they see is on servers. "
+                "Remove them, or generate with `use_cache=False`."
+            )

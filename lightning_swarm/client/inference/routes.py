@@ -1,0 +1,118 @@
+"""Choice of servers for inference sessions: the interface, and its implementation for the servers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_swarm.client.inference.adapters import PackedAdapter
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import PeerError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.protocol.rpc import SESSION_STEP
+
+
+class SessionRoutes(Protocol):
+    """Chooses servers for sessions, and sends their steps."""
+
+    @property
+    def transport(self) -> Transport:
+        """The client's transport."""
+        ...
+
+    @property
+    def timeout(self) -> float:
+        """Maximum seconds for a call, and for a step in which no server is replaced."""
+        ...
+
+    def begin(self, rows: int) -> list[PeerId]:
+        """Choose a server for each stage of a session with this many rows."""
+        ...
+
+    def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
+        """Choose another server for a stage of a route; return the same one if there is no other."""
+        ...
+
+    def end(self, route: Sequence[PeerId]) -> None:
+        """Release a route whose session is over."""
+        ...
+
+    def servers(self, stage: int) -> Collection[PeerId]:
+        """Return a stage's servers."""
+        ...
+
+    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+        """Avoid a server for a while, because it failed in a step with weights of this version."""
+        ...
+
+    def is_banned(self, stage: int, peer: PeerId) -> bool:
+        """Return whether a server is avoided because of a recent failure."""
+        ...
+
+    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+        """Send a server an adapter unless it was sent before; with `again`, in any case."""
+        ...
+
+    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
+        """Send a step; raise `Refusal` if the server answers with an error that no server should answer with."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunRoutes:
+    """Routes through the servers of a run, chosen as for microbatches."""
+
+    context: PipelineContext
+
+    @property
+    def transport(self) -> Transport:
+        """See `SessionRoutes`."""
+        return self.context.transport
+
+    @property
+    def timeout(self) -> float:
+        """See `SessionRoutes`."""
+        return self.context.timeout
+
+    def begin(self, rows: int) -> list[PeerId]:
+        """See `SessionRoutes`."""
+        return [self._choose(stage, rows) for stage in range(len(self.context.routers))]
+
+    def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
+        """See `SessionRoutes`."""
+        return self._choose(stage, rows, avoid=frozenset({route[stage]}))
+
+    def _choose(self, stage: int, rows: int, avoid: frozenset[PeerId] = frozenset()) -> PeerId:
+        """Choose a server as for a microbatch, without charging it: a session's steps come much later."""
+        router = self.context.routers[stage]
+        charge = router.choose(rows, now_s=now_s(), avoid=avoid)
+        router.release(charge)
+        return charge.peer
+
+    def end(self, route: Sequence[PeerId]) -> None:
+        """See `SessionRoutes`. Routers keep no account of sessions."""
+
+    def servers(self, stage: int) -> Collection[PeerId]:
+        """See `SessionRoutes`."""
+        return self.context.routers[stage].peers.keys()
+
+    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+        """See `SessionRoutes`."""
+        self.context.ban(stage, peer, version, error)
+
+    def is_banned(self, stage: int, peer: PeerId) -> bool:
+        """See `SessionRoutes`."""
+        return self.context.is_banned(stage, peer)
+
+    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+        """Not supported: sessions of a run have no adapters."""
+        raise NotImplementedError
+
+    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
+        """See `SessionRoutes`."""
+        await self.context.send(peer, SESSION_STEP, step, tensors)

@@ -1,0 +1,453 @@
+"""Inference sessions of a client: logs their steps, chooses their routes, and replaces servers that fail.
+
+The client sends each step to the first stage's server, and receives the output from the last one. It keeps all steps
+that it has sent. If a server dies, the server before it sends the steps so far to the replacement. If that server has
+dropped its outputs, the replay begins at an earlier stage, in the end at the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from lightning_swarm.client.inference.adapters import PackedAdapter, names_of
+from lightning_swarm.client.inference.routes import SessionRoutes
+from lightning_swarm.client.pipeline.context import Refusal
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import (
+    AdapterMissing,
+    Busy,
+    PeerError,
+    ProtocolError,
+    SessionLost,
+    StageError,
+    StageLost,
+    SwarmError,
+    Unreachable,
+)
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.random import key_seed
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.liveness import alive_among
+from lightning_swarm.protocol import rpc, serialization
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.inference import (
+    WINDOW,
+    CacheOperation,
+    CacheRecipe,
+    SessionClose,
+    SessionFailed,
+    SessionOutput,
+    SessionReplay,
+    SessionStep,
+)
+
+_LOOK_S: Final = 0.5  # seconds without output before a liveness check of the route's servers
+_MAX_CLOSING_S: Final = 5.0
+_FIRST_AGAIN: Final = 4  # liveness checks before the first resend of the newest step; doubles each time
+_MAX_TIMEOUTS: Final = 10  # a step may take this many call timeouts if servers must be replaced
+_MAX_FAILURES: Final = 64  # reports of failures that wait to be handled; further ones replace the oldest
+_MAX_DROPPED: Final = 3  # a server that lacks its adapter more often in one step is replaced
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionInput:
+    """Inputs of a step for the first stage."""
+
+    hidden: serialization.Tree  # new tokens, ``[rows, tokens, ...]``, in wire form
+    extras: dict[str, Any]  # extra arguments of all blocks
+    operations: Sequence[CacheOperation]  # applied to the caches before the step
+    modes: Sequence[ComputeMode]  # one for each stage
+    drops: Sequence[bool] = ()  # one for each stage: its adapter's dropout is on; empty: all off
+
+    @property
+    def draws(self) -> bool:
+        """Whether any part is in train mode, so that the blocks may draw random numbers."""
+        return any(self.drops) or any(mode.training for mode in self.modes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionWeights:
+    """The weights that a session computes with."""
+
+    generation: int  # generation of the run
+    version: int
+    number: int  # number of the evaluation weights; 0: the weights of the version
+
+
+@dataclass(frozen=True)
+class SessionResult:
+    """Result of a step."""
+
+    output: serialization.Tree  # output of the last stage, in wire form
+    length: int | None  # tokens in the last server's cache; None: no cache
+
+
+class InferenceSession:
+    """A growing text, with its caches at one server of each stage. Runs on the swarm's event loop."""
+
+    def __init__(
+        self,
+        routes: SessionRoutes,
+        recipe: CacheRecipe | None,
+        weights: SessionWeights,
+        adapters: Sequence[PackedAdapter | None] = (),  # one for each stage; empty: none
+        *,
+        seed: int = 0,  # key of all random draws in train mode
+    ) -> None:
+        self.id = secrets.token_hex(16)
+        self._seed = seed
+        self.weights, self.adapters = weights, adapters
+        self._routes, self._recipe = routes, recipe
+        self._log: list[SessionInput] = []  # all steps so far, to send them to new servers
+        self._route: list[PeerId] = []  # server of each stage; empty before the first step
+        self._attempt = 0  # counts the rebuilds of the route
+        self._attempt_step = 1  # the newest step when the attempt began
+        self._output: asyncio.Future[SessionResult] | None = None  # result of the current step
+        self._failures: deque[SessionFailed] = deque(maxlen=_MAX_FAILURES)
+        self._news = asyncio.Event()  # set by an output, a failure or the end of a liveness check
+        self._looking: asyncio.Task[set[PeerId]] | None = None  # liveness check of the route's servers
+        self._num_looks = 0  # liveness checks in this step
+        self._unfit: set[int] = set()  # stages whose server must be replaced
+        self._lacking: Counter[int] = Counter()  # stage -> times that its server lacked the adapter in this step
+        self._lacking_now: set[int] = set()  # stages whose server must get the adapter
+        self._refused: dict[int, set[PeerId]] = {}  # stage -> servers that answered with an error
+        self._telling: set[asyncio.Task[None]] = set()  # messages to former servers under way
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps so far."""
+        return len(self._log)
+
+    async def step(self, given: SessionInput) -> SessionResult:
+        """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
+        self._log.append(given)
+        output = self._output = asyncio.get_running_loop().create_future()
+        self._num_looks = 0
+        timeout = self._routes.timeout
+        last_s = now_s() + _MAX_TIMEOUTS * timeout  # the deadline is never extended beyond this
+        deadline_s = now_s() + timeout
+        try:
+            # Stages that need another server, or the steps so far again.
+            broken = await (self._send(self.num_steps, resume=self.num_steps) if self._route else self._begin())
+            while not output.done():
+                if broken:
+                    broken = await self._rebuild(broken)
+                    if not broken:  # replays take time, so extend the deadline
+                        deadline_s = min(last_s, now_s() + timeout)
+                else:
+                    broken = await self._wait(output)
+                if not output.done() and now_s() >= deadline_s:
+                    raise StageLost(
+                        f"step {self.num_steps} of a session did not get through within {timeout:g} s "
+                        f"on {self._route}. Raise `Limits.call_timeout` if it takes longer."
+                    )
+        finally:
+            self._output = None
+            self._failures.clear()
+            if self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+        self._refused.clear()
+        self._unfit.clear()
+        self._lacking.clear()
+        self._lacking_now.clear()
+        result: SessionResult = output.result()
+        return result
+
+    async def close(self) -> None:
+        """Close the session and notify its servers. Call it at most once."""
+        if self._route:
+            self._routes.end(self._route)
+        await gather(map(self._end_at, dict.fromkeys(self._route)))
+
+    def _tell_soon(self, peer: PeerId) -> None:
+        task = asyncio.ensure_future(self._end_at(peer))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _end_at(self, peer: PeerId) -> None:
+        request = SessionClose(session=self.id)
+        with contextlib.suppress(SwarmError):  # best effort: servers also drop sessions by themselves
+            await rpc.SESSION_CLOSE.ask(self._routes.transport, peer, request, timeout=_MAX_CLOSING_S)
+
+    # ------------------------------------------------------------------ incoming messages
+
+    def take_output(self, caller: PeerId, message: Message, said: SessionOutput) -> None:
+        """Accept a step's output from the last stage's server; ignore repeated outputs of older steps."""
+        if not self._route or caller != self._route[-1]:
+            raise ProtocolError(f"a session's output comes from its last server, not from {caller}")
+        if said.number == self.num_steps and self._output is not None and not self._output.done():
+            tree = serialization.unflatten(said.structure, list(message.tensors))
+            self._output.set_result(SessionResult(tree, said.length))
+            self._news.set()
+
+    def is_served_by(self, peer: PeerId) -> bool:
+        """Return whether a peer is one of the session's servers."""
+        return peer in self._route
+
+    def take_failure(self, caller: PeerId, failed: SessionFailed) -> None:
+        """Accept a server's report that a step failed."""
+        if caller not in self._route:
+            raise ProtocolError(f"{caller} is no server of the session")
+        if failed.stage_index >= len(self._route):
+            raise ProtocolError(f"a session of {len(self._route)} stages failed at stage {failed.stage_index}")
+        # Ignore failures of an earlier step that has succeeded since without another attempt.
+        is_old = failed.number < self.num_steps and self._attempt_step < self.num_steps
+        if failed.attempt == self._attempt and self._output is not None and not is_old:
+            self._failures.append(failed)
+            self._news.set()
+
+    async def _wait(self, output: asyncio.Future[SessionResult]) -> set[int]:
+        """Wait for the output or a failure; return the stages that need another server or another replay."""
+        while not output.done():
+            if self._failures:
+                return self._judge(self._failures.popleft())
+            if self._looking is not None and self._looking.done():
+                alive, self._looking = self._looking.result(), None
+                if silent := self._ban_all_but(alive, Unreachable("it does not answer")):
+                    return silent
+                self._num_looks += 1
+                # All servers are alive, so a message may be lost. On a resend, servers pass on their results again.
+                if self._num_looks >= _FIRST_AGAIN and self._num_looks.bit_count() == 1:
+                    return await self._send(self.num_steps, resume=self.num_steps)
+            await self._until_news()
+        return set()
+
+    async def _until_news(self) -> None:
+        """Wait for news; after `_LOOK_S` without any, begin a liveness check, whose end is news, too."""
+        self._news.clear()
+        try:
+            async with asyncio.timeout(_LOOK_S if self._looking is None else None):
+                await self._news.wait()
+        except TimeoutError:
+            looking = alive_among(self._routes.transport, dict.fromkeys(self._route))
+            self._looking = asyncio.ensure_future(looking)
+            self._looking.add_done_callback(lambda _: self._news.set())
+
+    def _judge(self, failed: SessionFailed) -> set[int]:
+        """Choose the remedy for a failure, and return its stage. A server that has lost steps only gets them again."""
+        stage = failed.stage_index
+        if failed.kind == "refused":
+            self._refuse(stage, StageError(f"stage {stage}: {failed.reason}"))
+        elif failed.kind == "unreachable":
+            self._ban(stage, Unreachable(failed.reason))
+        elif failed.kind == "busy":
+            self._unfit.add(stage)
+        elif failed.kind == "adapter":
+            self._note_lacking(stage)
+        return {stage}
+
+    def _note_lacking(self, stage: int) -> None:
+        self._lacking[stage] += 1
+        self._lacking_now.add(stage)
+
+    async def _give_adapter(self, stage: int, *, again: bool) -> None:
+        """Send a stage's server its adapter; replace a server that refuses it or drops it repeatedly."""
+        adapter, peer = (self.adapters[stage] if self.adapters else None), self._route[stage]
+        try:
+            if adapter is None:
+                raise ProtocolError(f"{peer} misses an adapter that no step has named")
+            await self._routes.give_adapter(peer, adapter, again=again)
+        except Busy:
+            self._unfit.add(stage)
+        except PeerError as error:
+            self._ban(stage, error)
+        except SwarmError as error:
+            self._refuse(stage, error)
+        if self._lacking[stage] > _MAX_DROPPED:
+            self._unfit.add(stage)
+
+    # ------------------------------------------------------------------ routes
+
+    def _ban(self, stage: int, error: PeerError) -> None:
+        self._unfit.add(stage)
+        self._routes.ban(stage, self._route[stage], version=self.weights.version, error=error)
+
+    def _refuse(self, stage: int, error: SwarmError) -> None:
+        """Ban a stage's server that answered with an error; raise the error if all servers of the stage did."""
+        refused = self._refused.setdefault(stage, set())
+        refused.add(self._route[stage])
+        if refused >= set(self._routes.servers(stage)):
+            raise error
+        self._ban(stage, Refusal(self._route[stage], error))
+
+    async def _begin(self) -> set[int]:
+        """Choose a server for each stage and send the first step; return the stages that need another server."""
+        self._route = self._routes.begin(self._num_rows)
+        with_one = [stage for stage, adapter in enumerate(self.adapters) if adapter is not None]
+        await gather(self._give_adapter(stage, again=False) for stage in with_one)
+        return set(self._unfit) or await self._send_all(resume=1)
+
+    async def _rebuild(self, broken: set[int]) -> set[int]:
+        """Replace unfit servers and replay the steps to broken stages; return the stages that are still broken."""
+        self._attempt += 1
+        self._attempt_step = self.num_steps
+        self._failures.clear()
+        await gather(self._give_adapter(stage, again=True) for stage in broken & self._lacking_now)
+        self._lacking_now.clear()
+        for stage in broken & self._unfit:
+            before = self._route[stage]
+            after = self._route[stage] = self._routes.replace(stage, self._route, self._num_rows)
+            self._lacking[stage] = 0
+            if after == before or self._routes.is_banned(stage, after):  # the stage has no other server
+                await asyncio.sleep(_LOOK_S)
+            if before not in self._route:
+                self._tell_soon(before)
+        self._unfit.clear()
+        first = min(broken)
+        # A single broken stage passes on only the newest output; of several, each must pass on all outputs.
+        resume = self.num_steps if len(broken) == 1 else 1
+        # The server before the first broken stage sends its outputs again. If it has dropped them, the server before it
+        # does, and in the end the client sends all steps.
+        while first > 0:
+            request = SessionReplay(
+                session=self.id,
+                stage_index=first - 1,
+                attempt=self._attempt,
+                resume=resume,
+                route=self._route[first - 1 :],
+            )
+            before = self._route[first - 1]
+            try:
+                timeout = self._routes.timeout
+                await rpc.SESSION_REPLAY.ask(self._routes.transport, before, request, timeout=timeout)
+            except SessionLost:
+                await self._end_at(before)
+                first, resume = first - 1, 1  # `before` has dropped its outputs, so it must compute them again
+            except AdapterMissing:  # raised by the server of stage `first`, which is new to the session
+                self._note_lacking(first)
+                return {first}
+            except PeerError as error:
+                alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
+                return self._ban_all_but(alive, error) or {first}  # `before` or the server of `first` may be gone
+            else:
+                # `before` may lack the newest step, so send that through all stages.
+                return await self._send(self.num_steps, resume=resume)
+        return await self._send_all(resume=resume)
+
+    def _ban_all_but(self, alive: set[PeerId], error: PeerError) -> set[int]:
+        """Ban the route's servers outside of `alive` for this error; return their stages."""
+        silent = {stage for stage, peer in enumerate(self._route) if peer not in alive}
+        for stage in silent:
+            self._ban(stage, error)
+        return silent
+
+    @property
+    def _num_rows(self) -> int:
+        return max((leaf.shape[0] for leaf in serialization.leaves(self._log[0].hidden)), default=1)
+
+    async def _send_all(self, *, resume: int) -> set[int]:
+        """Send all steps so far to the first stage's server; return that stage if the server does not accept them."""
+        first = 1
+        while first <= self.num_steps:  # the first step alone, because it begins the session there
+            numbers = range(first, 2 if first == 1 else min(first + WINDOW, self.num_steps + 1))
+            for broken in await gather(self._send(number, resume=resume) for number in numbers):
+                if broken:
+                    return broken
+            first = numbers.stop
+        return set()
+
+    async def _send(self, number: int, *, resume: int) -> set[int]:
+        """Send a step to the first stage's server; return that stage if the server does not accept it.
+
+        Servers pass on their outputs of the steps from `resume` on.
+        """
+        given = self._log[number - 1]
+        structure, tensors = serialization.flatten((given.hidden, given.extras))
+        step = SessionStep(
+            session=self.id,
+            client=self._routes.transport.peer_id,
+            attempt=self._attempt,
+            generation=self.weights.generation,
+            version=self.weights.version,
+            weights=self.weights.number,
+            number=number,
+            resume=resume,
+            stage_index=0,
+            route=self._route,
+            modes=list(given.modes),
+            adapters=names_of(self.adapters),
+            drops=list(given.drops),
+            seed=self._seed if given.draws else None,
+            recipe=self._recipe,
+            operations=list(given.operations),
+            structure=structure,
+        )
+        try:
+            await self._routes.send(self._route[0], step, tensors)
+        except SessionLost:
+            return {0}
+        except AdapterMissing:
+            self._note_lacking(0)
+            return {0}
+        except Busy:
+            self._unfit.add(0)
+            return {0}
+        except Refusal as refusal:
+            self._refuse(0, refusal.error)
+            return {0}
+        except PeerError as error:
+            self._ban(0, error)
+            return {0}
+        return set()
+
+
+@dataclass(eq=False)
+class InferenceSessions:
+    """Holds one client's sessions by id, and receives the messages of their servers."""
+
+    routes: SessionRoutes
+    _open: dict[str, InferenceSession] = field(default_factory=dict)
+    _num_opened: int = 0
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        transport = self.routes.transport
+        rpc.SESSION_OUTPUT.serve(transport, self._handle_output, admit=self._check_server)
+        rpc.SESSION_FAILED.serve(transport, self._handle_failed)
+
+    def open(
+        self, recipe: CacheRecipe | None, weights: SessionWeights, adapters: Sequence[PackedAdapter | None] = ()
+    ) -> InferenceSession:
+        """Open a session; `recipe` is None if the blocks take no cache. The first step chooses its servers."""
+        # Texts in train mode depend on `seed_everything`, and on the number of texts before them in this process.
+        seed = key_seed(torch.initial_seed(), self._num_opened)
+        self._num_opened += 1
+        session = InferenceSession(self.routes, recipe, weights, adapters, seed=seed)
+        self._open[session.id] = session
+        return session
+
+    def has(self, session: InferenceSession) -> bool:
+        """Return whether a session is open here."""
+        return session.id in self._open
+
+    def close_soon(self, session: InferenceSession) -> None:
+        """On the loop: close a session and notify its servers."""
+        if self._open.pop(session.id, None) is not None:
+            task = asyncio.ensure_future(session.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _find(self, session: str) -> InferenceSession:
+        found = self._open.get(session)
+        if found is None:
+            raise SessionLost("this client has no such session")
+        return found
+
+    def _check_server(self, caller: PeerId) -> None:
+        if not any(session.is_served_by(caller) for session in self._open.values()):
+            raise ProtocolError(f"{caller} is no server of a session of this client")
+
+    async def _handle_output(self, caller: PeerId, said: SessionOutput, message: Message) -> None:
+        self._find(said.session).take_output(caller, message, said)
+
+    async def _handle_failed(self, caller: PeerId, failed: SessionFailed) -> None:
+        self._find(failed.session).take_failure(caller, failed)

@@ -1,0 +1,437 @@
+"""A trainer's session in a run, driven by Lightning's loop: batches go in, records come out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lightning_swarm.client.pipeline.local_layers import LocalLayers
+from lightning_swarm.client.pipeline.pipeline import GrantedBatch, Pipeline
+from lightning_swarm.client.run_generation import DecidedRecord, Metrics, NextGrant
+from lightning_swarm.client.step_client import StepClient
+from lightning_swarm.core.errors import PeerError, StepError
+from lightning_swarm.core.event_loop import Runtime, TimedRuntime
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
+from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.reports import EventKind
+from lightning_swarm.protocol.messages.run import (
+    BatchNumber,
+    EpochPlan,
+    Manifest,
+    RestartRequest,
+    Selection,
+    StepChange,
+    first_trained,
+)
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.run_state import RunState, lanes_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunNews:
+    """Records that a trainer has received, and that its loop has not counted yet."""
+
+    version: int  # newest version of the weights that the trainer knows
+    records: Sequence[DecidedRecord] = ()  # oldest first
+    # lease -> finished batch that its step does not count
+    lost: Mapping[int, Any] = field(default_factory=dict)
+
+
+class Session:
+    """Takes one trainer's batches through the run. The main thread calls it, and the event loop does the work."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pipeline: Pipeline,
+        steps: StepClient,
+        manifest: Manifest,
+        *,
+        is_lead: bool,
+        local_layers: LocalLayers | None,  # layers outside of the pipeline, which this trainer computes itself
+    ) -> None:
+        self._runtime = TimedRuntime(runtime)
+        self.pipeline = pipeline
+        self.local_layers = local_layers
+        if not is_lead:
+            pipeline.number_evaluations(steps.peer_id)
+        self._steps = steps
+        self._stages = manifest.stages
+        self._select(manifest.selection)
+        self.is_lead = is_lead
+        pipeline.enter_generation(manifest.generation, steps.version)
+
+    @property
+    def version(self) -> int:
+        """The version of the newest weights that this trainer knows of, equal to the number of applied records."""
+        return self._steps.version
+
+    @property
+    def num_trainers(self) -> int:
+        """The number of trainers in the run; a new one is included before this one gets a place in its first step."""
+        return len(self.run.trainers)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the run has, or may get, other trainers."""
+        return self.run.is_shared
+
+    @property
+    def delays(self) -> bool:
+        """True if a step's record comes while the next step takes batches."""
+        return self.run.manifest.settings.delay_optimizer_step
+
+    @property
+    def open_step(self) -> int:
+        """The step of the next batch, as far as this trainer knows. Delayed records are one step behind."""
+        return self._steps.open_step
+
+    def enter_generation(self, request: RestartRequest) -> None:
+        """Continue in the run's next generation, from its first step."""
+        self._steps.enter_generation(request)
+        self.pipeline.enter_generation(request.generation, request.first_step)
+        # The open step will not be decided, and decided steps will be open again.
+        self._runtime.run(self.pipeline.context.replay_buffer.clear())
+        if self.local_layers is not None:
+            self.local_layers.enter_generation()
+
+    def go_back_if(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
+        """At the lead: set the function that returns whether the run can roll back if servers' false work counted."""
+        self._steps.can_go_back = can_go_back
+
+    def resumes_at(self, versions: Callable[[], Collection[int]]) -> None:
+        """At the lead: set the function, for any thread, that returns snapshot versions where its loop can resume."""
+        self._steps.resumable = versions
+
+    @property
+    def newest_record(self) -> Record | None:
+        """The newest record that this trainer waited for."""
+        return self._steps.newest
+
+    def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
+        """At the lead: set the functions that return the hyperparameters of the open step, and the loop's epoch."""
+        self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
+
+    def change(self, change: StepChange) -> None:
+        """Send the change with which the open step begins. No place may be granted in it yet."""
+        self._runtime.run(self._steps.change(change))
+        if change.selection is not None:
+            self._select(change.selection)
+
+    def _select(self, selection: Selection | None) -> None:
+        """Record which parameters the optimizer has now."""
+        self.selection = selection
+        self.pipeline.first_trained = first_trained(selection, self._stages)
+        if self.local_layers is not None:
+            self.local_layers.selection = selection
+
+    def begin_batch(
+        self,
+        num_samples: int,
+        *,
+        gradient_scale: Callable[[], float],  # returns the factor of the batch's loss, which a record may change
+        before_record: Callable[[], None],
+        batch: BatchNumber | None = None,
+    ) -> Grant | None:
+        """Return a place in the open step for the current batch; call `before_record` before waiting for a record."""
+        # Where trainers share an epoch, `batch` is the batch's number, or the number after the epoch's last batch. The
+        # place may then be for another batch, which this trainer must bring first. None is returned if another trainer
+        # has the batch.
+        try:
+            serial = self._steps.next_serial()
+            grant: Grant | None = None
+            while grant is None:
+                found = self._runtime.run(self._steps.request_grant(serial, num_samples, gradient_scale(), batch))
+                if found is None:
+                    self._follow_version()  # a validation may follow, at the weights of the newest record
+                    return None
+                if isinstance(found, Grant):
+                    grant = found
+                else:
+                    before_record()
+                    self._runtime.run(self._steps.wait_closed(found))
+        finally:
+            self.pipeline.version = self._steps.version
+        if self.local_layers is not None:
+            self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
+        taken = self.pipeline.begin_batch(grant)
+        self._set_pipeline_version()
+        # Let the record of a late step come during this batch, unless there may be other trainers. `num_trainers` would
+        # miss a peer that has a place already, and is not a trainer yet.
+        if not self.is_shared and self._steps.open_step > self._steps.version:
+            taken.begin = partial(self._steps.begin_batch, grant)
+        return grant
+
+    def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
+        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
+        self._runtime.run(self._steps.plan(plan, position))
+
+    def take_plan(self, epoch: int) -> EpochPlan | None:
+        """Wait for the lead's plan of an epoch; None if the whole epoch is complete."""
+        return self._runtime.run(self._steps.take_plan(epoch))
+
+    @property
+    def lanes(self) -> Sequence[PeerId]:
+        """The trainers, in the order of the parts of an epoch that they read ahead."""
+        return lanes_of(self.run.trainers, self.run.manifest.lead)
+
+    @property
+    def peer_id(self) -> PeerId:
+        """The id of this trainer's peer."""
+        return self._steps.peer_id
+
+    def lead_epoch(self) -> int:
+        """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
+        return self._runtime.run(self._steps.lead_epoch())
+
+    def give_back(self) -> None:
+        """Give back the place reserved for the next batch, because there is none."""
+        self._runtime.run(self._steps.give_back())
+
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, collect the statistics that the trainer's own batch norms see in the current batch."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.counting()
+
+    def gradients_elsewhere(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, refuse uses of gradients of the trainer's own layers: `grad` is only a part of them."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_elsewhere()
+
+    def gradients_spent(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, refuse uses of the previous batch's gradients of the trainer's own layers."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_spent()
+
+    def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
+        """Let backwards add to the current batch's gradients from now on.
+
+        With `logs`, and if there are other trainers and no local layers, the batch is armed once all its backwards are
+        sent: from then on it counts, with these logs, even if this trainer dies.
+        """
+        batch = self.pipeline.batch
+        if batch is None:
+            return
+        batch.counts = True
+        # Within an accumulation window, plain Lightning would also count changes that user code made to gradients.
+        if not self.pipeline.clears_gradients:
+            self.pipeline.marks.check()
+            if self.local_layers is not None:
+                self.local_layers.check_clear()
+        self.pipeline.marks.clear()
+        self.pipeline.clears_gradients = False
+        if logs is not None and self.num_trainers > 1 and self.local_layers is None:
+            batch.arm = partial(self._arm, batch, logs)
+
+    def end_backward(self) -> None:
+        """Let backwards add nothing more to the current batch's gradients."""
+        if self.pipeline.batch is not None:
+            self.pipeline.batch.counts = False
+
+    async def _arm(self, batch: GrantedBatch, logs: Sequence[LoggedValue], receipts: list[Receipt]) -> None:
+        """Report that servers can complete the batch without this trainer; set how to ask later whether it counts."""
+
+        async def confirm() -> None:
+            await self._steps.done(batch.grant.lease, receipts, logs=logs)
+            batch.completed = list(receipts)
+
+        batch.confirm = confirm  # set before the call, which may arrive although no answer comes
+        try:
+            await self._steps.report_armed(batch.grant.lease, receipts, logs)
+        except PeerError as error:
+            _log.info("The coordinator may not know that the current batch no longer needs this trainer: %s", error)
+
+    def withdraw_batch(self, *, dropped: bool) -> None:
+        """Withdraw the current batch; servers discard its gradients. If `dropped`, no trainer brings it again."""
+        batch = self._give_up_batch()
+        self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=dropped))
+
+    def revoke_batch(self) -> None:
+        """Give up the current batch, which was struck. It counts nowhere, and may run again in another place."""
+        if self.pipeline.batch is not None:  # otherwise the batch has ended already, and the coordinator knows
+            self._runtime.run(self._steps.report_revoked(self._give_up_batch().grant.lease))
+
+    def finish_batch(
+        self,
+        logs: Sequence[LoggedValue],
+        metrics: Metrics,
+        *,
+        close: bool = False,
+        total_weight: float | None = None,
+        ahead: NextGrant | None = None,  # requests to send along; `end_step` returns the answer to `ends`
+    ) -> bool:
+        """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`.
+
+        At the lead, `close` asks to close the step, with `total_weight` as in `close_step`.
+        """
+        batch = self._current_batch()  # it stays current if `LeaseRevoked` is raised
+        self.pipeline.count_statistics()
+        if self.local_layers is not None:
+            self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
+        if metrics[0]:
+            self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
+        closing = self._runtime.run(
+            self._steps.done(
+                batch.grant.lease, batch.completed, close=close, total_weight=total_weight, logs=logs, ahead=ahead
+            )
+        )
+        self.pipeline.end_batch()
+        return closing
+
+    def follow_records(self) -> None:
+        """Between two batches: get the imminent record, if there is one, and switch to the newest weights."""
+        imminent = self._steps.generation.imminent
+        if imminent is not None:
+            self._runtime.run(self._steps.wait_for_record(imminent))
+        self._follow_version()
+
+    def close_step(self, *, total_weight: float | None) -> None:
+        """At the lead: ask to close the open step; `total_weight` None: the sum of the weights of its batches."""
+        self._runtime.run(self._steps.close(total_weight=total_weight))
+
+    def end_step(self) -> bool:
+        """Wait until the next step is open; False if a batch was withdrawn, and the step takes batches again."""
+        generation = self._steps.generation
+        closed, generation.step_ended = generation.step_ended, None
+        if closed is None:
+            closed = self._runtime.run(self._steps.wait_closed(self._steps.open_step))
+        self._follow_version()
+        return closed
+
+    @property
+    def has_ended(self) -> bool:
+        """True if `end_step` need not wait, because the answer to `finish_batch` included the end."""
+        return self._steps.generation.step_ended is not None
+
+    def catch_up(self) -> None:
+        """Wait for the records of all closed steps."""
+        if self._steps.open_step > self._steps.version:
+            self._runtime.run(self._steps.wait_for_record(self._steps.open_step - 1))
+            self._follow_version()
+
+    def end_training(self) -> None:
+        """Bring the module to the last record, without this trainer's batches of the open step."""
+        self.catch_up()
+        if self.local_layers is not None and self.is_shared:
+            self.local_layers.drop_uncounted(self._steps.version)
+
+    def hold_still(self) -> None:
+        """Let no record come while weights are read: within a batch, first wait for the record of a late step."""
+        if self.pipeline.batch is not None:
+            self.catch_up()
+        else:
+            self.follow_records()
+
+    def _follow_version(self) -> None:
+        """Switch to the newest weights, because records may have come."""
+        self._set_pipeline_version()
+        if self.local_layers is not None:
+            self.local_layers.refresh(self._steps.version)
+
+    def _set_pipeline_version(self) -> None:
+        """Set the weights of calls that add to no step: the newest, or with delayed steps, in a batch, the batch's."""
+        batch = self.pipeline.batch
+        self.pipeline.version = self._steps.version
+        if batch is not None and self.delays:
+            self.pipeline.version = self.run.weights_version(batch.grant.step)
+
+    @property
+    def completed_places(self) -> Sequence[int]:
+        """The places of this trainer's finished batches in all steps that have no record yet."""
+        return [lease.grant.first for lease in self._steps.generation.journal.finished(self.version)]
+
+    @property
+    def news(self) -> RunNews:
+        """The newest version, and the records that the loop has not collected yet."""
+        return RunNews(self._steps.version, list(self._steps.generation.records))
+
+    def restore_news(self, news: RunNews) -> None:
+        """Restore records that a saved loop had not collected yet, when the loop resumes."""
+        generation = self._steps.generation
+        generation.records = list(news.records)
+        generation.newest = news.records[-1].record if news.records else None
+
+    def take_lost(self) -> list[int]:
+        """Collect the leases of finished batches that their steps do not count; the batches may run again."""
+        generation = self._steps.generation
+        lost, generation.lost = generation.lost, []
+        return lost
+
+    def receive_record(self, step: int) -> DecidedRecord | None:
+        """Collect a step's record. Not at the lead: None if this trainer missed it, and knows only a later record."""
+        generation = self._steps.generation
+        found = next((decided for decided in generation.records if decided.record.step == step), None)
+        generation.records = [decided for decided in generation.records if decided.record.step > step]
+        return found
+
+    def take_events(self) -> dict[EventKind, int]:
+        """At the lead: return the counts of the peers' events since the last call."""
+        return dict(self.pipeline.context.events.drain())
+
+    def ask_to_stop(self) -> None:
+        """At a trainer that began the run with the lead: report to the lead that user code wants the run to end."""
+        step = self._steps.open_step
+        self.pipeline.context.events.note(
+            "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
+        )
+        self._runtime.run(self._steps.tell_events())
+
+    @property
+    def stopped_by(self) -> Sequence[PeerId]:
+        """At the lead: the trainers that began the run with it, and that asked it to stop."""
+        return self.pipeline.context.events.noted_by("stopped", self.run.manifest.trainers)
+
+    @property
+    def run(self) -> RunState:
+        """The run as this trainer knows it."""
+        return self._steps.run
+
+    @property
+    def num_servers(self) -> int:
+        """The number of peers that hold a stage."""
+        return len(self._steps.run.servers)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, from all trainers, in the steps decided so far."""
+        return self._steps.num_samples
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this trainer has waited for its batches' places and for the ends of steps."""
+        return self._runtime.waited_s
+
+    def renew(self) -> None:
+        """At the lead: keep the other trainers waiting while this trainer validates or saves."""
+        if self.is_lead and self.is_shared:
+            self._runtime.run(self._steps.renew())
+
+    def check(self, error: PeerError | StepError) -> None:
+        """At the lead: raise the open step's error if the step failed, because that may be why a peer is gone."""
+        if self.num_trainers > 1 and self.is_lead:
+            try:
+                self._runtime.run(self._steps.renew())
+            except StepError as failure:
+                raise failure from error
+
+    def retire(self, reason: str) -> None:
+        """Not at the lead: bring no more batches; wait until a record removes this trainer, or raise `RunOver`."""
+        self._runtime.run(self._steps.retire(reason))
+
+    def _give_up_batch(self) -> GrantedBatch:
+        """End the current batch without its gradients, and return it."""
+        batch = self._current_batch()
+        self.pipeline.end_batch()
+        if self.local_layers is not None:
+            self.local_layers.clear()
+        return batch
+
+    def _current_batch(self) -> GrantedBatch:
+        """Return the current batch; raise StepError if there is none."""
+        if self.pipeline.batch is None:
+            raise StepError("no batch is in hand")
+        return self.pipeline.batch

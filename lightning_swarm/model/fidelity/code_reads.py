@@ -1,0 +1,174 @@
+"""Static analysis of users' functions: the names that their code reads, and the users' functions that they may call."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, SimpleNamespace
+from typing import Any, Final
+
+from torch import nn
+from torch.autograd import Function
+
+from lightning_swarm.core.module_names import is_of
+from lightning_swarm.model.fidelity.leftovers import OF_TORCH
+
+# Known libraries. Their globals are internal, such as whether a warning was shown.
+_LIBRARIES: Final = {
+    *sys.stdlib_module_names - {"__main__"},
+    *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_swarm"),
+    *("transformers", "timm", "diffusers", "accelerate", "peft", "bitsandbytes", "einops", "numpy", "scipy"),
+    *("xformers", "flash_attn", "triton", "sklearn"),
+}
+# name of an instruction -> name under which it is counted
+_KINDS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
+_FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
+_OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")  # methods of `torch.autograd.Function`
+_MAX_DEPTH: Final = 4  # nested calls of functions
+NOTHING: Final = object()  # stands for the value of an empty closure variable
+NAMESPACES: Final = (Namespace, SimpleNamespace)
+"""Standard library classes whose objects hold users' settings."""
+
+
+def is_users(module_name: object) -> bool:
+    """Return whether a Python module, given by name, is the user's, that is, no part of a known library."""
+    return isinstance(module_name, str) and not is_of(_LIBRARIES, module_name)
+
+
+class Cells:
+    """Maps the names of a function's closure variables to their present values."""
+
+    def __init__(self, cells: Mapping[str, CellType]) -> None:
+        self._cells = cells
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a variable's present value, or `NOTHING` if it has none."""
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # the cell is empty
+            return NOTHING
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The names that the code of a function, and of functions nested in it, reads."""
+
+    globals: frozenset[str]  # without names that the function sets itself, also in `attributes`
+    attributes: frozenset[str]
+    modes_of: frozenset[str]  # names before `.training`, except the function's own `self`; "" for other expressions
+    a_class: bool  # reads the class of an object, and so perhaps attributes of the class
+    fills_containers: bool  # changes containers, such as a cache, which are then not watched
+
+
+@functools.lru_cache(4096)
+def reads(code: CodeType) -> Reads:
+    """Return the names that a function's code reads."""
+    names: defaultdict[str, set[Any]] = defaultdict(set)
+    for part in _nested(code):
+        before, before_name = "", ""
+        for one in dis.get_instructions(part):
+            kind = _KINDS.get(one.opname, one.opname)
+            names[kind].add(one.argval)
+            if kind == "LOAD_ATTR" and one.argval in _FILLING and before in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR"):
+                names["STORE_SUBSCR"].add(one.argval)
+            if kind == "LOAD_ATTR" and one.argval == "training" and before_name not in code.co_varnames[:1]:
+                names["training"].add(before_name)
+            before, before_name = kind, _loaded(one)
+    globals_, attributes = names["LOAD_GLOBAL"] - names["STORE_GLOBAL"], names["LOAD_ATTR"] - names["STORE_ATTR"]
+    return Reads(
+        globals=frozenset(globals_),
+        attributes=frozenset(attributes),
+        modes_of=frozenset(names["training"]),
+        a_class="type" in globals_ or "__class__" in attributes,
+        fills_containers="STORE_SUBSCR" in names,
+    )
+
+
+def _loaded(one: dis.Instruction) -> str:
+    """Return the name that an instruction loads, the second if it loads two; empty if there is none."""
+    value = one.argval[-1] if isinstance(one.argval, tuple) and one.argval else one.argval
+    return value if one.opname.startswith("LOAD_") and isinstance(value, str) else ""
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code, and the code of functions nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def cells_of(function: FunctionType) -> dict[str, CellType]:
+    """Return the closure variables of a function, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if name != "__class__"}
+
+
+def defaults_of(function: FunctionType) -> dict[str, Any]:
+    """Return the default values of a function's arguments, by name."""
+    values, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def functions_of(module: nn.Module) -> list[FunctionType]:
+    """Return the users' functions that a module may run: of its classes and attributes, and all that they call."""
+    own = [value for name, value in vars(module).items() if name not in OF_TORCH]
+    kinds = [kind for kind in type(module).__mro__ if is_users(kind.__module__)]
+    of_kinds = (value for kind in kinds for name, value in vars(kind).items() if name != "__init__")  # it has run
+    return _collected([*of_kinds, *own])
+
+
+def methods_of(value: object, names: Collection[str]) -> list[FunctionType]:
+    """Return an object's methods and properties of these names, if its class is the user's, and all that they call."""
+    kind, found = type(value), list[FunctionType]()
+    for _ in range(_MAX_DEPTH if is_users(kind.__module__) else 0):
+        known, found = found, _collected(inspect.getattr_static(kind, name, None) for name in sorted(names))
+        if len(found) == len(known):
+            break
+        names = frozenset(names).union(*(reads(function.__code__).attributes for function in found))
+    return found
+
+
+def _collected(values: Iterable[Any]) -> list[FunctionType]:
+    found: dict[CodeType, FunctionType] = {}
+    for value in values:
+        _collect(value, found, _MAX_DEPTH)
+    return list(found.values())
+
+
+def _collect(value: Any, found: dict[CodeType, FunctionType], depth: int) -> None:
+    """Add a function, and the functions that it calls through globals or closure variables."""
+    for function in _called(value):
+        if function.__code__ in found or not depth or not is_users(function.__module__):
+            continue
+        found[function.__code__] = function
+        cells = cells_of(function)
+        called = [function.__globals__.get(name) for name in reads(function.__code__).globals]
+        for one in (*called, *(Cells(cells)[name] for name in cells)):
+            _collect(one, found, depth - 1)
+
+
+def _called(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions that run when a value is called, or a property is read."""
+    if isinstance(value, functools.partial | functools.cached_property | property):
+        value = value.fget if isinstance(value, property) else value.func
+    value = getattr(value, "__func__", value)
+    if isinstance(value, FunctionType):
+        yield value
+        return
+    kind = value if isinstance(value, type) else type(value)
+    if not is_users(kind.__module__) or isinstance(value, nn.Module):
+        return  # analysed as a stage's module, or refused for its weights
+    names = _OF_FUNCTIONS if issubclass(kind, Function) else ("__init__",) if kind is value else ("__call__",)
+    for name in names:
+        function = inspect.getattr_static(kind, name, None)
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            yield function

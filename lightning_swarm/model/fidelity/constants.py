@@ -1,0 +1,90 @@
+"""Sketches of the constants that modules keep as ordinary attributes, to compare them between peers.
+
+Each peer makes its own tensors, arrays and numbers. Numbers are compared only if they may be random: fractions, or
+several in a list. A single integer is a size, or counts the modules that a process has made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_swarm.model.fidelity.leftovers import OF_TORCH
+from lightning_swarm.model.fidelity.module_states import built_values, is_exempt
+from lightning_swarm.model.partition.stages import Named
+
+_MAX_LENGTH: Final = 1 << 16  # elements of a tensor that are sketched
+_MAX_ITEMS: Final = 64  # items of a list or dict that are sketched
+_TOLERANCE: Final = 1e-3  # allows for devices that round differently; other random numbers differ far more
+
+
+def constants(named: Iterable[Named]) -> dict[str, list[float]]:
+    """Sketch the tensors and numbers in blocks' attributes, by name; equal constants have equal sketches."""
+    named = list(named)
+    tensors = {
+        f"{name}.{key}": sketch
+        for name, module in named
+        for key, value in vars(module).items()
+        if key not in OF_TORCH
+        and not is_exempt(module, key)
+        and (sketch := [number for tensor in _arrays(value) for number in _sketch(tensor)])
+    }
+    return tensors | built_numbers(named)
+
+
+def built_numbers(named: Iterable[Named]) -> dict[str, list[float]]:
+    """Sketch the numbers that modules were built with, by name."""
+    return {
+        f"{name}.{key}": _sketch(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        for name, module in named
+        for key, value in built_values(module).items()
+        if (numbers := _numbers(value))
+    }
+
+
+def differing(own: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the names of constants that both peers have, with different sketches."""
+    return [
+        name
+        for name in own.keys() & others.keys()
+        if len(own[name]) != len(others[name])
+        or not all(
+            math.isclose(*pair, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+            for pair in zip(own[name], others[name], strict=True)
+        )
+    ]
+
+
+def _arrays(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors and arrays in an attribute, or in a short list or dict there."""
+    kind = type(value)
+    items = value.values() if kind is dict else value if kind in (list, tuple) else (value,)
+    for item in islice(items, _MAX_ITEMS):
+        if type(item) is Tensor and item.layout == torch.strided and not item.is_meta:
+            yield item
+        elif isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
+            yield torch.from_numpy(np.ascontiguousarray(item))
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers in a plain attribute that may be random."""
+    if type(value) in (list, tuple):
+        numbers = [float(item) for item in islice(value, _MAX_ITEMS) if type(item) in (int, float)]
+        return numbers if len(numbers) > 1 else []
+    return [value] if type(value) is float else []
+
+
+def _sketch(tensor: Tensor) -> list[float]:
+    """Return the norm and the projection onto a fixed direction; different tensors almost surely differ in these."""
+    values = tensor.detach().flatten()[:_MAX_LENGTH].cpu()
+    values = torch.view_as_real(values.resolve_conj()).flatten() if values.is_complex() else values
+    values = values.double().nan_to_num(0.0, 0.0, 0.0)
+    places = torch.arange(1.0, len(values) + 1.0, dtype=torch.float64, device="cpu")
+    norm = float(values.norm())
+    return [norm, float(values @ (places * places).cos()) / (norm or 1.0)]

@@ -1,0 +1,321 @@
+"""Values that a forward leaves on modules, such as a block's loss: finds them, and sends them with the output."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.core.readable import few
+from lightning_swarm.model.fidelity.written_inputs import containers, overlap
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.serialization import Tree
+
+OUTPUT: Final = "output"
+_DIFFERENTIABLE: Final = "left with a gradient"
+_OTHERS: Final = "left without a gradient"
+_REFUSED: Final = "left and not sent"
+_IN_OUTPUT: Final = "is the output"  # stands for a module's name, with the result of `note_output`
+_CONTAINERS_AT: Final = -1  # stands for the place of a list or dict
+_KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
+
+OF_TORCH: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
+"""Names of attributes that torch itself sets on modules."""
+
+_CONTAINERS: Final = (list, dict, set)
+
+Values: TypeAlias = dict[str, dict[str, Tree]]
+"""Values by the names of modules and attributes."""
+
+_Absent: Final = object()
+
+
+@dataclass
+class Left:
+    """Values that forwards left on modules, which travel with a stage's output."""
+
+    differentiable: Values = field(default_factory=dict)  # with a tensor that requires a gradient
+    others: Values = field(default_factory=dict)
+    refused: dict[str, dict[str, str]] = field(default_factory=dict)  # the types of values that cannot travel
+
+    def __bool__(self) -> bool:
+        """Return whether any value was left."""
+        return bool(self.differentiable or self.others or self.refused)
+
+    def note_output(self, output: Tree, visible: Iterable[tuple[str, Tensor]]) -> None:
+        """Record which parts of the output share memory with other values, because the next stage may write into them.
+
+        Other values are the `visible` tensors, each with a description, values left on modules, and other parts of the
+        output.
+        """
+        tensors = serialization.flatten(output)[1]
+        held = {id(one) for _, one in containers(output)}
+        found: dict[int, list[str]] = {
+            place: [what for what, other in visible if overlap(one, other)] for place, one in enumerate(tensors)
+        }
+        for (place, one), (_, other) in itertools.permutations(enumerate(tensors), 2):
+            if overlap(one, other):
+                found[place].append("another part of its output")
+        for what, value in self._named():
+            if any(id(one) in held for _, one in containers(value)):
+                found.setdefault(_CONTAINERS_AT, []).append(what)
+            for place, one in enumerate(tensors):
+                if any(overlap(one, other) for other in serialization.flatten(value)[1]):
+                    found[place].append(what)
+        if any(found.values()):
+            self.others[_IN_OUTPUT] = {str(place): names for place, names in found.items() if names}
+
+    def _named(self) -> Iterator[tuple[str, Tree]]:
+        for values in (self.differentiable, self.others):
+            for module, own in values.items():
+                for attribute, value in own.items():
+                    yield f"`{attribute}` of {module!r}", value
+
+    def take_output_note(self) -> dict[int, list[str]]:
+        """Remove and return the result of `note_output`, by the tensors' places; lists and dicts are at -1."""
+        found = self.others.pop(_IN_OUTPUT, {})
+        if not all(place.removeprefix("-").isdecimal() and isinstance(names, list) for place, names in found.items()):
+            raise ProtocolError("what others see of an output must be named by the places of its tensors")
+        return {int(place): list(map(str, names)) for place, names in found.items()}
+
+    def drop(self, module: str, attribute: str) -> None:
+        """Remove a value, because a later stage left another value there."""
+        for values in (self.differentiable, self.others, self.refused):
+            values.get(module, {}).pop(attribute, None)
+
+    def add(self, module: str, attribute: str, value: Any) -> None:
+        """Add a value in place of an earlier one."""
+        self.drop(module, attribute)
+        value = _plain(value)
+        try:
+            tensors = serialization.flatten(value)[1]
+        except ConfigError:
+            self.refused.setdefault(module, {})[attribute] = type(value).__name__[:80]
+            return
+        values = self.differentiable if any(tensor.requires_grad for tensor in tensors) else self.others
+        values.setdefault(module, {})[attribute] = value
+
+
+def join(output: Tree, left: Left) -> Tree:
+    """Add the values left on modules to a stage's output, if there are any."""
+    if not left:
+        return output
+    parts = {_DIFFERENTIABLE: left.differentiable, _OTHERS: left.others, _REFUSED: left.refused}
+    return {OUTPUT: output, **parts}
+
+
+def part(tree: Tree) -> tuple[Tree, Left]:
+    """Invert `join`; refuse malformed values."""
+    if type(tree) is not dict or tree.keys() != _KEYS:
+        return tree, Left()
+    parts = [tree[key] for key in (_DIFFERENTIABLE, _OTHERS, _REFUSED)]
+    if not all(isinstance(values, dict) and all(isinstance(own, dict) for own in values.values()) for values in parts):
+        raise ProtocolError("what forwards left must be named by modules and attributes, got something else")
+    copies = [{module: dict(own) for module, own in values.items()} for values in parts]
+    return tree[OUTPUT], Left(*copies)
+
+
+def part_inputs(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Left]:
+    """Split a stage's inputs into the output of the stage before and the values left so far."""
+    if len(inputs) != 1:
+        return inputs, Left()
+    output, left = part(inputs[0])
+    return (output,), left
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """An attribute that a forward set, or a container that it changed."""
+
+    before: Any
+    after: Any
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether the same container has other contents."""
+        return self.before is self.after
+
+
+Changes: TypeAlias = dict[tuple[int, str], ValueChange]
+"""Changes by the place of the module and the name of the attribute."""
+
+
+class ForwardWatch:
+    """Finds which attributes of a stage's modules a forward sets."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], around: Iterable[tuple[str, nn.Module]] = ()) -> None:
+        """Watch `modules`, and in close looks the modules `around` the pipeline."""
+        inside = list({id(module): (name, module) for name, module in modules}.values())
+        self._names = [name for name, _ in inside] + [name for name, _ in around]
+        self._modules = [module for _, module in inside] + [module for _, module in around]
+        self._num_inside = len(inside)
+        self._ignored = [_of_torch(module) for module in self._modules]
+        self._known: set[tuple[int, str]] = set()  # attributes (module's place, name) that each forward sets anew
+        self._constants: set[tuple[int, str]] = set()  # attributes that each forward sets to equal constants
+        self._looked: set[object] = set()  # kinds of forwards
+
+    def is_first(self, kind: object) -> bool:
+        """Return whether no forward of this kind was looked at before."""
+        is_first = kind not in self._looked
+        self._looked.add(kind)
+        return is_first
+
+    def snapshot(self, *, closely: bool = False) -> _Snapshot:
+        """Record the attributes; in a close look also the contents of containers, and the modules around the stage."""
+        modules = self._modules if closely else self._modules[: self._num_inside]
+        states = [_state(module) for module in modules]
+        contents = [{k: _content(v) for k, v in s.items() if type(v) in _CONTAINERS} for s in states] if closely else []
+        return _Snapshot(states, contents)
+
+    def changes(self, before: _Snapshot) -> Changes:
+        """Return the changes since a snapshot."""
+        found: Changes = {}
+        for place, state in enumerate(before.states):
+            module = self._modules[place]
+            own = vars(module) if not module._buffers else _state(module)
+            if len(own) == len(state) and all(map(operator.is_, own.values(), state.values())) and not before.contents:
+                continue
+            now = own.copy()
+            contents = before.contents[place] if before.contents else {}
+            for key, value in now.items():
+                old = state.get(key, _Absent)
+                if key in self._ignored[place] or (old is value and key not in contents):
+                    continue
+                if old is value and _same_content(contents[key], _content(value)):
+                    continue
+                if old is value or not _equal_constants(old, value):
+                    found[place, key] = ValueChange(old, value)
+        return found
+
+    def news(self, changes: Changes) -> bool:
+        """Return whether attributes changed that are not learned yet."""
+        return not changes.keys() <= self._known | self._constants
+
+    def learn(self, first: Changes, second: Changes, *, same_output: bool) -> None:
+        """Learn from two successive forwards of the same input which values each forward leaves.
+
+        Values that the second forward did not set again are a cache, and stay. Values that depend on an earlier forward
+        are refused.
+        """
+        both = [key for key in first if key in second and key not in self._known]
+        once = [(key, change.after) for key, change in first.items() if key not in second and key[0] < self._num_inside]
+        self._constants.update(key for key, value in once if not isinstance(value, Tensor) and _is_constant(value))
+        for key in both:
+            place, name = key
+            if place >= self._num_inside or name in self._modules[place]._buffers or second[key].in_place:
+                self._refuse([key], "changed")
+            if not same_trees(first[key].after, second[key].after):
+                self._refuse([key], "goes on from what an earlier forward left in")
+        if both and not same_output:
+            self._refuse(both, "computes with what an earlier forward left in")
+        self._known.update(both)
+
+    def take(self, changes: Changes, left: Left) -> None:
+        """Move the values that each forward leaves to `left`, and restore the modules' attributes."""
+        for (place, name), change in sorted(changes.items(), key=lambda item: item[0]):
+            if (place, name) not in self._known:
+                continue
+            left.add(self._names[place], name, change.after)
+            self._put_back(place, name, change.before)
+        for place, name in sorted(self._constants - self._known):
+            left.add(self._names[place], name, vars(self._modules[place]).get(name))
+
+    def undo(self, changes: Changes) -> None:
+        """Restore all attributes that a forward set, except buffers."""
+        for (place, name), change in changes.items():
+            if name not in self._modules[place]._buffers:
+                self._put_back(place, name, change.before)
+
+    def _put_back(self, place: int, name: str, value: Any) -> None:
+        attributes = vars(self._modules[place])
+        if value is _Absent:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+
+    def _refuse(self, keys: Iterable[tuple[int, str]], what: str) -> None:
+        names = [f"`{name}` of {self._names[place] or 'the model'!r}" for place, name in keys]
+        raise ConfigError(
+            f"a forward may leave new tensors in attributes of its blocks, but not what the next forward goes on from, "
+            f"for each runs on another peer: a block {what} {few(names)} in its forward. Return the value from the "
+            "block, or keep it in training_step."
+        )
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    states: list[dict[str, Any]]
+    contents: list[dict[str, Any]]  # attribute -> contents of a container, in a close look
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    own = vars(module)
+    return {**own, **module._buffers} if module._buffers else own.copy()
+
+
+def _of_torch(module: nn.Module) -> frozenset[str]:
+    """Return the names of attributes that are torch's own, or weights that torch's hooks compute."""
+    hooks = module._forward_pre_hooks.values()
+    names = {getattr(hook, "name", "") for hook in hooks if type(hook).__module__.startswith("torch.nn.utils")}
+    names |= {name for name in vars(module) if name.startswith("__")}
+    return OF_TORCH | names
+
+
+def _content(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [item for pair in value.items() for item in pair]
+    return list(value)
+
+
+def _same_content(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a value can be sent and contains no tensors."""
+    try:
+        return not serialization.flatten(_plain(value))[1]
+    except ConfigError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def _equal_constants(one: Any, other: Any) -> bool:
+    """Return whether both are equal and without tensors, so that setting the attribute changed nothing."""
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return False
+    return _is_constant(one) and _is_constant(other) and bool(one == other)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return how far the same numbers of a dtype may differ when they are computed in another order."""
+    return float(torch.finfo(dtype).eps) ** 0.6 if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal up to rounding."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    near = tolerance(one.dtype)
+    one, other = one.detach(), other.detach()
+    scale = float(other.abs().max()) if near and other.numel() else 0.0
+    return torch.allclose(one, other, rtol=near, atol=near * scale, equal_nan=True)
+
+
+def same_trees(one: Tree, other: Tree) -> bool:
+    """Return whether two trees are equal up to rounding; trees that cannot be sent count as equal."""
+    try:
+        structure, tensors = serialization.flatten(_plain(one))
+        others_structure, others = serialization.flatten(_plain(other))
+    except ConfigError:
+        return True
+    return bool(structure == others_structure) and all(map(is_close, tensors, others))

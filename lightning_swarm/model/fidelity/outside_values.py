@@ -1,0 +1,245 @@
+"""Refuses changes of values that blocks read outside of their arguments and modules: globals, closures and objects.
+
+Other peers have their own values there and would not see a change.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final, NoReturn
+
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.fidelity.attribute_values import Comparison, is_comparable, kept
+from lightning_swarm.model.fidelity.code_reads import (
+    NAMESPACES,
+    Cells,
+    Reads,
+    cells_of,
+    defaults_of,
+    functions_of,
+    is_users,
+    methods_of,
+    reads,
+)
+from lightning_swarm.model.fidelity.leftovers import OF_TORCH
+from lightning_swarm.model.fidelity.module_contents import NO_SETTINGS
+
+_OF_TRAINER: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
+_HOLDERS: Final = (list, tuple, dict, set)
+_MAX_DEPTH: Final = 3  # nesting of objects
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Values that a block's code reads in one place, by name, with their first values."""
+
+    title: str  # the module whose code reads them
+    place: str  # what is read there, for messages
+    values: Any  # a mapping with the present values
+    first: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A module in a block, and the names that its code reads."""
+
+    title: str
+    module: nn.Module
+    functions: list[FunctionType]
+    names: frozenset[str]  # attributes that the code reads
+    modes_of: frozenset[str]  # attributes whose train or eval mode the code reads
+    held: Collection[int]  # ids of the stage's modules and of their tensors
+
+    @classmethod
+    def of(cls, title: str, module: nn.Module, held: Collection[int]) -> _Block:
+        """Analyse a module's code."""
+        functions = functions_of(module)
+        found = [reads(function.__code__) for function in functions]
+        names, modes_of = (
+            frozenset[str]().union(*(getattr(one, name) for one in found)) for name in ("attributes", "modes_of")
+        )
+        return cls(title, module, functions, names, modes_of, held)
+
+    def read_of(self, value: Any) -> set[str]:
+        """Return the names that the code may read of an object outside the module, without the module's own names."""
+        module = self.module
+        own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *OF_TORCH}
+        names = self.names - own
+        if isinstance(value, nn.Module) and self.modes_of - module._modules.keys():
+            names |= {"training"}
+        inside = [reads(function.__code__).attributes for function in methods_of(value, names)]
+        return set(names).union(*inside) - (OF_TORCH - {"training"})
+
+
+class OutsideValues:
+    """Detects changes of values that the code of a stage's modules reads elsewhere."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Record the values, by the modules' titles; refuse weights that other peers cannot have."""
+        titles = {id(module): (title, module) for title, module in modules}
+        tensors = (t for _, m in titles.values() for t in (*m._parameters.values(), *m._buffers.values()))
+        held = {*titles, *map(id, tensors)}
+        found: dict[tuple[int, str], _Source] = {}
+        blocks = [_Block.of(title, module, held) for title, module in titles.values()]
+        for block in blocks:
+            _refuse_weights(block)
+            for source in _sources(block):
+                # Blocks may read the same values, which are compared once, for the first of the blocks.
+                found.setdefault((id(source.values), ",".join(sorted(map(str, source.first)))), source)
+        self._sources = [source for source in found.values() if source.first]
+        self._comparison = Comparison([one.values for one in self._sources], [one.first for one in self._sources])
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a value has changed."""
+        if self._comparison.holds():
+            return
+        for one in self._sources:
+            for name, first in one.first.items():
+                if not Comparison([one.values], [{name: first}]).holds():
+                    own = "Read the block's own." if name == "training" else "Keep it as an attribute of the block."
+                    _refuse(one.title, name, one.place, own)
+
+
+def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
+    """Raise the error of a value that was changed during the run."""
+    raise ConfigError(
+        "values that blocks read must reach every peer: as an argument, or as a plain attribute of a block, which is "
+        f"sent with each call. `{name}`, {place} that the code of {title!r} reads, was changed during the run. {remedy}"
+    )
+
+
+def _sources(block: _Block) -> Iterator[_Source]:
+    """Yield all places outside a module from which its code may read plain values."""
+    read = [reads(function.__code__) for function in block.functions]
+    for kind in type(block.module).__mro__ if any(one.a_class for one in read) else ():
+        if is_users(kind.__module__):
+            values = {name: value for name, value in vars(kind).items() if name in block.names}
+            yield _Source(block.title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
+    for name, value in vars(block.module).items():
+        if name not in OF_TORCH:
+            for item in _referred(value):
+                # `Contents` watches the settings of an object that an attribute holds itself.
+                if item is not value or isinstance(value, NO_SETTINGS):
+                    yield from _of_object(block, item, block.read_of(item))
+    for function, one in zip(block.functions, read, strict=True):
+        yield from _of_function(block, function, one)
+
+
+def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
+    """Yield the globals, closure variables and defaults that a function reads."""
+    own, cells = function.__globals__, cells_of(function)
+    globals_ = {name: own[name] for name in read.globals if name in own and _is_watched(own[name], read)}
+    yield _Source(block.title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
+    enclosed = {name: value for name in cells if _is_watched(value := Cells(cells)[name], read)}
+    if enclosed:
+        place = f"a variable around `{function.__qualname__}`"
+        yield _Source(block.title, place, Cells(cells), _plain(enclosed))
+    defaults = {name: value for name, value in defaults_of(function).items() if _is_watched(value, read)}
+    yield _Source(block.title, f"a default of `{function.__qualname__}`", defaults, _plain(defaults))
+    for name, value in (*globals_.items(), *enclosed.items(), *defaults.items()):
+        if type(value) is dict and not is_comparable(value):
+            yield _Source(block.title, f"an entry of `{name}`", value, _plain(value))
+        for item in _referred(value):
+            yield from _of_object(block, item, block.read_of(item))
+
+
+def _is_watched(value: Any, read: Reads) -> bool:
+    """Return whether changes of a value count. Code may fill containers itself, such as a cache."""
+    return not (read.fills_containers and isinstance(value, _HOLDERS))
+
+
+def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
+    """Yield the attributes with these names of an object outside the block, because the block's code may read them."""
+    own = _attributes(block, value)
+    if not own:
+        return
+    what = value.__name__ if isinstance(value, type | ModuleType) else type(value).__name__
+    if isinstance(value, nn.Module):
+        _refuse_unreachable(block.title, what, value, names)
+    # A property such as `hparams` reads `_hparams`.
+    found = {name: own[key] for name in names for key in (name, f"_{name}") if key in own}
+    yield _Source(
+        block.title, f"an attribute of {what}", own, _plain({name: own[name] for name in names if name in own})
+    )
+    for name, item in found.items() if depth else ():
+        if isinstance(item, dict) and not is_comparable(item):
+            yield _Source(block.title, f"an entry of `{name}`", item, _plain(item))
+        elif not isinstance(item, nn.Module):
+            yield from _of_object(block, item, names, depth - 1)
+
+
+def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object that may hold settings; empty for a library's own objects."""
+    if isinstance(value, ModuleType | type):
+        return vars(value) if is_users(value.__name__ if isinstance(value, ModuleType) else value.__module__) else {}
+    if id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
+        return {}
+    may_change = isinstance(value, (nn.Module, *NAMESPACES)) or is_users(type(value).__module__)
+    return getattr(value, "__dict__", {}) if may_change else {}
+
+
+def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:
+    """Refuse reads of an outside module's tensors, and of trainer attributes, which exist only on the trainer."""
+    tensors = [name for name in {**value._parameters, **value._buffers} if name in names]
+    of_trainer = [name for name in _OF_TRAINER if name in names and "_trainer" in vars(value)]
+    if found := sorted([*tensors, *of_trainer]):
+        raise ConfigError(
+            f"blocks must hold what they compute with: the code of {title!r} reads {found} of {what}, which is not in "
+            "the block, and is on the trainer only. Give it to the block as an argument or register it there."
+        )
+
+
+def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values that a block's code reads: attributes, globals and closure variables."""
+    yield from ((name, value) for name, value in vars(block.module).items() if name in block.names)
+    for function in block.functions:
+        for name in reads(function.__code__).globals:
+            yield name, function.__globals__.get(name)
+        cells = cells_of(function)
+        yield from ((name, Cells(cells)[name]) for name in cells)
+
+
+def _refuse_weights(block: _Block) -> None:
+    """Refuse weights that a block's code reads outside of its stage, because each peer would have its own."""
+    for name, value in _read_by(block):
+        for item in _referred(value):
+            if any(id(parameter) not in block.held for parameter in _parameters(item, block.module)):
+                raise ConfigError(
+                    f"blocks must hold what they compute with: the code of {block.title!r} reads `{name}` "
+                    f"({type(item).__name__}), whose weights are not in its stage. Register it in the block, or give "
+                    "the block what it computes as an argument."
+                )
+
+
+def _parameters(item: Any, block: nn.Module) -> Iterable[nn.Parameter]:
+    """Return the parameters that code may use through an object; none of a module that contains the block itself."""
+    if isinstance(item, nn.Module):
+        return () if any(one is block for one in item.modules()) else item.parameters()
+    return (item,) if isinstance(item, nn.Parameter) else ()
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the values that can be compared."""
+    return {name: kept(value) for name, value in values.items() if str(name)[:2] != "__" and is_comparable(value)}
+
+
+def _referred(value: Any) -> Iterator[Any]:
+    """Yield the objects in a container, or behind a weak reference, a method or a partial; else the value itself."""
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, _HOLDERS):
+        yield from value
+    elif isinstance(value, weakref.ref):
+        yield value()
+    elif isinstance(value, MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (*value.args, *value.keywords.values(), *_referred(value.func))
+    else:
+        yield value

@@ -1,0 +1,184 @@
+"""In-place writes of blocks into their arguments, as by `nn.ReLU(inplace=True)`, which the caller must see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.fidelity.watched import same
+from lightning_swarm.model.partition.call_binding import CALLS, CARRIED, argument_of
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.serialization import Tree
+
+WRITTEN: Final = "written argument "
+"""Stands before an argument's name among the values that a forward left, for writes into the argument."""
+
+POSITIONAL: Final = ""
+"""The name of all positional arguments together."""
+
+Given: TypeAlias = Mapping[str, tuple[Any, Sequence[Tensor]]]
+"""A call's arguments by name: the tuple or dict that has an argument, and the tensors in it, in order."""
+
+_TENSORS: Final = "tensors"  # keys of the writes into one argument
+_REPLACED: Final = "replaced"
+_MISSING: Final = object()
+
+
+class CallWatch:
+    """Finds writes into the arguments of a stage, from construction until `written`."""
+
+    def __init__(self, inputs: Any, keywords: Mapping[str, Any]) -> None:
+        """Record the arguments, whose tensors are new copies: a later `_version` above 0 shows a write."""
+        arguments = {POSITIONAL: inputs, **{name: {name: keywords[name]} for name in arguments_in(keywords)}}
+        self.tensors = {name: serialization.flatten(value)[1] for name, value in arguments.items()}  # name -> tensors
+        self._containers = {
+            name: [(path, one, _items(one)) for path, one in containers(value)] for name, value in arguments.items()
+        }
+
+    def written(self, sent: Mapping[str, Sequence[Tensor]], *, closely: bool) -> dict[str, Tree]:
+        """Return, by argument, the written tensors by place, and the replaced places in lists and dicts.
+
+        Keyword arguments that still equal the values `sent` are left out. A close look refuses writes that torch does
+        not count.
+        """
+        if closely:
+            self._check_counted(sent)
+        found = {}
+        for argument, own in self.tensors.items():
+            tensors = {str(place): tensor for place, tensor in enumerate(own) if tensor._version}
+            replaced = [
+                [*path, key]
+                for path, container, before in self._containers[argument]
+                for now in (_items(container),)
+                for key in {**before, **now}
+                if now.get(key, _MISSING) is not before.get(key, _MISSING)
+            ]
+            if replaced or (tensors and (argument == POSITIONAL or _differ(tensors, sent[argument]))):
+                found[argument] = {_TENSORS: tensors, _REPLACED: replaced}
+        return found
+
+    def _check_counted(self, sent: Mapping[str, Sequence[Tensor]]) -> None:
+        """Refuse writes into tensors that torch does not count, which would go unnoticed."""
+        for argument, content in sent.items():
+            for tensor, before in zip(self.tensors[argument], content, strict=True):
+                if not tensor._version and not same(tensor.cpu(), before.cpu()):
+                    raise ConfigError(
+                        f"blocks must write into their arguments by operations that autograd sees: {text_of(argument)} "
+                        "was written by `.data`, or by an array that shares its memory. Write into the tensor itself, "
+                        "under `torch.no_grad()` if that is to have no gradient."
+                    )
+
+    def visible(self, in_input: Mapping[int, Sequence[str]], *, is_first: bool) -> list[tuple[str, Tensor]]:
+        """Return the tensors that other code sees, each with a description.
+
+        `in_input` has the descriptions from an earlier stage, by the places of tensors in its output.
+        """
+        own = self.tensors[POSITIONAL]
+        found = [(text_of(POSITIONAL), one) for one in own] if is_first else []
+        found += [(what, own[place]) for place, names in in_input.items() if 0 <= place < len(own) for what in names]
+        keywords = self.tensors.keys() - {POSITIONAL}
+        return found + [(text_of(name), one) for name in keywords for one in self.tensors[name]]
+
+
+def arguments_in(keywords: Iterable[str]) -> list[str]:
+    """Return the names of the extras that are arguments."""
+    return [name for name in keywords if name not in (CALLS, CARRIED)]
+
+
+def written_places(written: Tree) -> list[int]:
+    """Return the places of an argument's tensors that were written, and -1 if lists or dicts were."""
+    return [int(place) for place in written[_TENSORS]] + [-1] * bool(written[_REPLACED])
+
+
+def text_of(argument: str) -> str:
+    """Name an argument in a message."""
+    return f"`{argument_of(argument)}`" if argument != POSITIONAL else "a positional argument"
+
+
+def write_back(given: Given, argument: str, written: Tree, unavailable: Callable[[str], Any]) -> None:
+    """Apply writes on a server to the caller's argument; `unavailable` makes stand-ins for values not sent."""
+    try:
+        owners, tensors = given[argument]
+        for place, value in written[_TENSORS].items():
+            _check_alone(tensors[int(place)], argument, given)
+            _copy(tensors[int(place)], value)
+        for *path, key in written[_REPLACED]:
+            owner: Any = owners
+            for step in path:
+                owner = owner[step]
+            _replace(owner, key, unavailable(f"a block replaced {key!r} in a {type(owner).__name__}"))
+    except ConfigError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"a server wrote into arguments that the call does not have: {error!r}") from error
+
+
+def _check_alone(tensor: Tensor, argument: str, given: Given) -> None:
+    """Refuse writes into memory that two arguments of the call share, because servers had a copy for each."""
+    same = [name for name, (_, tensors) in given.items() for other in tensors if overlap(tensor, other)]
+    if len(same) > 1:
+        same.remove(argument)
+        raise ConfigError(
+            "a block may write into an argument that the call has once, for servers get a copy of each: a block wrote "
+            f"into {text_of(argument)}, whose memory is also in {text_of(same[0])}. Pass a clone of one of them."
+        )
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have elements in the same memory."""
+    start = one.untyped_storage().data_ptr()
+    if one is other or not start or start != other.untyped_storage().data_ptr() or not one.numel() * other.numel():
+        return one is other
+    if one.dtype != other.dtype:
+        return True  # in one storage; their offsets are in different units, and are not compared
+    first = min(one.storage_offset(), other.storage_offset())
+    marks = torch.zeros(max(map(_end, (one, other))) - first, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the place in its storage after a tensor's last element."""
+    lengths = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + int(tensor.storage_offset()) + sum((int(length) - 1) * stride for length, stride in lengths)
+
+
+def _copy(tensor: Tensor, value: Tensor) -> None:
+    """Write as the block did; autograd then goes on, or refuses a leaf, as it does in one process."""
+    if tensor.shape != value.shape or any(stride == 0 for stride in tensor.stride()):
+        raise ConfigError(
+            f"a block may write into its argument, but not into one that is expanded, nor change its shape: got one of "
+            f"shape {tuple(tensor.shape)}, which became {tuple(value.shape)}. Have the block clone it first."
+        )
+    tensor.copy_(value)
+
+
+def _replace(owner: Any, key: Any, value: Any) -> None:
+    if isinstance(owner, list) and key >= len(owner):
+        owner.append(value)
+    else:
+        owner[key] = value
+
+
+def _differ(written: Mapping[str, Tensor], sent: Sequence[Tensor]) -> bool:
+    """Return whether written tensors, by place, differ from the sent tensors, or depend on weights now."""
+    return any(
+        tensor.requires_grad or not same(tensor.cpu(), sent[int(place)].cpu()) for place, tensor in written.items()
+    )
+
+
+def containers(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield the lists and dicts in a value, with their paths."""
+    if isinstance(value, list | dict):
+        yield path, value
+    if isinstance(value, list | dict | tuple):
+        for key, item in _items(value).items():
+            yield from containers(item, (*path, key))
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))

@@ -1,0 +1,1 @@
+"""Attention caches and adapters of generation."""

@@ -1,0 +1,1 @@
+"""The server's side of text generation: sessions, batched steps and adapters."""

@@ -1,0 +1,222 @@
+"""Clients' adapters at a server: checked on arrival, kept while there is room, and applied per call."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import AdapterMissing, ProtocolError
+from lightning_swarm.model.inference.adapter_digest import adapter_digest
+from lightning_swarm.model.inference.joint_attention import CannotJoin
+from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LEAST_DIMENSIONS: Final = 3  # fewest dimensions of a hidden state ``[rows, tokens, ...]``
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """The part of a client's adapter for one stage."""
+
+    stage: int
+    loras: Sequence[Lora]  # one for each adapted layer
+    tensors: Sequence[Tensor]  # A ``[rank, inputs]`` and B ``[outputs, rank]`` of each, in turn; they require gradients
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def kind(self) -> tuple[Lora, ...]:
+        """The adapter without its tensors; adapters of one kind cost the same."""
+        return tuple(self.loras)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, str], ...]:
+        """The adapted layers, by block and name."""
+        return tuple((lora.block, lora.module) for lora in self.loras)
+
+
+class AdapterStore:
+    """The most recently used adapters, within a byte budget."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[bytes, Adapter] = OrderedDict()
+        self.num_bytes = 0  # bytes of all kept adapters
+
+    def add(self, name: bytes, adapter: Adapter) -> None:
+        """Keep an adapter; drop the least recently used if there is no room for all."""
+        if adapter.num_bytes > self._max_bytes:
+            raise ProtocolError(
+                f"an adapter may have {self._max_bytes} bytes at a stage by `Limits.adapter_bytes`, got "
+                f"{adapter.num_bytes}"
+            )
+        before = self._kept.pop(name, None)
+        self.num_bytes += adapter.num_bytes - (0 if before is None else before.num_bytes)
+        self._kept[name] = adapter
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+    def get(self, name: bytes, stage: int) -> Adapter:
+        """Return an adapter; raise `AdapterMissing` if it is not here."""
+        adapter = self._kept.get(name)
+        if adapter is None or adapter.stage != stage:
+            raise AdapterMissing(f"no adapter of this name is here for stage {stage}")
+        self._kept.move_to_end(name)
+        return adapter
+
+
+def checked(upload: AdapterUpload, tensors: Sequence[Tensor], layers: LayersOfStage, device: torch.device) -> Adapter:
+    """Return an uploaded adapter for the layers of its stage; raise `ProtocolError` if it does not fit."""
+    if len(tensors) != 2 * len(upload.loras):
+        raise ProtocolError(f"{len(upload.loras)} layers have two tensors each, got {len(tensors)}")
+    for index, lora in enumerate(upload.loras):
+        name = f"{lora.module[:100]!r} of block {lora.block}"
+        inputs, outputs = layers.shape(lora.block, lora.module)
+        down, up = tensors[2 * index : 2 * index + 2]
+        if (down.shape, up.shape) != ((lora.rank, inputs), (outputs, lora.rank)):
+            raise ProtocolError(
+                f"an adapter of {name} has ({lora.rank}, {inputs}) and ({outputs}, {lora.rank}), got "
+                f"{tuple(down.shape)} and {tuple(up.shape)}"
+            )
+        if down.dtype not in _DTYPES or up.dtype != down.dtype:
+            raise ProtocolError(
+                f"an adapter has one of the dtypes {_DTYPES}, got {down.dtype} and {up.dtype} for {name}"
+            )
+        if not math.isfinite(lora.scaling) or not down.isfinite().all() or not up.isfinite().all():
+            raise ProtocolError(f"an adapter's numbers must be finite, got others for {name}")
+    if adapter_digest(upload.stage, upload.loras, tensors) != upload.digest:
+        raise ProtocolError("an adapter's digest is not that of what came")
+    return Adapter(
+        upload.stage, upload.loras, [tensor.detach().to(device).clone().requires_grad_() for tensor in tensors]
+    )
+
+
+class LayersOfStage:
+    """The linear layers of a stage's blocks, by the number of the block and their name in it."""
+
+    def __init__(self, blocks: Sequence[nn.Module], first_block: int) -> None:
+        self._layers = {
+            (first_block + index, name): layer
+            for index, block in enumerate(blocks)
+            for name, layer in block.named_modules()
+            if _is_linear(layer)
+        }
+
+    def shape(self, block: int, name: str) -> tuple[int, int]:
+        """Return the numbers of a layer's inputs and outputs."""
+        layer = self._find(block, name)
+        outputs, inputs = layer.weight.shape
+        return (inputs, outputs) if isinstance(layer, nn.Linear) else (outputs, inputs)
+
+    def _find(self, block: int, name: str) -> Any:
+        layer = self._layers.get((block, name))
+        if layer is None:
+            raise ProtocolError(f"block {block} has no linear layer {name[:100]!r} at this stage")
+        return layer
+
+    @contextlib.contextmanager
+    def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
+        """Add an adapter's products to the layers' outputs within the context."""
+        with contextlib.ExitStack() as hooks:
+            for layer, added in self._added(adapter, drops=drops).items():
+                hooks.callback(layer.register_forward_hook(added).remove)
+            yield
+
+    @contextlib.contextmanager
+    def adapted_by_rows(self, adapters: Sequence[tuple[int, Adapter | None]], *, drops: bool) -> Iterator[None]:
+        """Add each text's adapter to the outputs of its rows within the context.
+
+        Args:
+            adapters: Each text's number of rows and its adapter, in the order of the rows.
+            drops: Whether the adapters' dropout is on.
+        """
+        if len(adapters) == 1:
+            with self.adapted(adapters[0][1], drops=drops):
+                yield
+            return
+        ends = list(accumulate(rows for rows, _ in adapters))
+        found: dict[nn.Module, list[tuple[slice, _Added]]] = {}
+        for (rows, adapter), end in zip(adapters, ends, strict=True):
+            for layer, added in self._added(adapter, drops=drops).items():
+                found.setdefault(layer, []).append((slice(end - rows, end), added))
+        with contextlib.ExitStack() as hooks:
+            for layer, of_rows in found.items():
+                hooks.callback(layer.register_forward_hook(_AddedByRows(ends[-1], of_rows)).remove)
+            yield
+
+    def _added(self, adapter: Adapter | None, *, drops: bool) -> Mapping[nn.Module, _Added]:
+        """Return an adapter's products, by layer."""
+        if adapter is None:
+            return {}
+        found: dict[nn.Module, list[_LowRank]] = {}
+        for index, lora in enumerate(adapter.loras):
+            down, up = adapter.tensors[2 * index : 2 * index + 2]
+            product = _LowRank(down, up, lora.scaling, lora.dropout if drops else 0.0)
+            found.setdefault(self._find(lora.block, lora.module), []).append(product)
+        return {layer: _Added(products) for layer, products in found.items()}
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    # `Conv1D` of GPT-2 is a linear layer whose weight is transposed.
+    return isinstance(layer, nn.Linear) or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
+
+
+@dataclass(frozen=True, eq=False)
+class _LowRank:
+    """A low-rank product, with peft's order of operations."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+    dropout: float
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """Return the product for a layer's output."""
+        if self.dropout:
+            hidden = F.dropout(hidden, self.dropout)
+        return F.linear(F.linear(hidden, self.down), self.up) * self.scaling
+
+
+@dataclass(frozen=True, eq=False)
+class _Added:
+    """Adds the products of all of a text's adapters to a layer's output, and rounds once."""
+
+    products: Sequence[_LowRank]
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        hidden, dtype = args[0], output.dtype
+        for product in self.products:
+            hidden = hidden.to(product.down.dtype)
+            output = output + product.of(hidden)
+        return output.to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _AddedByRows:
+    """Adds to each text's rows of a layer's output the products of that text's adapter."""
+
+    num_rows: int
+    added: Sequence[tuple[slice, _Added]]
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        hidden = args[0]
+        # Experts' inputs are sorted by expert, so their rows are not the texts' rows, even if the number is equal.
+        if hidden.ndim < _LEAST_DIMENSIONS or len(hidden) != self.num_rows:
+            raise CannotJoin("a layer with an adapter gets its input in another form than [rows, tokens, ...]")
+        output = output.clone()
+        for rows, added in self.added:
+            output[rows] = added(layer, (hidden[rows],), output[rows])
+        return output

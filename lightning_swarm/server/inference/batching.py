@@ -1,0 +1,352 @@
+"""Computes waiting steps of several sessions in one forward, if that gives the same numbers as one by one.
+
+A forward of one row costs nearly as much as of eight, because it reads the same weights. The model decides whether rows
+of several texts may share a forward. So each kind of step is tried first, together and one by one, and only the
+separate results count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import SessionLost
+from lightning_swarm.core.moving_average import MovingAverage
+from lightning_swarm.model.inference import attention_cache, joint_attention
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.server.compute import SessionPart
+from lightning_swarm.server.executor import TOKENS, Executor
+from lightning_swarm.server.inference.host import SessionStage
+from lightning_swarm.server.out_of_memory import is_out_of_memory
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_MAX_ROWS: Final = 64  # rows in one forward
+_MAX_TOKENS: Final = 8  # tokens per row: a longer step delays the rest
+_LONG_TOKENS: Final = 512  # tokens in all rows: longer steps run block by block
+_MAX_KINDS: Final = 256  # kinds with a verdict
+_MAX_TRIED: Final = 4  # steps in one trial
+_MAX_REFUSED: Final = 16  # refused kinds of a stage, after which no more are tried
+_MOST: Final = 0.99  # share of the numbers that must agree: rounding may tip a choice of experts
+_SMOOTHING: Final = 0.1  # weight of the newest forward
+_PATIENCE: Final = 0.5  # longest wait for further steps, in forwards
+_LONGEST_PATIENCE_S: Final = 0.05
+_GOING_ON_S: Final = 1.0  # seconds after its last step in which a session is expected to continue
+
+
+@dataclass(eq=False)
+class WaitingStep(Generic[_T]):
+    """A session's step that waits for the compute thread."""
+
+    stage: SessionStage
+    step: SessionStep
+    part: SessionPart
+    prepare: Callable[[], Any]  # returns the session's cache, ready for the step
+    finish: Callable[[serialization.Tree], _T]  # converts the output to the result
+    is_wanted: Callable[[], bool] = lambda: True  # whether the session still exists
+    kind: Any = None  # steps of one kind may share a forward; None: this step runs alone
+    result: _T | None = None
+    error: Exception | None = None
+    busy_s: float = 0.0  # its share of the forward's seconds; 0: no measure of later steps
+    was_tried: bool = False  # took part in a trial, which is slower
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        """Set the kind of the step."""
+        rows, tokens = self.part.rows, self.part.tokens
+        can_join = self.step.number > 1 and self.step.recipe is not None and not self.step.draws
+        if self.stage.batches_texts and can_join and tokens <= _MAX_TOKENS:
+            arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
+            adapted = None if self.part.adapter is None else self.part.adapter.layers
+            self.kind = (self.stage.index, str(self.step.modes[0]), arguments, adapted)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the step would keep other sessions waiting for long."""
+        rows, tokens = self.part.rows, self.part.tokens
+        return self.stage.max_tokens is not None and tokens > _MAX_TOKENS and rows * tokens > _LONG_TOKENS
+
+
+class JointSteps(Generic[_T]):
+    """The steps that wait for the compute thread of a server."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._waiting: dict[Any, list[WaitingStep[_T]]] = {}  # kind -> steps in the order of their arrival
+        self._timers: dict[Any, asyncio.TimerHandle] = {}  # kind -> timer that starts its waiting steps
+        self._queued: set[Any] = set()  # kinds with a job that has not begun
+        self._verdicts = _Verdicts()
+        # (session, stage) -> time and kind of its last step; the newest last
+        self._seen: dict[tuple[str, int], tuple[float, Any]] = {}
+        self._busy_s = MovingAverage(_SMOOTHING)  # mean seconds of a forward
+        self.num_joint = 0  # steps that shared a forward
+        self._problem: Exception | None = None  # error of the newest joint forward
+        self._long_step = asyncio.Lock()
+
+    async def compute(self, work: WaitingStep[_T]) -> tuple[_T, float]:
+        """Compute a step; return the result of `finish`, and the step's share of the seconds.
+
+        The seconds are 0 if they cannot predict the next step: for a prompt, or a trial.
+        """
+        if work.is_long:
+            await self._compute_by_blocks(work)
+        elif work.kind is None or self._verdicts.refuses(work):
+            _, took_s = await self._executor.submit(TOKENS, partial(self._compute, [work]))
+            self._end([work], took_s)
+        else:
+            waiting = self._waiting.setdefault(work.kind, [])
+            waiting.append(work)
+            self._start_soon(work, len(waiting))
+            await work.done.wait()
+        if work.error is not None:
+            raise work.error
+        assert work.result is not None
+        return work.result, work.busy_s
+
+    async def _compute_by_blocks(self, work: WaitingStep[_T]) -> None:
+        """Compute a long step, and let short steps of other sessions run between its blocks."""
+        blocks: Generator[None, None, serialization.Tree] | None = None
+
+        def compute_blocks() -> bool:
+            """Compute blocks until another session waits, on the compute thread; return whether all are done."""
+            nonlocal blocks
+            try:
+                if blocks is None:
+                    work.part.cache = work.prepare()
+                    blocks = work.stage.compute_by_blocks(work.step, work.part)
+                next(blocks)
+                while not self._executor.has_waiting(TOKENS):
+                    next(blocks)
+            except StopIteration as end:
+                work.result = work.finish(end.value)
+                return True
+            return False
+
+        async with self._long_step:  # one at a time: a step that has begun holds memory that no limit counts yet
+            is_done = False
+            while not is_done:
+                if not work.is_wanted():
+                    raise SessionLost("the session ended while a step was computed")
+                is_done, _ = await self._executor.submit(TOKENS, compute_blocks)
+
+    def forget(self, session: str, stage: int) -> None:
+        """Expect no more steps of a session."""
+        self._seen.pop((session, stage), None)
+
+    def _start_soon(self, work: WaitingStep[_T], num_waiting: int) -> None:
+        """Compute the waiting steps: now if they are many, otherwise soon, because more may share the forward."""
+        loop, kind = asyncio.get_running_loop(), work.kind
+        if num_waiting >= self._num_expected(work):
+            self._submit(kind)
+        elif kind not in self._timers:
+            patience_s = min(_PATIENCE * (self._busy_s.value or 0.0), _LONGEST_PATIENCE_S)
+            self._timers[kind] = loop.call_later(patience_s, self._submit, kind)
+
+    def _num_expected(self, work: WaitingStep[_T]) -> int:
+        """Return how many steps are worth a forward: half of the active sessions; the rest are at other servers."""
+        at_s, key = now_s(), (work.step.session, work.stage.index)
+        self._seen.pop(key, None)
+        self._seen[key] = at_s, work.kind
+        for old in [*takewhile(lambda one: self._seen[one][0] < at_s - _GOING_ON_S, self._seen)]:
+            del self._seen[old]
+        going_on = [kind for _, kind in self._seen.values() if kind == work.kind]
+        return (len(going_on) + 1) // 2
+
+    def _submit(self, kind: Any) -> None:
+        """Queue a job for all steps of a kind that wait when it begins."""
+        if (timer := self._timers.pop(kind, None)) is not None:
+            timer.cancel()
+        if kind in self._queued:
+            return
+        self._queued.add(kind)
+        taken: list[WaitingStep[_T]] = []
+
+        def ended(job: asyncio.Future[tuple[None, float]]) -> None:
+            """End the steps that the job has taken, on the loop, and queue another job for the rest."""
+            if job.cancelled() or (error := job.exception()) is not None:
+                error = SessionLost("the server ends" if job.cancelled() else f"a step failed: {error!r}")
+                for work in (*taken, *self._waiting.pop(kind, ())):
+                    work.error = error
+                    work.done.set()
+                self._queued.discard(kind)
+                return
+            took_s = job.result()[1]
+            if taken:
+                self._busy_s.measure(took_s)
+                self._end(taken, took_s)
+            if not self._waiting.get(kind):
+                self._waiting.pop(kind, None)
+            elif kind not in self._timers:  # the job had no room for these steps
+                self._submit(kind)
+
+        self._executor.submit(TOKENS, partial(self._compute_waiting, kind, taken)).add_done_callback(ended)
+
+    def _compute_waiting(self, kind: Any, taken: list[WaitingStep[_T]]) -> None:
+        """Compute as many waiting steps as fit together, on the compute thread. The loop only appends meanwhile."""
+        self._queued.discard(kind)  # before reading the list, so that a later step queues another job
+        waiting, num_rows = self._waiting.get(kind, []), 0
+        while waiting and (not taken or num_rows + waiting[0].part.rows <= _MAX_ROWS):
+            taken.append(waiting.pop(0))
+            num_rows += taken[-1].part.rows
+        self._compute(taken)
+
+    def _end(self, works: Sequence[WaitingStep[_T]], took_s: float) -> None:
+        for work in works:
+            if not work.was_tried and work.part.tokens <= _MAX_TOKENS:
+                work.busy_s = took_s / len(works)
+            work.done.set()
+
+    def _compute(self, works: Sequence[WaitingStep[_T]]) -> None:
+        """Set each step's result or error, on the compute thread."""
+        ready = []
+        for work in works:
+            try:
+                work.part.cache = work.prepare()
+                ready.append(work)
+            except Exception as error:  # noqa: BLE001 - it concerns this session alone
+                work.error = error
+        for work, output in self._outputs(ready):
+            try:
+                work.result = work.finish(output)
+            except Exception as error:  # noqa: BLE001
+                work.error = error
+
+    def _outputs(self, works: list[WaitingStep[_T]]) -> list[tuple[WaitingStep[_T], serialization.Tree]]:
+        """Compute steps in one forward if a trial found the same numbers, otherwise one by one."""
+        joined: Sequence[serialization.Tree] | None = None
+        self._problem = None
+        if len(works) > 1:
+            verdict = self._verdicts.of(works)
+            if not all(attention_cache.can_be_put_back(work.part.cache) for work in works):
+                self._verdicts.enter(works, "their caches keep more than keys and values")
+            elif verdict is None:
+                self._try(works[:_MAX_TRIED])
+            elif verdict:
+                joined = self._jointly(works)
+        if joined is not None:
+            self.num_joint += len(works)
+            return list(zip(works, joined, strict=True))
+        found = []
+        for work in works:
+            try:
+                found.append((work, *work.stage.compute(work.step, [work.part])))
+            except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
+                work.error = error
+        if self._problem is not None and len(found) == len(works):  # each step succeeds alone
+            self._verdicts.enter(works, self._problem)
+        return found
+
+    def _jointly(self, works: Sequence[WaitingStep[_T]]) -> list[serialization.Tree] | None:
+        """Compute steps in one forward; if it fails, restore the caches and return None."""
+        put_back = _putting_back(works)
+        try:
+            return works[0].stage.compute(works[0].step, [work.part for work in works])
+        except Exception as error:  # noqa: BLE001 - the model's code may raise anything
+            if is_out_of_memory(error):
+                _log.warning("No memory to compute the steps of %d texts together: %s", len(works), error)
+            else:
+                self._problem = error
+        put_back()
+        return None
+
+    def _try(self, works: Sequence[WaitingStep[_T]]) -> None:
+        """Find out whether a joint forward gives the same numbers as separate forwards; restore the caches."""
+        if not _differ([work.part for work in works]):  # equal rows would hide that rows are mixed
+            return
+        for work in works:
+            work.was_tried = True
+        put_back = _putting_back(works)
+        outputs = self._jointly(works)
+        if outputs is None:
+            return
+        together = [_made(work.part, output) for work, output in zip(works, outputs, strict=True)]
+        put_back()
+        try:
+            apart = [_made(work.part, *work.stage.compute(work.step, [work.part])) for work in works]
+        except Exception:  # noqa: BLE001 - it is raised again where it counts
+            return
+        finally:
+            put_back()
+        self._verdicts.enter(works, None if all(map(_alike, together, apart)) else "the numbers differ")
+
+
+class _Verdicts:
+    """Verdicts on joint forwards, by the kind of step, and by whether the texts have one length."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, bool] = {}
+        self._num_refused: Counter[int] = Counter()  # stage -> number of refused kinds
+
+    def of(self, works: Sequence[WaitingStep[Any]]) -> bool | None:
+        """Return the verdict on steps of one kind; None if a trial is due, as for the first `_MAX_KINDS` kinds."""
+        found = self._found.get(_key_of(works))
+        return False if found is None and len(self._found) >= _MAX_KINDS else found
+
+    def enter(self, works: Sequence[WaitingStep[Any]], problem: object) -> None:
+        """Record that such steps may share a forward, or the problem if they may not."""
+        self._found[_key_of(works)] = problem is None
+        if problem is not None:
+            stage = works[0].stage.index
+            self._num_refused[stage] += works[0].part.adapter is None  # users may bring many kinds of adapters
+            _log.info("Steps like these are computed apart at stage %d from now on: %s", stage, problem)
+
+    def refuses(self, work: WaitingStep[Any]) -> bool:
+        """Return whether a step need not wait, because its kind or many kinds of its stage were refused."""
+        found = (self._found.get((work.kind, is_equal)) for is_equal in (True, False))
+        return self._num_refused[work.stage.index] >= _MAX_REFUSED or False in found
+
+
+def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:
+    """Return the kind of steps, and whether their texts have one length."""
+    return works[0].kind, len({attention_cache.length_of(work.part.cache) for work in works}) == 1
+
+
+def _putting_back(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:
+    """Return a function that restores the steps' caches to their present contents."""
+    each = [attention_cache.putting_back(work.part.cache) for work in works]
+
+    def put_back() -> None:
+        for one in each:
+            one()
+
+    return put_back
+
+
+def _differ(parts: Sequence[SessionPart]) -> bool:
+    """Return whether the texts' hidden states differ."""
+    first, *others = (serialization.flatten(part.hidden)[1] for part in parts)
+    return not all(all(map(torch.equal, first, other)) for other in others)
+
+
+def _made(part: SessionPart, output: serialization.Tree) -> tuple[Any, list[Tensor]]:
+    """Return a step's output, and the keys and values of its tokens."""
+    structure, tensors = serialization.flatten(output)
+    new = [tensor[..., -part.tokens :, :] for tensor in attention_cache.tensors(part.cache) if tensor.ndim > 2]
+    return structure, [*tensors, *new]
+
+
+def _alike(one: tuple[Any, list[Tensor]], other: tuple[Any, list[Tensor]]) -> bool:
+    """Return whether two steps gave the same numbers, up to rounding."""
+    return one[0] == other[0] and len(one[1]) == len(other[1]) and all(map(_are_close, one[1], other[1]))
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    # Relative to the median, too, because a few numbers are often a hundred times as large as the rest.
+    limit = torch.finfo(one.dtype).eps ** 0.5 * (one.abs() + one.abs().median())
+    return bool(((one - other).abs() <= limit).float().mean() >= _MOST) and bool(other.isfinite().all())

@@ -1,0 +1,447 @@
+"""Inference sessions on a server: computes steps with the sessions' caches, and sends outputs to the next stage.
+
+A step comes from the client or from the previous stage's server. Its output goes to the next stage's server, or to the
+client. Each server keeps its outputs while it has room. If the next server dies, its replacement receives all of them
+in order, and then has the same cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import AdapterMissing, Busy, PeerError, ProtocolError, SessionLost, SwarmError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.moving_average import MovingAverage
+from lightning_swarm.core.tasks import TaskOwner, gather
+from lightning_swarm.model.inference import attention_cache
+from lightning_swarm.model.inference.attention_cache import is_in_session
+from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
+from lightning_swarm.protocol import rpc, serialization
+from lightning_swarm.protocol.messages.inference import (
+    WINDOW,
+    FailureKind,
+    SessionClose,
+    SessionFailed,
+    SessionOutput,
+    SessionReplay,
+    SessionStep,
+)
+from lightning_swarm.server.compute import SessionPart
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.inference.batching import JointSteps, WaitingStep
+from lightning_swarm.server.inference.host import SessionHost, SessionStage
+from lightning_swarm.server.inference.stage_session import KeptOutput, StageSession
+from lightning_swarm.server.sample_costs import num_bytes
+
+_log = logging.getLogger(__name__)
+
+_MAX_REASON: Final = 4096  # characters of an error that are sent to the client
+_SMOOTHING: Final = 0.05  # weight of the newest step
+_MAX_SESSIONS: Final = 4096  # limit for all stages here, because small sessions take more memory than their tensors
+_Key = tuple[str, int]  # id of a session, index of the stage
+_FAILURE_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
+
+
+class SessionHandlers:
+    """Answers steps of inference sessions at the stages of this server."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        executor: Executor,
+        limits: Limits,
+        tasks: TaskOwner,
+        host: SessionHost,
+        *,
+        on_dropped: Callable[[int], None] = lambda _: None,  # called with the number of bytes freed
+    ) -> None:
+        self._transport, self._limits = transport, limits
+        self._steps = JointSteps[KeptOutput](executor)
+        self._spawn = tasks.spawn
+        self._host, self._on_dropped = host, on_dropped
+        self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # least recently used first
+        self._forgetting = False  # whether `_forget_idle` runs
+        self.num_steps = 0  # computed so far
+        self._busy_s = MovingAverage(_SMOOTHING)
+        max_bytes, admit = limits.max_message_bytes, self._check_caller
+        rpc.SESSION_STEP.serve(transport, self._handle_step, max_bytes=max_bytes, admit=admit)
+        rpc.SESSION_REPLAY.serve(transport, self._handle_replay, admit=host.check_client)
+        rpc.SESSION_CLOSE.serve(transport, self._handle_close, admit=host.check_client)
+
+    def discard(self) -> None:
+        """Drop all sessions, because their weights are gone."""
+        self._held.clear()
+
+    async def end_all(self) -> None:
+        """End all sessions here; they continue at other servers."""
+        freed, ended = self._used_bytes(), list(self._held.values())
+        self.discard()
+        self._on_dropped(freed)
+        for held in ended:  # wakes steps that wait for earlier steps
+            await held.grow()
+
+    @property
+    def num_open(self) -> int:
+        """The number of sessions, summed over the stages here."""
+        return len(self._held)
+
+    def num_under_way(self, quiet_s: float) -> int:
+        """Return the number of sessions with a step in the last seconds; the rest may be idle chats."""
+        return sum(held.goes_on or now_s() < held.used_s + quiet_s for held in self._held.values())
+
+    @property
+    def num_joint(self) -> int:
+        """The number of steps that shared a forward with steps of other sessions."""
+        return self._steps.num_joint
+
+    @property
+    def step_s(self) -> float:
+        """The mean seconds of a step at a stage here, without prompts; 0 if not measured."""
+        return self._busy_s.value or 0.0
+
+    @property
+    def free_bytes(self) -> int:
+        """The bytes left for sessions; kept outputs count as free, because they can be dropped."""
+        return max(0, self._limits.session_bytes - sum(held.cache_bytes for held in self._held.values()))
+
+    # ------------------------------------------------------------------ steps
+
+    def _check_caller(self, caller: PeerId) -> None:
+        if not self._host.is_server(caller):
+            self._host.check_client(caller)
+
+    async def _handle_step(self, caller: PeerId, step: SessionStep, message: Message) -> None:
+        """Accept the next step of a session, or send on the output of the newest step again."""
+        stage = self._stage_of(step, caller)
+        hidden, extras = _checked_tree(step, message.tensors)
+        _check_tokens(hidden, stage)
+        held = self._held_for(step, stage)
+        if step.attempt >= held.attempt:
+            held.follow(step.attempt, step.route, step.resume)
+        if not held.takes(step.number):
+            await self._until_taken(held, step, stage)
+        if step.number == held.taken + 1:
+            held.taken = step.number
+            size = len(message.body) + message.num_tensor_bytes
+            self._spawn(self._advance(held, stage, step, hidden, extras, size))
+            await held.grow()
+        elif step.number == held.done:  # repeated for another server, or for a client that missed the output
+            self._spawn(self._send_on(held, held.kept[step.number]))
+
+    async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
+        """Wait for earlier steps, which this step may have overtaken, or until enough of them are computed."""
+        gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
+        if step.number > held.taken + WINDOW:
+            raise SessionLost(gap)
+        try:
+            # Computing may take long, but a step that was overtaken must come soon.
+            async with asyncio.timeout(self._limits.silence_timeout if step.number > held.taken + 1 else None):
+                async with held.changed:
+                    await held.changed.wait_for(lambda: held.takes(step.number) or not self._has(held))
+        except TimeoutError:
+            raise SessionLost(gap) from None
+        if not self._has(held):
+            raise SessionLost(f"the session ended at stage {stage.index} before step {step.number} came to its turn")
+
+    def _has(self, held: StageSession) -> bool:
+        return held in self._held.values()
+
+    def _stage_of(self, step: SessionStep, caller: PeerId) -> SessionStage:
+        """Return the stage of a step; refuse a step that its sender may not send, or not to this server."""
+        me = self._transport.peer_id
+        self._host.check_client(step.client)
+        if caller != step.client and not self._host.is_server(caller):
+            raise ProtocolError(f"a step comes from its client {step.client}, or from a server; not from {caller}")
+        if step.stage_index == 0 and caller != step.client:
+            raise ProtocolError(f"the first stage's steps come from their client {step.client}, not from {caller}")
+        if step.route[0] != me:
+            raise ProtocolError(f"a step names its servers, {me} first here, got {step.route}")
+        if any(mode.grad for mode in step.modes):
+            raise ProtocolError("a session computes without gradients")
+        return self._host.stage_of(step)
+
+    def _held_for(self, step: SessionStep, stage: SessionStage) -> StageSession:
+        """Return the session of a step at a stage; the first step begins it, if there is room."""
+        key = (step.session, stage.index)
+        held = self._held.get(key)
+        if held is None:
+            if step.number != 1:
+                raise SessionLost(f"stage {stage.index} has no step of this session here, got step {step.number}")
+            self._make_room(num_more=1)
+            if len(self._held) >= _MAX_SESSIONS:
+                raise Busy(f"{len(self._held)} sessions are open here, and no more may be")
+            if self._used_bytes() > self._limits.session_bytes:
+                raise Busy(
+                    f"sessions hold {self._used_bytes()} bytes here, of at most {self._limits.session_bytes} by "
+                    "`Limits.session_bytes`, and all of them go on"
+                )
+            held = self._held[key] = StageSession(step.client, step.attempt, step.route, step.resume, step.adapter)
+            if not self._forgetting:
+                self._forgetting = True
+                self._spawn(self._forget_idle())
+        elif held.client != step.client:
+            raise ProtocolError(f"this session is of {held.client}, not of {step.client}")
+        elif held.adapter != step.adapter:
+            raise ProtocolError("all steps of a session have the same adapter")
+        held.used_s = now_s()
+        self._held.move_to_end(key)
+        return held
+
+    async def _advance(
+        self,
+        held: StageSession,
+        stage: SessionStage,
+        step: SessionStep,
+        hidden: Any,
+        extras: dict[str, Any],
+        size: int,  # bytes of the received step
+    ) -> None:
+        """Compute a step after the steps before it, keep its output, and send it on; report a failure."""
+        max_bytes = self._limits.session_bytes
+
+        def prepare() -> Any:
+            if step.number == 1 and step.recipe is not None:
+                held.cache = attention_cache.build(step.recipe)
+            if held.cache is None and step.recipe is not None:
+                raise SessionLost(f"the cache of this session is not at stage {stage.index} any more")
+            stage.prepare(step, held.cache, max_bytes=max_bytes)
+            return held.cache
+
+        def finish(output: serialization.Tree) -> KeptOutput:
+            held.cache_bytes = 0 if held.cache is None else attention_cache.num_bytes(held.cache)
+            if held.cache_bytes > max_bytes:
+                raise ProtocolError(
+                    f"a text's keys and values have {held.cache_bytes} bytes at stage {stage.index}, and "
+                    f"`Limits.session_bytes` there are {max_bytes}. Raise that, or write shorter texts."
+                )
+            structure, tensors = serialization.flatten((output, stage.left_of(extras)))
+            length = None if held.cache is None else attention_cache.length_of(held.cache)
+            return KeptOutput(step, tuple(tensors), structure, num_bytes(tensors) + size, length)
+
+        async with held.computing:  # steps run in the order of their arrival
+            if held.done != step.number - 1:
+                return  # the previous step failed
+            try:
+                await stage.ready()
+                own = stage.module.extras_for(extras)  # within `try`, because a client may send anything
+                part = SessionPart(hidden, own, adapter=stage.adapter)
+                kept, busy_s = await self._steps.compute(
+                    WaitingStep(stage, step, part, prepare, finish, lambda: self._has(held))
+                )
+            except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
+                await self._forget(held)
+                kind: FailureKind = "lost" if isinstance(error, SessionLost) else "refused"
+                await self._blame(held, step, kind, _reason(error))
+                return
+            held.keep(step.number, kept)
+            if len(held.route) == 1:  # this is the last stage
+                held.drop_older()
+            held.done = step.number
+            self.num_steps += 1
+            if step.number > 1 and busy_s:
+                self._busy_s.measure(busy_s)
+        await held.grow()
+        if not await self._make_room_for(held):
+            await self._blame(held, step, "busy", "sessions that go on leave no room for this one")
+        elif step.number >= held.resume:
+            await self._send_on(held, kept)
+
+    async def _forget(self, held: StageSession) -> None:
+        """Drop a session, and wake its waiting steps, so that they end."""
+        for key in [key for key, one in self._held.items() if one is held]:
+            self._drop(key)
+        await held.grow()
+
+    def _drop(self, key: _Key) -> int:
+        """Drop a session at a stage; return the number of bytes freed."""
+        held = self._held.pop(key)
+        self._steps.forget(*key)
+        num_bytes = held.num_bytes
+        held.cache = None  # a task may still hold the session, and must not keep its tensors
+        held.kept.clear()
+        held.cache_bytes = held.kept_bytes = 0
+        self._on_dropped(num_bytes)
+        return num_bytes
+
+    async def _send_on(self, held: StageSession, kept: KeptOutput) -> None:
+        """Send a step's output to the next stage's server, or to the client; report a failure to the client."""
+        async with held.sending:
+            try:
+                if len(held.route) == 1:
+                    await self._give(held, kept)
+                else:
+                    await self._push(held, kept)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this session alone
+                if len(held.route) == 1:
+                    _log.info("Client %s of a session lacks step %d: %r", held.client, kept.step.number, error)
+                    return
+                stage_index = kept.step.stage_index + 1
+                await self._blame(held, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
+
+    async def _give(self, held: StageSession, kept: KeptOutput) -> None:
+        """Send the last stage's output of a step to the client."""
+        output, _ = serialization.unflatten(kept.structure, kept.tensors)
+        structure, tensors = serialization.flatten(output)
+        said = SessionOutput(
+            session=kept.step.session, number=kept.step.number, length=kept.length, structure=structure
+        )
+        timeout = self._limits.call_timeout
+        await rpc.SESSION_OUTPUT.ask(self._transport, held.client, said, tensors, timeout=timeout, max_bytes=0)
+
+    async def _push(self, held: StageSession, kept: KeptOutput) -> None:
+        """Send the output of a step to the next stage's server."""
+        step = replace(
+            kept.step,
+            attempt=held.attempt,
+            resume=held.resume,
+            stage_index=kept.step.stage_index + 1,
+            route=held.route[1:],
+            modes=kept.step.modes[1:],
+            adapters=kept.step.adapters[1:],
+            drops=kept.step.drops[1:],
+            structure=kept.structure,
+        )
+        timeout = self._limits.call_timeout
+        await rpc.SESSION_STEP.ask(self._transport, held.route[1], step, kept.tensors, timeout=timeout, max_bytes=0)
+
+    async def _blame(
+        self, held: StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
+    ) -> None:
+        """Report a failed step to the client, with the stage at fault; -1: the stage of this step."""
+        failed = SessionFailed(
+            session=step.session,
+            number=step.number,
+            attempt=held.attempt,
+            stage_index=step.stage_index if stage_index < 0 else stage_index,
+            kind=kind,
+            reason=reason,
+        )
+        try:
+            await rpc.SESSION_FAILED.ask(self._transport, held.client, failed, timeout=self._limits.call_timeout)
+        except SwarmError as error:
+            _log.info("The client %s of a session is not told of a failure: %s", held.client, error)
+
+    # ------------------------------------------------------------------ replacement servers
+
+    async def _handle_replay(self, caller: PeerId, request: SessionReplay) -> None:
+        """Send all steps so far, in order, to another server of the next stage, where the session then continues."""
+        held = self._held.get((request.session, request.stage_index))
+        if held is None or held.client != caller:
+            raise SessionLost(f"stage {request.stage_index} has no such session of {caller} here")
+        if request.route[0] != self._transport.peer_id:
+            raise ProtocolError(f"a route begins with the server that is asked, got {request.route}")
+        async with held.sending:
+            held.follow(request.attempt, request.route, request.resume)
+            number = 1
+            while number <= held.done:
+                steps = [held.kept.get(one) for one in self._pushed_together(held, number)]
+                if None in steps:
+                    raise SessionLost(f"step {number} of this session is not kept here any more")
+                await gather(self._push(held, kept) for kept in steps if kept is not None)
+                number += len(steps)
+
+    def _pushed_together(self, held: StageSession, number: int) -> range:
+        """Return the steps to send at once: the first alone, then small steps, which share a stream."""
+        end = number + 1
+        if number > 1:
+            most = min(number + WINDOW, held.done + 1)
+            while end < most and (kept := held.kept.get(end)) is not None and kept.num_bytes <= SMALL_BYTES:
+                end += 1
+        return range(number, end)
+
+    async def _handle_close(self, caller: PeerId, request: SessionClose) -> None:
+        for held in [held for key, held in self._held.items() if key[0] == request.session and held.client == caller]:
+            await self._forget(held)
+
+    # ------------------------------------------------------------------ memory
+
+    def _used_bytes(self) -> int:
+        return sum(held.num_bytes for held in self._held.values())
+
+    async def _make_room_for(self, held: StageSession) -> bool:
+        """Make room for a session that has grown; if there is none, drop that session and return False."""
+        self._make_room(but=held)
+        if self._used_bytes() <= self._limits.session_bytes or len(self._held) == 1:
+            return True
+        await self._forget(held)
+        return False
+
+    def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> None:
+        """Drop old outputs, then inactive sessions except `but`, until the rest and `num_more` new sessions fit.
+
+        Begin with the least recently used session each time.
+        """
+        excess = self._used_bytes() - self._limits.session_bytes
+        if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
+            return
+        for held in [*self._held.values()] if excess > 0 else ():
+            if freed := held.drop_older():
+                self._on_dropped(freed)
+            excess -= freed
+            if excess <= 0:
+                break
+        for key, held in [*self._held.items()]:
+            if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
+                return
+            if held is not but and not held.goes_on:
+                excess -= self._drop(key)
+
+    async def _forget_idle(self) -> None:
+        """Drop sessions without a step for `Limits.session_idle` seconds."""
+        idle_s = self._limits.session_idle
+        while self._held:
+            await asyncio.sleep(idle_s / 4)
+            for held in [held for held in self._held.values() if now_s() >= held.used_s + idle_s]:
+                await self._forget(held)
+        self._forgetting = False
+
+
+def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Return the hidden state and the blocks' arguments that a step brings; refuse other trees."""
+    tree = serialization.unflatten(step.structure, list(tensors))
+    if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
+        raise ProtocolError("a step must bring a hidden state and the blocks' arguments")
+    leaves = serialization.leaves(tree[0])
+    if not leaves or leaves[0].ndim < 2 or 0 in leaves[0].shape[:2]:
+        raise ProtocolError("a step's hidden state must be [rows, tokens, ...], and not empty")
+    if step.recipe is None and any(is_in_session(value) for value in tree[1].values()):
+        raise ProtocolError("a step's blocks must take no cache where the session has no recipe of one")
+    if step.recipe is None and (step.number > 1 or step.operations):
+        raise ProtocolError("a session without a cache has one step, got another one, or operations")
+    return tree
+
+
+def _check_tokens(hidden: Any, stage: SessionStage) -> None:
+    """Refuse a step that would keep other sessions waiting for too long, in any form of its hidden state."""
+    if stage.max_tokens is None:
+        return
+    leaves = serialization.leaves(hidden)
+    rows, tokens = leaves[0].shape[:2]
+    number = max(rows * tokens, *(math.prod(leaf.shape[:-1]) for leaf in leaves))
+    if number > stage.max_tokens:
+        raise ProtocolError(
+            f"a step of a text must have at most {stage.max_tokens} tokens in all rows here (`Limits.step_tokens`), "
+            f"got {number}: others would wait too long. Take fewer rows at once or a shorter text, pass "
+            "`prefill_chunk_size` to `generate`, or start the servers with a higher `--step-tokens`."
+        )
+
+
+def _kind_of(error: Exception) -> FailureKind:
+    """Return the kind of failure to report to the client if the next server did not accept a step."""
+    return _FAILURE_KINDS.get(type(error), "unreachable" if isinstance(error, PeerError) else "refused")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, SwarmError):
+        return str(error)[:_MAX_REASON]
+    return ("".join(traceback.format_exception(error)))[-_MAX_REASON:]

@@ -1,0 +1,1 @@
+"""A served model: its servers, clients, tuning, and the HTTP server."""

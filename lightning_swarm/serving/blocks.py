@@ -1,0 +1,146 @@
+"""A client's stand-in for the blocks of a served model: sends their calls to its servers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.client.inference.forwards import SessionForwards
+from lightning_swarm.client.inference.session import SessionWeights
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.inference.attention_cache import CacheHandle, is_in_session
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.serving import ModelCard
+from lightning_swarm.serving.routes import ServedRoutes
+
+if TYPE_CHECKING:
+    from lightning_swarm.client.inference.adapters import FoundAdapters
+    from lightning_swarm.serving.tuning_client import AdaptedBlocks
+
+
+_NO_CACHE: Final = (
+    "a cache of a served model holds no keys and values of a forward that may train, got a text that goes on from one. "
+    "Write texts by `generate`, under `torch.no_grad()`; or freeze the adapter, by `requires_grad_(False)`; or pass "
+    "`use_cache=False`, and the whole text each time."
+)
+_ONLY_HIDDEN: Final = (
+    "gradients of a served model's blocks flow through the hidden state alone, got another argument of blocks that "
+    "requires one. Detach what it is made of, or tune by LoRA."
+)
+_WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # served weights never change
+
+
+def _check_not_empty(hidden: Tensor) -> None:
+    if not hidden.numel():
+        raise ConfigError(
+            f"a served model takes at least one text of at least one token, got a hidden state of {list(hidden.shape)}."
+        )
+
+
+def _wants_gradient(tree: Any) -> bool:
+    """Return whether gradients are enabled and a tensor of a tree needs one."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(tree)[1])
+
+
+def _leads_to_gradients(found: FoundAdapters, hidden: Any) -> bool:
+    """Return whether a forward needs a backward later, for adapters or for the hidden state."""
+    return found.wants_grad or _wants_gradient(hidden)
+
+
+class ServedBlocks:
+    """Stands in for a model's blocks: their calls become steps of sessions."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        routes: ServedRoutes,
+        card: ModelCard,
+        blocks: Sequence[nn.Module],
+        *,
+        device: torch.device,
+        adapted: AdaptedBlocks | None = None,  # set if blocks may have adapters
+    ) -> None:
+        self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
+        self._blocks = blocks
+        self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
+        self._forwards = SessionForwards(
+            runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
+        )
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, treat forwards with a cache as text generation, even with an adapter that trains."""
+        self._num_writing += 1
+        try:
+            yield
+        finally:
+            self._num_writing -= 1
+
+    def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
+        """Compute the blocks' output for a forward with a cache, such as one step of Hugging Face's `generate`.
+
+        If a text is written, the forward is a step of a session. If gradients are needed, or an adapter trains outside
+        of `writing`, it is a forward for tuning, which uses no cache, and refuses one that holds a text.
+        """
+        _check_not_empty(hidden)
+        found = self._adapters(hidden, extras)
+        if self._adapted is None or found is None:
+            modes = self._modes(training=self._trains)
+            return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=modes)
+        handle = CacheHandle.of(cache)
+        # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation. `is_trained`
+        # is true if an adapter has parameters that train, even if gradients are off.
+        is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
+        if is_text and not _leads_to_gradients(found, hidden):
+            packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
+            modes = self._modes(training=found.trains)
+            return self._forwards.step(
+                hidden, extras, cache, weights=_WEIGHTS, modes=modes, adapters=packed, drops=drops
+            )
+        if handle.length or handle.session is not None:
+            raise ConfigError(_NO_CACHE)
+        # A forward for tuning: forbid any later use of the cache, and compute without it.
+        handle.refuse_use(_NO_CACHE)
+        extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
+        return self._adapted(hidden, extras, found)
+
+    def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
+        """Compute a forward without a cache. `carried` are inputs beside the hidden state that require a gradient."""
+        _check_not_empty(hidden)
+        if carried and self._adapted is not None:
+            raise ConfigError(_ONLY_HIDDEN)
+        if carried:
+            raise ConfigError(
+                "a served model computes without gradients, got an input of its blocks that requires one. Call it "
+                "under `torch.no_grad()`."
+            )
+        adapters = self._adapters(hidden, extras)
+        if self._adapted is not None and adapters is not None:
+            return self._adapted(hidden, extras, adapters)
+        return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes(training=self._trains))
+
+    @property
+    def _trains(self) -> bool:
+        """Whether a block without adapters is in train mode."""
+        return any(block.training for block in self._blocks)
+
+    def _adapters(self, hidden: Any, extras: dict[str, Any]) -> FoundAdapters | None:
+        """Return the adapters; None if there are none and the call neither draws random numbers nor needs gradients."""
+        if self._adapted is None:
+            return None
+        found = self._adapted.adapters()
+        if _wants_gradient(extras):
+            raise ConfigError(_ONLY_HIDDEN)
+        draws = found.trains or any(stage.drops for stage in found.stages)
+        return None if found.is_empty and not draws and not _leads_to_gradients(found, hidden) else found
+
+    def _modes(self, *, training: bool = False) -> list[ComputeMode]:
+        mode = capture(self._device.type, training=training, grad=False, input_grad=False)
+        return [mode] * self._num_stages

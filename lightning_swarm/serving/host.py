@@ -1,0 +1,365 @@
+"""A peer that serves stages of a finished model: loads and announces them, and leaves without loss of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import ConfigError, PeerError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.tasks import TaskOwner, gather
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
+from lightning_swarm.network import Directory, PeerId, Transport
+from lightning_swarm.peer.trial_call import ModelForm, servable
+from lightning_swarm.protocol.messages.serving import ModelCard, ServerOffer
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.serving.directory import REFRESH_S, ModelDirectory, offers_key, read_card
+from lightning_swarm.serving.moves import Moves
+from lightning_swarm.serving.placement import MovePolicy, Placed, choose_move, choose_span, stage_rates
+from lightning_swarm.serving.server import ModelServer, ServedParts
+
+_log = logging.getLogger(__name__)
+
+_OFFER_TTL_S: Final = 4 * REFRESH_S
+_MAX_STAGES: Final = 16  # most stages of a model, if the user sets no number
+_MAX_NEIGHBOURS: Final = 32  # other servers to which links are measured
+_DRAIN_LOOK_S: Final = 0.2  # seconds between two looks at the texts under way
+_QUIET_S: Final = 10.0  # seconds without a step after which a text no longer counts as under way here
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The options of a server of a finished model.
+
+    Args:
+        weights: A Hugging Face folder; None: the weights come from other servers.
+        hosts: Servers of the model that already run; empty: this server is the first.
+        weight_bytes: Most bytes of weights that the server holds; None: all stages.
+        num_stages: Number of stages into which the first server cuts the model; None: one for each block, up to 16.
+        dtype: Dtype of the weights, at the first server; None: as they were saved.
+        blocks: The name of the list of blocks, at the first server; None: it is found.
+        device: The device that computes.
+        batches_texts: Compute steps of several texts together, which may change their last bits.
+        moves: Policy of moves to worse-served stages; None: never move.
+    """
+
+    weights: Path | None
+    hosts: Sequence[PeerId] = ()
+    weight_bytes: int | None = None
+    num_stages: int | None = None
+    dtype: str | None = None
+    blocks: str | None = None
+    device: str = "cpu"
+    batches_texts: bool = True
+    moves: MovePolicy | None = field(default_factory=MovePolicy)
+
+
+class ModelHost:
+    """Serves stages of one model."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        executor: Callable[[], Executor],
+        limits: Limits,
+        options: ServeOptions,
+    ) -> None:
+        self._transport, self._directory = transport, directory
+        self._executor_of, self._limits, self._options = executor, limits, options
+        self._executor: Executor | None = None
+        self._tasks = TaskOwner()
+        self._leaving = asyncio.Event()
+        self._folder: PretrainedFolder | None = None
+        self.server: ModelServer | None = None
+        self.span = range(0)  # the stages that it serves
+
+    async def open(self, say: Callable[[str], None] = _log.info) -> None:
+        """Load stages, and begin to serve them."""
+        options = self._options
+        self._folder = None if options.weights is None else PretrainedFolder(options.weights)
+        self._say = say
+        if options.hosts:
+            card = await self._card_of_hosts()
+            check_version(card)
+            model = await self._build(card)
+        elif self._folder is None:
+            raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
+        else:
+            say(f"Reading {options.weights}, to tell others which weights are served.")
+            model, card = await asyncio.to_thread(_cut_model, self._folder, options, say)
+        self.models = ModelDirectory(self._transport, self._directory, card)
+        if options.hosts:
+            await self.models.refresh()
+        self.span = self.choose_span()
+        parts = await self._load(model, self.span)
+        self._executor = self._executor_of()
+        await self._tasks.start()
+        self.server = ModelServer(
+            self._transport,
+            self._executor,
+            self._limits,
+            self._tasks,
+            card,
+            parts,
+            torch.device(options.device),
+            batches_texts=options.batches_texts,
+        )
+        await self._serve(self.span)
+        self._tasks.spawn(self._keep_announcing())
+        self._tasks.spawn(self._keep_looking())
+        if options.moves is not None:
+            self._tasks.spawn(Moves(self, self._transport, options.moves, self._limits).keep_looking())
+
+    async def _serve(self, span: range) -> None:
+        """Serve these stages, which the server has loaded, and announce them."""
+        assert self.server is not None
+        self.span = span
+        self.server.is_draining = self.is_leaving
+        with contextlib.suppress(PeerError):  # a later announcement may succeed
+            await self._announce()
+        last = span.stop - 1
+        which = f"stage {last}" if len(span) == 1 else f"stages {span.start} to {last}"
+        self._say(f"Serving {which} of {len(self.models.card.stages)} of model {self.models.card.id[:12]}.")
+
+    async def move(self, span: range) -> None:
+        """Serve other stages. If they cannot be loaded, serve the former stages, or none if these are gone, too."""
+        assert self.server is not None
+        before = self.span
+        await self.server.withdraw()
+        self.span = range(0)
+        try:
+            parts = await self._load(await self._build(self.models.card), span)
+        except Exception as error:  # any error of its disk or device
+            if not before:
+                raise
+            _log.warning("The stages %s cannot be loaded, and this server stays: %s", [*span], shorten(str(error)))
+            span, parts = before, await self._load(await self._build(self.models.card), before)
+        self.server.take(parts)
+        await self._serve(span)
+
+    async def _build(self, card: ModelCard) -> PretrainedModel:
+        config = card.config, card.generation_config
+        return await asyncio.to_thread(PretrainedModel, *config, dtype=card.dtype, blocks=card.blocks)
+
+    async def _card_of_hosts(self) -> ModelCard:
+        """Read the model's card from the first server in `hosts` that answers."""
+        problems = []
+        for peer in self._options.hosts:
+            try:
+                return await read_card(self._transport, peer)
+            except PeerError as error:
+                problems.append(f"{short_name(peer)}: {shorten(str(error))}")
+        raise ConfigError(
+            f"`--join` must name a server of a model, and none says which: {'; '.join(problems)}. Copy the address "
+            "that it printed, and see whether it runs."
+        )
+
+    def choose_span(self) -> range:
+        """Choose stages for this server, as if it served none."""
+        sizes = self.stage_bytes
+        return choose_span(sizes, self._options.weight_bytes, stage_rates(len(sizes), self._others()))
+
+    def choose_move(self, avoided: Collection[range], *, gain: float) -> range | None:
+        """Choose stages that need this server more than its own stages; None: it stays."""
+        assert self.server is not None
+        here = Placed(self.span, 1.0 / (self.server.sessions.step_s or self._typical_step_s))
+        room = self._options.weight_bytes
+        return choose_move(self.stage_bytes, room, here, self._others(), avoided=avoided, gain=gain)
+
+    @property
+    def stage_bytes(self) -> list[int]:
+        """Bytes of each stage's weights."""
+        return [stage.weights.num_bytes for stage in self.models.card.stages]
+
+    def _others(self) -> list[Placed]:
+        """Return the other servers that take texts; a server that has computed nothing yet counts as typical."""
+        typical_s, own = self._typical_step_s, self._transport.peer_id
+        return [
+            Placed(offer.stages, 1.0 / (offer.step_s or typical_s))
+            for peer, offer in self.models.offers.items()
+            if peer != own and not offer.is_draining
+        ]
+
+    @property
+    def _typical_step_s(self) -> float:
+        return statistics.median([offer.step_s for offer in self.models.offers.values() if offer.step_s] or [1.0])
+
+    async def _load(self, model: PretrainedModel, span: range) -> ServedParts:
+        """Load stages: from the folder, or from other servers."""
+        cut = model.stages(self.models.card.ranges)
+        for index in span:
+            await self._load_stage(model, cut[index], index)
+        return _parts(model, {index: cut[index] for index in span}, self._folder)
+
+    async def _load_stage(self, model: PretrainedModel, stage: StageModule, index: int) -> None:
+        """Fill a stage with weights, which must have the digest in the card."""
+        tensors, folder, wanted = stage.named_stage_tensors(), self._folder, self.models.card.stages[index].weights
+        if folder is not None:
+            read = folder.reader(model)
+            values = await asyncio.to_thread(model.fill, tensors, read, torch.device(self._options.device))
+            if await asyncio.to_thread(weights_digest, values) != wanted:
+                raise ConfigError(
+                    f"`--weights` must be the folder of the model that is served at `--join`, and stage {index} in "
+                    f"{str(folder.path)!r} has other weights. Leave `--weights` out: then they come from other servers."
+                )
+            return
+        sources = self.models.serving(index)
+        sources += [peer for peer, offer in self.models.offers.items() if offer.has_files and peer not in sources]
+        found = await self.models.download(model.saved(tensors), tensors, wanted, sources)
+        await asyncio.to_thread(model.fill, tensors, found.__getitem__, torch.device(self._options.device))
+
+    # ------------------------------------------------------------------ announcements
+
+    async def _announce(self) -> None:
+        """Announce the stages and the load of this server, if it serves any stages."""
+        server = self.server
+        if server is None or not self.span:
+            return
+        offer = ServerOffer(
+            addresses=list(await self._transport.addresses()),
+            first_stage=self.span.start,
+            num_stages=len(self.span),
+            step_s=server.sessions.step_s,
+            num_sessions=server.sessions.num_open // len(self.span),
+            free_bytes=server.sessions.free_bytes,
+            step_tokens=self._limits.step_tokens,
+            has_files=server.parts.has_files,
+            is_draining=server.is_draining,
+            round_trips=self._round_trips(),
+        )
+        await self._directory.announce(offers_key(server.card.id), encode(offer), ttl_s=_OFFER_TTL_S)
+
+    def _round_trips(self) -> dict[PeerId, float]:
+        links = self._transport.links
+        measured = {peer: links[peer].round_trip_s for peer in self.models.offers if peer in links}
+        return {peer: trip_s for peer, trip_s in list(measured.items())[:_MAX_NEIGHBOURS] if trip_s is not None}
+
+    async def _keep_announcing(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(PeerError):  # a later announcement may succeed
+                await self._announce()
+
+    async def _keep_looking(self) -> None:
+        """Find the other servers again and again, and measure the links to them."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(PeerError):
+                await self.models.refresh()
+                await gather(self._measure(peer) for peer in list(self.models.offers)[:_MAX_NEIGHBOURS])
+
+    async def _measure(self, peer: PeerId) -> None:
+        """Measure the link to another server."""
+        if peer != self._transport.peer_id:
+            with contextlib.suppress(PeerError):
+                await self._transport.ping(peer)
+
+    # ------------------------------------------------------------------ the end
+
+    async def until_left(self, say: Callable[[str], None]) -> None:
+        """Serve until `leave`, and then until no text is under way here, up to `Limits.drain_timeout`."""
+        await self._leaving.wait()
+        if self.server is None:
+            return
+        if self.server.sessions.num_under_way(_QUIET_S):
+            say(
+                f"Leaving when the texts that are under way here are done, in {self._limits.drain_timeout:g} s at most."
+            )
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Take no new texts, and wait until none is under way here, up to `Limits.drain_timeout`."""
+        assert self.server is not None
+        self.server.is_draining = True
+        with contextlib.suppress(PeerError):
+            await self._announce()
+        sessions, end_s = self.server.sessions, now_s() + self._limits.drain_timeout
+        while sessions.num_under_way(_QUIET_S) and now_s() < end_s:  # noqa: ASYNC110 - many things end the wait
+            await asyncio.sleep(_DRAIN_LOOK_S)
+
+    async def stay(self) -> None:
+        """Take texts again, unless this server is about to leave."""
+        assert self.server is not None
+        self.server.is_draining = self.is_leaving
+        with contextlib.suppress(PeerError):
+            await self._announce()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the server was asked to leave."""
+        return self._leaving.is_set()
+
+    def leave(self) -> None:
+        """Make `until_left` end. Call it on the event loop; a second call does nothing."""
+        self._leaving.set()
+        if self.server is not None:
+            self.server.is_draining = True
+
+    async def close(self) -> None:
+        """Stop serving."""
+        try:
+            await self._tasks.close()
+        finally:
+            if self._executor is not None:
+                self._executor.close()
+
+
+def _cut_model(
+    folder: PretrainedFolder, options: ServeOptions, say: Callable[[str], None]
+) -> tuple[PretrainedModel, ModelCard]:
+    """On the first server: build the model without weights, and return it with a card that says how it is cut."""
+    dtype = options.dtype or folder.dtype
+    given = ModelForm(
+        config=folder.config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks
+    )
+    form, reason = servable(given)
+    if reason:
+        say(
+            "Clients write without a cache, so they send the whole text for each token, which takes longer the longer "
+            f"the text. The reason: {reason}"
+        )
+    model = PretrainedModel(form.config, form.generation_config, dtype=dtype, blocks=options.blocks)
+    num_blocks = len(model.blocks.modules)
+    num_stages = min(num_blocks, _MAX_STAGES) if options.num_stages is None else options.num_stages
+    if not 1 <= num_stages <= num_blocks:
+        raise ConfigError(
+            f"a model is cut between its blocks, of which this one has {num_blocks}, got {num_stages} stages. Correct "
+            "`--stages`."
+        )
+    cuts = [index * num_blocks // num_stages for index in range(num_stages + 1)]
+    ranges = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
+    card = folder.card(model, ranges)
+    return model, msgspec.structs.replace(card, config=form.config, generation_config=form.generation_config)
+
+
+def _parts(model: PretrainedModel, stages: Mapping[int, StageModule], folder: PretrainedFolder | None) -> ServedParts:
+    """Return the parts that other peers may fetch: from the folder, or of the stages that are loaded here."""
+    if folder is not None:
+        known = {*model.module.state_dict()}
+        dtypes = {name: tensor.dtype for name, tensor in model.module.state_dict().items()}
+        read = folder.reader(model)
+
+        def from_folder(name: str) -> Tensor:
+            if name not in known:
+                raise KeyError(name)
+            return read(name).to(dtypes[name])
+
+        return ServedParts(stages, from_folder, folder.files, has_files=True)
+    own = {name: tensor for stage in stages.values() for name, tensor in stage.named_stage_tensors().items()}
+    return ServedParts(stages, own.__getitem__, {}, has_files=False)

@@ -1,0 +1,117 @@
+"""Answers of OpenAI's HTTP protocol: whole answers, chunks of streams, and errors."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.serving.texts import TextPiece, TokenScore
+
+_TEXT: Final = "text_completion"
+
+
+@dataclass
+class Choice:
+    """One of a request's texts, as far as it is written."""
+
+    index: int
+    text: str = ""
+    finish_reason: str = "stop"
+    scores: list[TokenScore] = field(default_factory=list)
+    has_begun: bool = False  # its first chunk was made
+
+    def add(self, piece: TextPiece) -> None:
+        """Append the next piece."""
+        self.text += piece.text
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        self.scores += piece.scores
+
+
+@dataclass
+class AnswerForm:
+    """The form of the answers to a completion or a chat."""
+
+    model: str
+    chat: bool
+    has_scores: bool  # log probabilities were requested
+
+    def __post_init__(self) -> None:
+        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(self, choices: Sequence[Choice], usage: Mapping[str, int]) -> dict[str, Any]:
+        """Return the answer with all of the texts."""
+        return {
+            **self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, choices)),
+            "usage": usage,
+        }
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        text: dict[str, Any] = {"text": choice.text}
+        if self.chat:
+            text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        return {**self._of(choice.index, choice.finish_reason, choice.scores, 0), **text}
+
+    def chunk(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
+        """Return the chunk of a text's next piece, which `choice` does not contain yet."""
+        text: dict[str, Any] = {"text": piece.text}
+        if self.chat:
+            text = {"delta": {**({} if choice.has_begun else {"role": "assistant"}), "content": piece.text}}
+        choice.has_begun = True
+        own = self._of(choice.index, piece.finish_reason, piece.scores, len(choice.text))
+        return self._piece([{**own, **text}])
+
+    def usage_chunk(self, usage: Mapping[str, int]) -> dict[str, Any]:
+        """Return the last chunk of a stream that reports its usage."""
+        return {**self._piece([]), "usage": usage}
+
+    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._answer("chat.completion.chunk" if self.chat else _TEXT, choices)
+
+    def _answer(self, kind: str, choices: Any) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": list(choices)}
+
+    def _of(self, index: int, reason: str | None, scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
+        """Return a choice's fields beside its text; `begin` is the position in the text of the first scored token."""
+        logprobs = None
+        if self.has_scores:
+            logprobs = {"content": [_entry(one) for one in scores]} if self.chat else _columns(scores, begin)
+        return {"index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _entry(score: TokenScore) -> dict[str, Any]:
+    """Return a token's score in the form of chats."""
+    top = [{"token": text, "logprob": value, "bytes": [*text.encode()]} for text, value in score.top]
+    return {"token": score.text, "logprob": score.logprob, "bytes": [*score.text.encode()], "top_logprobs": top}
+
+
+def _columns(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
+    """Return tokens' scores in the form of completions."""
+    offsets = []
+    for score in scores:
+        offsets.append(begin)
+        begin += len(score.text)
+    tops = [None if score.logprob is None else dict(reversed(score.top)) for score in scores]
+    return {
+        "tokens": [score.text for score in scores],
+        "token_logprobs": [score.logprob for score in scores],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of an error that occurred while a text was written."""
+    if isinstance(error, ConfigError):
+        return 400
+    return 503 if isinstance(error, SwarmError) else 500
+
+
+def error_answer(message: str, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,337 @@
+"""An ordinary Hugging Face model in this process, whose blocks are computed by servers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import random
+import secrets
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lightning_swarm.client.inference.adapters import check_kind, find_adapters
+from lightning_swarm.client.pipeline.interception import BlockChain, Interception
+from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.readable import shorten
+from lightning_swarm.core.tasks import TaskOwner
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, device_of, weights_digest
+from lightning_swarm.network import Directory, PeerId, Transport
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.peer.entry import visitor_entry
+from lightning_swarm.peer.network import visit_network
+from lightning_swarm.protocol.messages.serving import ModelCard
+from lightning_swarm.serving.blocks import ServedBlocks
+from lightning_swarm.serving.directory import ModelDirectory, read_card
+from lightning_swarm.serving.model_guards import refuse_changes
+from lightning_swarm.serving.routes import ServedRoutes
+from lightning_swarm.serving.tuning_client import AdaptedBlocks
+
+_PREFILL_CHUNK: Final = 256  # tokens of each row
+
+
+def positions_depend_on_length(model: Any) -> bool:
+    """Return whether a model's position tables depend on the present length of the text."""
+    text = json.dumps(model.config.to_dict(), default=str)
+    return any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
+
+
+def step_tokens(model: Any) -> int:
+    """Return how many tokens, all rows together, each server of a model takes in one step."""
+    client = getattr(model, "swarm", None)
+    return client.step_tokens if isinstance(client, ServedModelClient) else Limits().step_tokens
+
+
+def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
+    """Return the options of `generate` that cut a long prompt, so that other texts wait for one chunk at most."""
+    # A prompt stays whole if peft puts tokens of its own before it, if the model has recurrent states, if its positions
+    # depend on the length of the text, or if it keeps no cache.
+    if _has_own_prompt(model):
+        return {}
+    size = max(1, min(_PREFILL_CHUNK, step_tokens(model) // num_rows))
+    if num_tokens <= size or model._is_stateful or positions_depend_on_length(model):
+        return {}
+    if not getattr(model.generation_config, "use_cache", True):
+        return {}
+    return {"prefill_chunk_size": size}
+
+
+def _has_own_prompt(model: Any) -> bool:
+    """Return whether peft puts tokens of its own before each prompt of a model, or of the model around it."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return True
+    # During its own `generate`, peft replaces the inner model's method by one of its own.
+    around = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    return around is not None and around is not model and _has_own_prompt(around)
+
+
+def _writing(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's `generate`, so that the blocks know when a text is written, and long prompts are cut for steps."""
+
+    @functools.wraps(generate)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        with served.writing():
+            return generate(*args, **{**kwargs, **_chunks_of(model, args, kwargs)})
+
+    return write
+
+
+def _chunks_of(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the options that cut a prompt which is too long for one step."""
+    prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
+    config = options.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+
+    def chosen(name: str) -> Any:
+        return options.get(name, getattr(config, name, None))
+
+    others = map(chosen, ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"))
+    if not isinstance(prompt, torch.Tensor) or any(others) or chosen("use_cache") is False:
+        return {}
+    num_rows = len(prompt) * max(chosen("num_beams") or 1, chosen("num_return_sequences") or 1)
+    num_tokens = prompt.shape[-1]
+    return prefill_in_chunks(model, num_tokens, num_rows) if num_rows * num_tokens > step_tokens(model) else {}
+
+
+class ServedModelClient:
+    """This process's connection to the swarm that serves a model.
+
+    Attributes:
+        model: The Hugging Face model. Its blocks are on the meta device, and their calls go to servers.
+        card: The card of the served model.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        directory: Directory,
+        host: PeerId,
+        *,
+        weights: str | Path | None,
+        device: torch.device,
+        timeout: float,
+        rng: random.Random,  # draws routes
+        adapts: bool = False,  # the blocks may get adapters
+        microbatch_size: int | None = None,  # rows; None: chosen
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runtime, self._on_close = runtime, on_close
+        self._tasks = TaskOwner()
+        self._closed = False
+        self.card: ModelCard = runtime.run(read_card(transport, host))
+        check_version(self.card)
+        self._models = ModelDirectory(transport, directory, self.card)
+        runtime.run(self._models.refresh())
+        card = self.card
+        pretrained = PretrainedModel(card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks)
+        self._fill(pretrained, weights, device)
+        self.model: Any = pretrained.module
+        self.model.swarm = self
+        self.blocks = pretrained.blocks.modules
+        refuse_changes(pretrained.module, self.model.dtype, device, moves=adapts)
+        self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
+        adapted = None
+        self.places: list[torch.Tensor] = []  # placeholders for the weights on servers
+        if adapts:
+            blocks = pretrained.blocks
+            self.places = pretrained.hold_places(device)
+            adapted = AdaptedBlocks(
+                runtime,
+                self._models,
+                blocks.modules,
+                blocks.names,
+                device=device,
+                timeout=timeout,
+                microbatch_size=microbatch_size,
+                rng=rng,
+            )
+        served = self.served = ServedBlocks(runtime, self.routes, card, self.blocks, device=device, adapted=adapted)
+        vars(pretrained.module)["generate"] = _writing(self.model, served, self.model.generate)
+        chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
+        self._interception = Interception(pretrained.blocks, chain)
+        runtime.run(self._begin())
+
+    async def _begin(self) -> None:
+        await self._tasks.start()
+        self._tasks.spawn(self._models.keep_fresh())
+        self._tasks.spawn(self.routes.keep_looking())
+
+    def _fill(self, model: PretrainedModel, weights: str | Path | None, device: torch.device) -> None:
+        """Load the weights around the blocks from the folder `weights` or, without a folder, from servers."""
+        tensors = model.around
+        if weights is not None:
+            folder = PretrainedFolder(Path(weights))
+            if weights_digest(model.fill(tensors, folder.reader(model), device)) != self.card.around:
+                raise ConfigError(
+                    f"`weights` must be the folder of the model that is served, and {str(weights)!r} has other weights "
+                    "around the blocks. Leave it out: then they come from a server."
+                )
+            return
+        sources = [peer for peer, offer in self._models.offers.items() if offer.has_files]
+        names = model.saved(tensors)
+        found = self._runtime.run(self._models.download(names, tensors, self.card.around, sources))
+        model.fill(tensors, found.__getitem__, device)
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens, all rows together, that each known server takes in one step."""
+        return min((offer.step_tokens for offer in self._models.offers.values()), default=Limits().step_tokens)
+
+    def tokenizer(self) -> Any:
+        """Return the model's tokenizer; `ConfigError` if its servers have none."""
+        import transformers
+
+        files = self._runtime.run(self._models.download_files())
+        if not files:
+            raise ConfigError(
+                "this model is served without a tokenizer. Save one into the folder that is served, by "
+                "`tokenizer.save_pretrained(FOLDER)`, or use one of your own."
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in {**files, "config.json": self.card.config.encode()}.items():
+                (Path(folder) / name).write_bytes(content)
+            return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+    def adapted(self, folder: str | Path) -> Any:
+        """Return the model with an adapter that peft has saved; `ConfigError` if it does not belong to this model."""
+        try:
+            import peft
+        except ImportError as error:
+            raise ConfigError("adapters are peft's. Install it: `pip install 'lightning-swarm[tune]'`.") from error
+        try:
+            if not Path(folder, "adapter_config.json").is_file():  # otherwise peft would look for it on the Hub
+                raise FileNotFoundError("it has no adapter_config.json")
+            check_kind(peft.PeftConfig.from_pretrained(str(folder)))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Found missing adapter keys")  # they are refused below
+                model = peft.PeftModel.from_pretrained(self.model, str(folder))
+            find_adapters(self.blocks, self.card.ranges)
+            saved = peft.load_peft_weights(str(folder), device="cpu").keys()
+            own = peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+            if saved != own:
+                raise ValueError(
+                    f"its tensors are not those that this model's would have, as {sorted(saved ^ own)[:2]}"
+                )
+        except SwarmError:
+            raise
+        except Exception as error:  # peft's own errors, if the folder does not fit; its files are untrusted
+            raise ConfigError(
+                "`adapter` must be a folder that peft's `save_pretrained` has written of an adapter of this model, "
+                f"got {str(folder)!r}: {shorten(str(error))}"
+            ) from error
+        return model
+
+    def close(self) -> None:
+        """Leave the swarm. The model computes nothing any more. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._runtime.post(self._models.uploads.cancel)
+            self._runtime.run(self._tasks.close())
+        self._on_close()
+
+
+def remote_model(
+    address: str,
+    *,
+    invite: str | None = None,
+    weights: str | Path | None = None,
+    adapter: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    timeout: float = 300.0,
+) -> Any:
+    """Return a Hugging Face model whose blocks are computed by the servers of a swarm.
+
+    It is an ordinary model for generating text, in eval mode and without gradients: ``generate`` works with all of its
+    options that keep a dynamic cache, and ``model(input_ids)`` gives logits. Embeddings and the head are in this
+    process; hidden states travel. If a server dies, other servers continue from its state, and no token changes.
+
+    The servers see hidden states, from which a prompt can be reconstructed: use only servers that you trust with it.
+
+    Args:
+        address: A server's address, as the server prints it: ``HOST:PORT/ID``.
+        invite: The file of an invitation with the role ``trainer``, if the servers answer only invited peers.
+        weights: The model's folder, if it is on this machine. None: weights outside the blocks come from a server.
+        adapter: A folder that peft has saved of an adapter of this model: LoRA, prompt tuning or p-tuning. The servers
+            compute with it for this client alone, and it is no part of what they serve.
+        device: The device of embeddings, head and inputs.
+        timeout: Seconds that a step may take.
+
+    Returns:
+        The model; with an adapter, peft's model around it. ``model.swarm`` has ``tokenizer()``, the served model's
+        card, and ``close()``.
+
+    Raises:
+        ConfigError: The address, the invitation or a folder is not that of a served model, or the adapter is of
+            another kind or does not fit.
+        StageLost: Some blocks have no server; also later, while the model is used.
+        Unreachable: No server answers at the address.
+
+    Example:
+        >>> model = remote_model("203.0.113.7:31337/12D3...")
+        >>> tokenizer = model.swarm.tokenizer()
+        >>> model.generate(**tokenizer("Hi", return_tensors="pt"), max_new_tokens=50)
+    """
+    where = device_of(device)
+    adapts = adapter is not None
+    client = connect(address, invite=invite, weights=weights, device=where, timeout=timeout, adapts=adapts)
+    if adapter is None:
+        return client.model
+    try:
+        return client.adapted(adapter)
+    except BaseException:
+        client.close()
+        raise
+
+
+def connect(
+    address: str,
+    *,
+    invite: str | None,
+    weights: str | Path | None,
+    device: torch.device,
+    timeout: float,
+    adapts: bool = False,
+    microbatch_size: int | None = None,
+) -> ServedModelClient:
+    """Connect to a served model; see `remote_model`, and for the rest `ServedModelClient`."""
+    host = Address.parse(address)
+    entry = None if invite is None else visitor_entry(invite, now_s=time.time())
+    runtime, transport, directory = visit_network(host, entry)
+
+    def leave() -> None:
+        with contextlib.ExitStack() as closing:  # runs all callbacks, even if one of them raises an error
+            closing.callback(runtime.close)
+            closing.callback(lambda: runtime.run(transport.close()))
+            closing.callback(lambda: runtime.run(directory.close()))
+
+    try:
+        client = ServedModelClient(
+            runtime,
+            transport,
+            directory,
+            host.peer_id,
+            weights=weights,
+            device=device,
+            timeout=timeout,
+            rng=random.Random(secrets.randbits(64)),
+            adapts=adapts,
+            microbatch_size=microbatch_size,
+            on_close=leave,
+        )
+    except BaseException:
+        leave()
+        raise
+    atexit.register(client.close)
+    return client

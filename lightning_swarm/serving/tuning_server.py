@@ -1,0 +1,229 @@
+"""Tuning at a server: pure functions of a stage, a client's adapter, inputs and a seed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy, GraphGone, ProtocolError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.reports import SampleCosts
+from lightning_swarm.protocol.messages.tuning import AdapterUpload, TuneBackward, TuneForward, TuneGradients, TuneOutput
+from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD, WithTensors
+from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph, check_gradients
+from lightning_swarm.server.executor import Executor, Priority
+from lightning_swarm.server.handlers import checked_inputs, raising_stage_errors
+from lightning_swarm.server.inference.adapters import Adapter, AdapterStore, LayersOfStage, checked
+from lightning_swarm.server.out_of_memory import is_out_of_memory
+
+_MAX_KINDS: Final = 64  # kinds of forward whose costs are known
+
+
+@dataclass(frozen=True, eq=False)
+class TunedStage:
+    """A stage that computes for clients' tuning."""
+
+    computation: Computation
+    layers: LayersOfStage  # layers that adapters may change
+    _costs: OrderedDict[Any, SampleCosts | None] = field(default_factory=OrderedDict)  # kind of call -> costs
+
+    @contextmanager
+    def adapting(self, adapter: Adapter | None, *, drops: bool, kind: Any = None) -> Iterator[None]:
+        """Within the context, compute with an adapter and gradients for it, on the compute thread.
+
+        A sample costs the same in all forwards of a `kind`, so costs are measured once; None for a backward.
+        """
+        computation = self.computation
+        computation.train(() if adapter is None else adapter.tensors)
+        if kind is not None:
+            kind = kind, None if adapter is None else adapter.kind
+            computation.costs = self._costs.get(kind)
+        try:
+            with self.layers.adapted(adapter, drops=drops):
+                yield
+            if kind is not None:
+                self._costs[kind] = computation.costs
+                if len(self._costs) > _MAX_KINDS:
+                    self._costs.popitem(last=False)
+        finally:
+            computation.train(())
+
+
+class TuningHost(Protocol):
+    """Finds the stages of clients' calls."""
+
+    def tuned_stage(self, model: str, index: int) -> TunedStage:
+        """Return a stage; raise if it is not here."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _KeptForward:
+    """A forward whose backward may come."""
+
+    graph: SavedGraph
+    adapter: Adapter | None
+    mode: ComputeMode
+    drops: bool  # whether the adapter's dropout is on
+    stage: TunedStage
+    num_bytes: int  # bytes of graph and inputs
+    since_s: float  # time when it was kept
+
+
+_Key = tuple[PeerId, str, int]  # the client, its call, and the stage
+
+
+class TuningHandlers:
+    """Handles forwards and backwards of clients' tuning.
+
+    A graph is kept for its backward while there is room. If it is gone, the client requests the forward again, here or
+    elsewhere, with the same result.
+    """
+
+    def __init__(
+        self, transport: Transport, executor: Executor, limits: Limits, host: TuningHost, device: torch.device
+    ) -> None:
+        self._executor, self._limits, self._host, self._device = executor, limits, host, device
+        self._peer_id = transport.peer_id
+        self.adapters = AdapterStore(limits.adapter_bytes)
+        self._kept: OrderedDict[_Key, _KeptForward] = OrderedDict()  # the oldest first
+        self._kept_bytes = 0
+        self._aging: asyncio.TimerHandle | None = None  # drops graphs that are not used any more
+        self._turns = FairTurns()
+        self._checking = asyncio.Semaphore(1)
+        TUNE_ADAPTER.serve(transport, self._handle_adapter, max_bytes=limits.adapter_bytes)
+        TUNE_FORWARD.serve(transport, self._handle_forward, max_bytes=limits.max_message_bytes)
+        TUNE_BACKWARD.serve(transport, self._handle_backward, max_bytes=limits.max_message_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the graphs that are kept for backwards."""
+        return self._kept_bytes
+
+    def forget_all(self) -> None:
+        """Drop all graphs, because the stages are gone."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    async def _handle_adapter(self, caller: PeerId, upload: AdapterUpload, message: Message) -> None:
+        stage = self._host.tuned_stage(upload.model, upload.stage)
+        async with self._checking:  # one at a time, and not on the loop: each may be large
+            adapter = await asyncio.to_thread(checked, upload, message.tensors, stage.layers, self._device)
+        self.adapters.add(upload.digest, adapter)
+
+    async def _handle_forward(self, caller: PeerId, request: TuneForward, message: Message) -> WithTensors[TuneOutput]:
+        """Compute a forward, and keep its graph for a backward."""
+        stage = self._host.tuned_stage(request.model, request.stage)
+        adapter = None if request.adapter is None else self.adapters.get(request.adapter, request.stage)
+        inputs, extras = checked_inputs(serialization.unflatten(request.structure, message.tensors), None)
+        if any(isinstance(leaf, serialization.Encoded) for leaf in serialization.leaves((inputs, extras))):
+            raise ProtocolError("a forward's tensors travel as they are, got encoded ones")
+        call = ForwardCall(inputs, extras, request.wants_grad, request.mode, request.seed)
+
+        def compute() -> Any:
+            shapes = tuple(tensor.shape for tensor in message.tensors)
+            kind = (str(request.mode), tuple(request.wants_grad), request.drops, shapes)
+            with stage.adapting(adapter, drops=request.drops, kind=kind):
+                return stage.computation.forward(call)
+
+        result = await self._compute(caller, request.stage, compute)
+        if self._host.tuned_stage(request.model, request.stage) is not stage:
+            raise Busy("this server has moved to other stages meanwhile")
+        key = (caller, request.call, request.stage)
+        self._drop(key)
+        if result.graph is not None:
+            num_bytes = max(1, result.graph_bytes + message.num_tensor_bytes)  # includes the inputs
+            kept = _KeptForward(result.graph, adapter, request.mode, request.drops, stage, num_bytes, now_s())
+            self._keep(key, kept)
+        structure, tensors = serialization.flatten(result.output)
+        return TuneOutput(requires_grad=result.requires_grad, structure=structure), tensors
+
+    async def _handle_backward(
+        self, caller: PeerId, request: TuneBackward, message: Message
+    ) -> WithTensors[TuneGradients]:
+        """Return the gradients of a kept forward's inputs and of its adapter."""
+        self._host.tuned_stage(request.model, request.stage)
+        key = (caller, request.call, request.stage)
+        kept = self._kept.get(key)
+        if kept is None:
+            raise GraphGone("the graph for this backward is not here (any more)")
+        gradients = serialization.unflatten(request.structure, message.tensors)
+        check_gradients(kept.graph.outputs, gradients)
+
+        def compute() -> Any:
+            with kept.stage.adapting(kept.adapter, drops=kept.drops):
+                return kept.stage.computation.backward(kept.graph, gradients, kept.mode)
+
+        self._drop(key)  # even if it fails, because torch frees a graph while differentiating
+        found = await self._compute(caller, request.stage, compute)
+        structure, tensors = serialization.flatten([list(found[0]), list(found[1])])
+        return TuneGradients(structure=structure), tensors
+
+    async def _compute(self, client: PeerId, stage: int, work: Callable[[], Any]) -> Any:
+        """Compute in a client's turn, and charge it for the time."""
+        future = self._executor.submit(self._turns.priority(client), work)
+        with raising_stage_errors(stage, self._peer_id):
+            try:
+                found, busy_s = await future
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise Busy(f"there is no memory for this call: {error}") from error
+        self._turns.charge(client, busy_s)
+        return found
+
+    # ------------------------------------------------------------------ kept graphs
+
+    def _keep(self, key: _Key, kept: _KeptForward) -> None:
+        self._kept[key] = kept
+        self._kept_bytes += kept.num_bytes
+        while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # a single graph may be larger
+            self._drop(next(iter(self._kept)))
+        if self._aging is None:
+            self._age()
+
+    def _age(self) -> None:
+        """Drop graphs that are too old, because their clients are gone."""
+        idle_s = self._limits.session_idle
+        while self._kept and next(iter(self._kept.values())).since_s <= now_s() - idle_s:
+            self._drop(next(iter(self._kept)))
+        loop = asyncio.get_running_loop()
+        self._aging = loop.call_later(idle_s / 4, self._age) if self._kept else None
+
+    def _drop(self, key: _Key) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._kept_bytes -= kept.num_bytes
+
+
+class FairTurns:
+    """Gives the compute thread to the client that has used it least. A new client counts as the least served."""
+
+    def __init__(self) -> None:
+        self._served_s: dict[PeerId, float] = {}  # client -> seconds of the compute thread
+        self._seen_s: dict[PeerId, float] = {}  # client -> time of its newest call; forgotten after a minute
+
+    def priority(self, client: PeerId) -> Priority:
+        """Return the priority of a client's next call: after steps of sessions."""
+        at_s = now_s()
+        self._seen_s = {one: seen_s for one, seen_s in self._seen_s.items() if seen_s > at_s - 60.0}
+        self._served_s = {one: self._served_s[one] for one in self._seen_s}
+        least_s = min(self._served_s.values(), default=0.0)
+        self._served_s.setdefault(client, least_s)
+        self._seen_s[client] = at_s
+        return 1, int(1e6 * self._served_s[client])
+
+    def charge(self, client: PeerId, busy_s: float) -> None:
+        """Add seconds of the compute thread to a client's account."""
+        if client in self._served_s:
+            self._served_s[client] += busy_s

@@ -1,0 +1,311 @@
+"""The HTTP endpoint under malicious clients: the real application on a virtual clock, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.serving import http_server
+from lightning_swarm.serving.http_limits import MAX_BODY_BYTES, names_of
+from lightning_swarm.serving.http_server import Access, TextEndpoint
+from lightning_swarm.serving.texts import ServedText, TextPiece
+
+JSON = ("content-type", "application/json")
+SMALL = json.dumps({"model": "m", "prompt": "a", "max_tokens": 4}).encode()
+
+
+class Writer:
+    """A text that ends when the test ends it."""
+
+    made: list[Writer]
+
+    num_prompt = num_tokens = 1
+
+    def __init__(self, *_: Any, on_end: Callable[[], None], **__: Any) -> None:
+        self.over, self.is_aborted, self.on_end = asyncio.Event(), False, on_end
+        Writer.made.append(self)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        self.over.set()
+        self.on_end()
+
+    async def pieces(self) -> AsyncIterator[TextPiece]:
+        await self.over.wait()
+        self.on_end()
+        yield TextPiece("b", "stop")
+
+
+class Ids:
+    """Token ids, of which only the shape is read here."""
+
+    shape = (1, 1)
+
+
+class Tokenizer:
+    """Takes until the test ends it for a long prompt."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+
+    def __call__(self, prompt: str, **_: Any) -> dict[str, Any]:
+        if len(prompt) > 1 << 20:
+            assert self.may_go.wait(60.0)
+        return {"input_ids": Ids(), "attention_mask": Ids()}
+
+
+class Model:
+    """A model without a limit on the length of texts."""
+
+    generation_config = None
+
+    class config:  # noqa: N801 - as models name it
+        vocab_size = 9
+
+        @classmethod
+        def get_text_config(cls) -> Any:
+            return cls
+
+
+class Client:
+    """Sends a request to the application as ASGI messages."""
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        headers: Sequence[tuple[str, str]] = (JSON,),
+        host: str = "127.0.0.1:8000",
+        address: str | None = None,
+    ) -> None:
+        self._app, self._client = app, None if address is None else (address, 1)
+        self._headers = [(name.encode(), value.encode()) for name, value in [("host", host), *headers]]
+        self.to_send: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.status, self.content = 0, b""
+
+    async def receive(self) -> dict[str, Any]:
+        return await self.to_send.get()
+
+    async def take(self, message: dict[str, Any]) -> None:
+        self.status = message.get("status", self.status)
+        self.content += message.get("body", b"")
+
+    def body(self, part: bytes, *, more: bool = False) -> Client:
+        self.to_send.put_nowait({"type": "http.request", "body": part, "more_body": more})
+        return self
+
+    async def run(self) -> int:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": self._headers,
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "client": self._client,
+        }
+        await self._app(scope, self.receive, self.take)
+        return self.status
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedText]:
+    Writer.made = []
+    monkeypatch.setattr(http_server, "TextWriter", Writer)
+    tokenizer = Tokenizer()
+    yield ServedText("m", Model(), tokenizer)
+    tokenizer.may_go.set()
+
+
+def run(work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop | None = None) -> None:
+    loop = loop or asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(work)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+            loop.run_until_complete(asyncio.wait([task]))
+    finally:
+        loop.close()
+
+
+async def until(reached: Callable[[], object]) -> None:
+    while not reached():  # noqa: ASYNC110 - what is awaited has no event of its own
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "host", "status"),
+    [
+        ((JSON,), "127.0.0.1:8000", 200),
+        ((JSON,), "localhost", 200),
+        ((JSON,), "[::1]:8000", 200),
+        ((("content-type", "application/json; charset=utf-8"),), "127.0.0.1", 200),
+        ((JSON,), "proxy.example", 200),
+        ((JSON,), "evil.example", 400),
+        ((JSON,), "127.0.0.1.evil.example", 400),
+        ((("content-type", "text/plain"),), "127.0.0.1", 415),
+        ((("content-type", "application/x-www-form-urlencoded"),), "127.0.0.1", 415),
+        ((), "127.0.0.1", 415),
+        ((JSON, ("content-length", str(MAX_BODY_BYTES + 1))), "127.0.0.1", 413),
+    ],
+)
+def test_a_page_of_another_origin_is_refused(headers: Any, host: str, status: int, served: ServedText) -> None:
+    async def ask() -> None:
+        app = TextEndpoint([served]).app(Access(hosts=names_of("127.0.0.1", ["proxy.example"])))
+        client = Client(app, headers=headers, host=host).body(SMALL)
+        asked = asyncio.ensure_future(client.run())
+        await until(lambda: Writer.made or asked.done())
+        for writer in Writer.made:
+            writer.over.set()
+        assert await asked == status, client.content
+
+    run(ask())
+
+
+def test_an_endpoint_that_others_reach_is_addressed_by_any_name() -> None:
+    assert names_of("0.0.0.0", []) == ["*"]
+    local = ("::1", "localhost", "LOCALHOST", "127.0.1.1", "::ffff:127.0.0.1")
+    assert [host for host in local if "*" in names_of(host, [])] == []
+
+
+def test_a_body_in_tiny_parts_takes_no_more_memory_than_its_bytes(served: ServedText) -> None:
+    async def attack() -> None:
+        client = Client(TextEndpoint([served]).app())
+        num_parts = 20_000
+        for _ in range(num_parts):
+            client.body(b" ", more=True)
+        tracemalloc.start()
+        try:
+            asked = asyncio.ensure_future(client.run())
+            await until(client.to_send.empty)  # the parts so far were received, and more will follow
+            assert tracemalloc.get_traced_memory()[0] < 100 * num_parts
+        finally:
+            tracemalloc.stop()
+        client.body(SMALL)
+        await until(lambda: Writer.made)
+        Writer.made[0].over.set()
+        assert await asked == 200
+
+    run(attack())
+
+
+def test_a_client_that_leaves_amid_its_body_gives_its_room_back(served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        for _ in range(20):  # 80 MB in all, which exceeds the limit
+            client = Client(app).body(b"a" * 4_000_000, more=True)
+            client.to_send.put_nowait({"type": "http.disconnect"})
+            assert await client.run() == 400  # and raises no error, which a server would log
+
+    run(attack())
+
+
+def test_bodies_that_never_end_leave_room_and_are_given_up(served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        clients = [Client(app).body(b"a" * (4_000_000), more=True) for _ in range(60)]
+        asked = [asyncio.ensure_future(client.run()) for client in clients]
+        await until(lambda: sum(client.status == 429 for client in clients) == 48)  # 12 requests are held: 48 MB
+        held = [client for client in clients if not client.status]
+        held[0].body(b"a" * 400_000)
+        await until(lambda: held[0].status)
+        assert held[0].status == 413
+        small = Client(app).body(SMALL)
+        answered = asyncio.ensure_future(small.run())
+        await until(lambda: Writer.made)
+        Writer.made[0].over.set()
+        assert await answered == 200
+        await asyncio.gather(*asked)  # virtual seconds
+        assert [client.status for client in held[1:]] == [408] * 11
+        assert b"within 30 s" in held[1].content
+        last = Client(app).body(b"a" * 4_000_000)  # no JSON, but within the limit
+        assert await last.run() == 400
+
+    run(attack(), VirtualLoop())
+
+
+def test_long_prompts_do_not_hold_up_short_ones(served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        long = json.dumps({"model": "m", "prompt": "a " * 1_000_000, "max_tokens": 4}).encode()
+        waiting = [asyncio.ensure_future(Client(app).body(long).run()) for _ in range(40)]
+        answered = asyncio.ensure_future(Client(app).body(SMALL).run())
+        await until(lambda: Writer.made)  # the short prompt's; no long prompt is tokenized yet
+        assert not served.tokenizer.may_go.is_set()
+        Writer.made[0].over.set()
+        assert await answered == 200
+        served.tokenizer.may_go.set()
+        await until(lambda: len(Writer.made) + sum(one.done() for one in waiting) == 41)
+        for writer in Writer.made:
+            writer.over.set()
+        statuses = await asyncio.gather(*waiting)
+        assert sorted({*statuses}) == [200, 429]
+
+    run(attack())
+
+
+def test_one_client_leaves_places_for_others(served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        clients = [Client(app, address="192.0.2.1").body(SMALL) for _ in range(40)]
+        asked = [asyncio.ensure_future(client.run()) for client in clients]
+        await until(lambda: len(Writer.made) == 32 and sum(client.status == 429 for client in clients) == 8)
+        other = asyncio.ensure_future(Client(app, address="192.0.2.2").body(SMALL).run())
+        await until(lambda: len(Writer.made) == 33)
+        for writer in Writer.made:
+            writer.over.set()
+        assert await other == 200
+        await asyncio.gather(*asked)
+        assert b"one client has at most 32 texts" in clients[-1].content
+        again = asyncio.ensure_future(Client(app, address="192.0.2.1").body(SMALL).run())
+        await until(lambda: len(Writer.made) == 34)
+        Writer.made[-1].over.set()
+        assert await again == 200
+
+    run(attack())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_texts_leave_places_for_short_ones(stream: bool, served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        long = json.dumps({"model": "m", "prompt": "a", "max_tokens": 30000, "stream": stream}).encode()
+        clients = [Client(app).body(long) for _ in range(64)]
+        asked = [asyncio.ensure_future(client.run()) for client in clients]
+        await until(lambda: len(Writer.made) == 48 and sum(client.status == 429 for client in clients) == 16)
+        answered = asyncio.ensure_future(Client(app).body(SMALL).run())
+        await until(lambda: len(Writer.made) == 49)
+        Writer.made[48].over.set()
+        assert await answered == 200
+        for client in clients:  # all hang up
+            client.to_send.put_nowait({"type": "http.disconnect"})
+        await asyncio.gather(*asked)
+        assert all(writer.is_aborted for writer in Writer.made[:48])
+        again = [asyncio.ensure_future(Client(app).body(long).run()) for _ in range(48)]
+        await until(lambda: len(Writer.made) == 97)
+        for one in again:
+            one.cancel()
+
+    run(attack())
+
+
+def test_a_stream_whose_client_left_before_it_began_gives_its_place_back(served: ServedText) -> None:
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        long = json.dumps({"model": "m", "prompt": "a", "max_tokens": 30000, "stream": True}).encode()
+        for number in range(1, 100):  # more than the limit
+            client = Client(app).body(long)
+            client.to_send.put_nowait({"type": "http.disconnect"})
+            await client.run()
+            assert len(Writer.made) == number
+            assert Writer.made[-1].is_aborted
+
+    run(attack())
