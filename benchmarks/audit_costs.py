@@ -27,6 +27,7 @@ from typing_extensions import override
 from benchmarks.liar_swarms import Traffic, counted, hush
 from benchmarks.report import table, write
 from benchmarks.train import Blocks, Noise
+from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.coordinator.audit.policy import PROBATION, Standing
 from lightning_swarm.protocol.settings import AUDIT_SHARE
@@ -41,7 +42,7 @@ WARM_UP: Final = 5  # steps that do not count: in the first ones of a small stag
 NUM_TURNS: Final = 4
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "undefended": {},
-    "audited": {"trust": "audited", "audit_share": AUDIT_SHARE},
+    "audited": {"trust": Trust("audited", audit_share=AUDIT_SHARE)},
 }
 
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from benchmarks.liar_swarms import Task, digits, dropped, run, text
 from benchmarks.report import table, write
-from lightning_swarm import Compression
+from lightning_swarm import Compression, Trust
 from lightning_swarm.testing import FaultPlan, Phase
 
 NUM_STEPS: Final = 60
-ALL: Final = {"trust": "audited", "audit_share": 1.0}
+ALL: Final = {"trust": Trust("audited", audit_share=1.0)}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from typing_extensions import override
 from benchmarks.liar_swarms import dropped, hush, text
 from benchmarks.report import table, write
 from benchmarks.runs import lines_of
-from lightning_swarm import Compression, Limits, SwarmStrategy
+from lightning_swarm import Compression, Limits, SwarmStrategy, Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.coordinator.audit.disputes import AuditResult, compare
 from lightning_swarm.coordinator.audit.policy import WorkComparison, tolerance_between_machines
@@ -83,8 +83,7 @@ def one_run(name: str, num_peers: int, num_steps: int) -> dict[str, float]:
     strategy = SwarmStrategy(
         num_stages=NUM_STAGES,
         microbatch_size=4,
-        trust="audited",
-        audit_share=1.0,
+        trust=Trust("audited", audit_share=1.0),
         limits=Limits(call_timeout=60.0, start_timeout=400.0),
         **settings,
     )

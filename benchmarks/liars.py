@@ -30,6 +30,7 @@ from benchmarks.audit_costs import measure_costs
 from benchmarks.honest_audits import count_honest_audits
 from benchmarks.liar_swarms import KEEPER, NUM_PEERS, TASKS, Outcome, Task, out, run, stages_of
 from benchmarks.report import table, write
+from lightning_swarm import Trust
 from lightning_swarm.testing import InMemoryStrategy
 from tests.adversaries.adversary import Adversary
 
@@ -40,9 +41,9 @@ MANY_STEPS: Final = 400  # where one lies after the other
 NUM_LIARS: Final = 7
 DEFENCES: Final[dict[str, dict[str, Any]]] = {
     "none": {},
-    "clipping": {"robust_averaging": "centered_clip", "deterministic": False},
-    "audits": {"trust": "audited", "audit_share": 1 / 16},
-    "audits, going on": {"trust": "audited", "audit_share": 1 / 16, "on_conviction": "go_on"},
+    "clipping": {"trust": Trust(robust_averaging="centered_clip"), "deterministic": False},
+    "audits": {"trust": "audited"},
+    "audits, going on": {"trust": Trust("audited", on_conviction="go_on")},
 }
 BARS: Final = """Bars:
   gross attacks, audited: the final weights are those of the clean run to the bit (off = 0)

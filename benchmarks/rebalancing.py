@@ -19,14 +19,14 @@ from matplotlib import pyplot as plt
 from benchmarks.report import OUT, table, write
 from benchmarks.spot import TRACES, times
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, share_of_best, simulate
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 HOUR_S: Final = 3600.0
 MOVE_S: Final = 30.0
 REAL: Final = ("g4dn", "a100")
 SIZES: Final = {4: 1, 8: 1, 16: 1, 32: 6}
 """Stages, and for how many peers an instance of the trace stands; the last one of real traces only."""
-RULES: Final[Mapping[str, tuple[Rebalancing, float]]] = {
+RULES: Final[Mapping[str, tuple[RebalancingRule, float]]] = {
     "none": ("none", 300.0),
     "paper, 300 s": ("paper", 300.0),
     "paper, 60 s": ("paper", 60.0),

@@ -23,14 +23,14 @@ from benchmarks.report import picture, table, write
 from benchmarks.runs import Turns
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.model.partition import find_blocks
-from lightning_swarm.peer.config import SwarmConfig, Trust
+from lightning_swarm.peer.config import SwarmConfig, TrustLevel
 from lightning_swarm.peer.entry import entry_of
 from lightning_swarm.peer.lead import RunSpec
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.peer.process import owners_folder
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 
-MODES: Final[tuple[Trust, Trust]] = ("open", "invited")
+MODES: Final[tuple[TrustLevel, TrustLevel]] = ("open", "invited")
 COMPUTES = ("--devices", 2, "--num-stages", 2, "--width", 512, "--num-blocks", 2, "--batch-size", 64)
 CALLS = ("--nop", "--role", "trainer", "--devices", 3, "--num-stages", 2, "--width", 64, "--num-blocks", 2)
 NUM_MICROBATCHES = 64
@@ -62,7 +62,7 @@ def seconds(options: Sequence[object], num_turns: int, environment: dict[str, st
     return found
 
 
-def start_s(mode: Trust) -> float:
+def start_s(mode: TrustLevel) -> float:
     """Seconds until a run of two peers in this process has begun: all of a start but the imports."""
 
     def config(**options: Any) -> SwarmConfig:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.train import Clock
-from lightning_swarm import SwarmStrategy
+from lightning_swarm import Rebalancing, SwarmStrategy
 from lightning_swarm.peer import process
 from lightning_swarm.planner.simulator.microbatches import Simulated, SyntheticBlock, batches
 
@@ -115,8 +115,7 @@ def main(words: Sequence[str] | None = None) -> None:
         strategy=SwarmStrategy(
             num_stages=arguments.num_stages,
             microbatch_size=1,
-            rebalancing=arguments.rebalancing,
-            rebalance_interval=arguments.rebalance_interval,
+            rebalancing=Rebalancing(arguments.rebalancing, interval=arguments.rebalance_interval),
             role=arguments.role,
             listen=arguments.listen,
             trust="open",  # its hosts are in a network of their own

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lightning_swarm.monitor.view import SwarmView as SwarmView
     from lightning_swarm.peer import config as config
     from lightning_swarm.peer import preemption as preemption
+    from lightning_swarm.peer.config import Rebalancing as Rebalancing
+    from lightning_swarm.peer.config import Trust as Trust
     from lightning_swarm.protocol import events as events
     from lightning_swarm.protocol.settings import Compression as Compression
     from lightning_swarm.serving.remote_model import remote_model as remote_model
@@ -43,10 +45,12 @@ else:
         "Compression": "lightning_swarm.protocol.settings:Compression",
         "Limits": "lightning_swarm.core.limits:Limits",
         "Maxout": "lightning_swarm.model.boundary_layers:Maxout",
+        "Rebalancing": "lightning_swarm.peer.config:Rebalancing",
         "SampleText": "lightning_swarm.strategy.sample_text:SampleText",
         "SwarmMonitor": "lightning_swarm.strategy.swarm_monitor:SwarmMonitor",
         "SwarmStrategy": "lightning_swarm.strategy.strategy:SwarmStrategy",
         "SwarmView": "lightning_swarm.monitor.view:SwarmView",
+        "Trust": "lightning_swarm.peer.config:Trust",
         "insert_boundary": "lightning_swarm.model.boundary_layers:insert_boundary",
         "remote_model": "lightning_swarm.serving.remote_model:remote_model",
         "restore_boundary": "lightning_swarm.model.boundary_layers:restore_boundary",

@@ -9,7 +9,7 @@ from lightning_swarm.planner import report
 from lightning_swarm.planner.simulator import microbatches
 from lightning_swarm.planner.simulator.fluid import Span, simulate
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -22,9 +22,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
+def simulated(runs: ScenarioRuns) -> dict[RebalancingRule, list[Sequence[Span]]]:
     """Simulate each rule with all seeds; returns each rule's spans of constant throughput, for each seed."""
-    found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.file.rules}
+    found: dict[RebalancingRule, list[Sequence[Span]]] = {rule: [] for rule in runs.file.rules}
     for seed in range(runs.file.seeds):
         work = runs.work(seed)
         for rule, scenario in runs.scenarios(seed):

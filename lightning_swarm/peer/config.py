@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
@@ -12,6 +13,9 @@ from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol.settings import (
     AUDIT_SHARE,
     Compression,
+    OnConviction,
+    RebalancingRule,
+    RobustAveraging,
     RunSettings,
     check_choice,
     check_whole_or_none,
@@ -22,12 +26,24 @@ if TYPE_CHECKING:
     from lightning_swarm.model.boundary_layers import Boundary
 
 # `Compression` is also public as `lightning_swarm.config.Compression`.
-__all__ = ["Compression", "PeerRole", "Preemption", "StateDictType", "SwarmConfig", "Trust"]
+__all__ = [
+    "Compression",
+    "PeerRole",
+    "Preemption",
+    "Rebalancing",
+    "RebalancingRule",
+    "StateDictType",
+    "SwarmConfig",
+    "Trust",
+    "TrustLevel",
+]
 
 PeerRole = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
 StateDictType = Literal["full", "sharded"]
-Trust = Literal["open", "invited", "audited"]
+TrustLevel = Literal["open", "invited", "audited"]
+
+_R = TypeVar("_R")
 
 DEFAULT_RUN_ID: Final = "swarm"
 DEFAULT_LISTEN: Final = "127.0.0.1"
@@ -35,9 +51,87 @@ DEFAULT_LISTEN: Final = "127.0.0.1"
 _FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full")
 
 
-def audited_share(trust: Trust | None, share: float | None) -> float | None:
-    """Return the share of the servers' work to audit, with its default if a user left it out; None: no audits."""
-    return AUDIT_SHARE if trust == "audited" and share is None else share
+@dataclass(frozen=True)
+class Trust:
+    """Which peers may take part in a run, and how their work is checked.
+
+    Args:
+        level: ``"invited"``: peers with an invitation of the run's owner, the user who starts it; ``"audited"``: the
+            same, and servers' results are checked; ``"open"``: any peer that reaches this one. None: ``"invited"`` if
+            other machines reach this peer or it has an invitation, else ``"open"``. Each peer sets its own.
+        audit_share: With ``"audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
+        on_conviction: Reaction if audits convict a server whose earlier work counted unaudited: ``"go_back"`` returns
+            to a snapshot from before most of its false work; ``"go_on"`` keeps the weights. Run-wide.
+        robust_averaging: ``"centered_clip"`` clips a server's gradient if it is far from most other servers'. It limits
+            malicious servers, detects none, and biases each step. ``"none"``: a plain mean. Run-wide.
+    """
+
+    level: TrustLevel | None = None
+    audit_share: float | None = None
+    on_conviction: OnConviction = "go_back"
+    robust_averaging: RobustAveraging = "none"
+
+    @classmethod
+    def parse(cls, given: TrustLevel | Trust | Mapping[str, Any] | None, **deprecated: Any) -> Trust:
+        """Read the argument `trust`, and the deprecated arguments that are now its fields.
+
+        Raises:
+            ConfigError: A field is unknown, or stands twice.
+        """
+        return _parse("trust", cls, given, "level", deprecated)
+
+    @property
+    def share(self) -> float | None:
+        """The share of the servers' work to audit, with its default if a user left it out; None: no audits."""
+        return AUDIT_SHARE if self.level == "audited" and self.audit_share is None else self.audit_share
+
+
+@dataclass(frozen=True)
+class Rebalancing:
+    """When servers move to other stages during a run.
+
+    Args:
+        rule: ``"gain"``: if the pipeline gains more than the move costs; ``"paper"``: the rule of the SWARM paper;
+            ``"none"``: never. Run-wide.
+        interval: Longest time in seconds between two decisions about moves. Whenever peers come or go, the run decides
+            at once. Run-wide.
+    """
+
+    rule: RebalancingRule = "gain"
+    interval: float = 300.0
+
+    @classmethod
+    def parse(cls, given: RebalancingRule | Rebalancing | Mapping[str, Any], **deprecated: Any) -> Rebalancing:
+        """Read the argument `rebalancing`, and the deprecated argument that is now its field.
+
+        Raises:
+            ConfigError: A field is unknown, or stands twice.
+        """
+        return _parse("rebalancing", cls, given, "rule", deprecated)
+
+
+def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: Mapping[str, Any]) -> _R:
+    """Make a record of a user's argument: the record, its fields by name, or the value of its first field.
+
+    Each deprecated argument has the name of the field that takes its place, and the value None if it was not used.
+    """
+    names = [field.name for field in fields(record)]  # type: ignore[arg-type]
+    if isinstance(given, record):
+        values = {name: getattr(given, name) for name in names}
+    else:
+        values = dict(given) if isinstance(given, Mapping) else {first: given}
+    if unknown := sorted(set(values) - set(names)):
+        raise ConfigError(f"`{argument}` has {', '.join(names)}, got {unknown}. Correct it.")
+    for name, value in deprecated.items():
+        if value is None:
+            continue
+        if isinstance(given, (record, Mapping)):
+            raise ConfigError(
+                f"`{record.__name__}` has the field `{name}`, got it in an argument of its own beside "
+                f"`{argument}={given!r}`. Leave that argument out."
+            )
+        values[name] = value
+    return record(**values)
 
 
 def _nearest(split: str) -> str:
@@ -61,7 +155,7 @@ class SwarmConfig:
     listen: HostPort
     announce: tuple[HostPort, ...]
     identity_path: str | None
-    trust: Trust | None = None
+    trust: TrustLevel | None = None
     invite: str | None = None
     gather_on_end: bool
     state_dict_type: StateDictType = "full"
@@ -121,18 +215,20 @@ class SwarmConfig:
         check_choice(
             "trust",
             self.trust,
-            (None, *get_args(Trust)),
+            (None, *get_args(TrustLevel)),
             "'invited' (only peers with an invitation take part), 'audited' (likewise, and their work is checked), "
             "'open' (anyone who reaches a port does) or None ('invited' where other machines reach this one)",
         )
         if self.settings.is_audited and self.trust != "audited":
             raise ConfigError(
-                f"`audit_share` needs `trust='audited'`, got trust {self.trust!r}. Leave one of them out."
+                f"`audit_share` needs `trust='audited'`, got trust {self.trust!r}. Write "
+                "`Trust('audited', audit_share=...)`."
             )
         if self.settings.goes_back and self.limits.snapshot_interval is None:
             raise ConfigError(
                 "a run with `trust='audited'` goes back to a snapshot where a liar's work counted, got "
-                "`Limits(snapshot_interval=None)`. Leave it out, or write `on_conviction='go_on'`."
+                "`Limits(snapshot_interval=None)`. Leave it out, or write "
+                "`trust=Trust('audited', on_conviction='go_on')`."
             )
         if self.trust == "audited" and self.role == "both":
             raise ConfigError(

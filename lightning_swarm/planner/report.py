@@ -15,7 +15,7 @@ from lightning_swarm.core.readable import table_lines
 from lightning_swarm.planner.cost_model import block
 from lightning_swarm.planner.records import SAME, Machine, ModelProfile, Now, Plan, Prediction, Setting, Uncut
 from lightning_swarm.planner.simulator.fluid import Span, share_of_best
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
@@ -339,7 +339,7 @@ _MICROBATCH_HEAD: Final = ("queued", "MB a sample")
 _MICROBATCH_CURVES: Final = {"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"}  # field -> label
 
 
-def span_table(results: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
+def span_table(results: Mapping[RebalancingRule, Sequence[Sequence[Span]]]) -> str:
     """Format a table of means over the seeds, with a line for each rule; `results` has the spans of each seed."""
     rows: list[tuple[str, ...]] = [("rule", *_SPAN_COLUMNS)]
     rows += [(rule, *(_mean(runs, *column) for column in _SPAN_COLUMNS.values())) for rule, runs in results.items()]
@@ -369,7 +369,7 @@ def _length_s(spans: Sequence[Span]) -> float:
     return spans[-1].end_s - spans[0].begin_s
 
 
-def draw_spans(results: Mapping[Rebalancing, Sequence[Sequence[Span]]], path: Path) -> None:
+def draw_spans(results: Mapping[RebalancingRule, Sequence[Sequence[Span]]], path: Path) -> None:
     """Draw samples/s beside the best, peers per stage, and moves, over the hours of the first seed."""
     drawn = [curves(runs[0]) for runs in results.values()]
     more = [name for name in _MICROBATCH_CURVES if all(name in lines for _, lines in drawn)]

@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMessage
 
 # Moves of servers to other stages: none; by the paper's rule; if a move gains more than it costs.
-Rebalancing = Literal["none", "paper", "gain"]
+RebalancingRule = Literal["none", "paper", "gain"]
 RobustAveraging = Literal["none", "centered_clip"]
 OnConviction = Literal["go_on", "go_back"]
 CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]  # "none": tensors travel as they are
@@ -122,14 +122,14 @@ SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "determi
 
 
 class RunSettings(WithCompression, frozen=True):
-    """The settings that all peers of a run share. Each field is an argument of `SwarmStrategy` with the same name."""
+    """The settings that all peers of a run share. Each field is an argument of `SwarmStrategy`, or a field of one."""
 
     # A new setting needs a field here with its check, an argument of `SwarmStrategy`, and documentation.
     target_batch_size: NumSamples | None  # samples of one optimizer step; None: the lead closes each step
     microbatch_size: NumSamples | None = None  # samples routed together; None: chosen to keep the stages busy
     delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
     deterministic: bool = False  # sums of gradients have the same bits, independent of the servers that add them
-    rebalancing: Rebalancing = "none"
+    rebalancing: RebalancingRule = "none"
     rebalance_interval: Positive = 300.0  # seconds between two decisions on moves, at the latest
     audit_share: float | None = None  # share of the servers' work in each step to recompute; None: no audits
     on_conviction: OnConviction = "go_back"  # reaction if unaudited work of a convicted server counted
@@ -162,15 +162,15 @@ class RunSettings(WithCompression, frozen=True):
         check_choice(
             "rebalancing",
             self.rebalancing,
-            get_args(Rebalancing),
+            get_args(RebalancingRule),
             "'gain' (peers move where that gains more than it costs), 'paper' (by the SWARM paper's rule) or 'none' "
             "(no server moves)",
         )
         interval_s: object = self.rebalance_interval
         if isinstance(interval_s, bool) or not isinstance(interval_s, (int, float)) or not 0 < interval_s < math.inf:
             raise ConfigError(
-                f"`rebalance_interval` must be a positive number of seconds, got {interval_s!r}. To prevent moves, "
-                "write `rebalancing='none'`."
+                f"the interval of `Rebalancing` must be a positive number of seconds, got {interval_s!r}. To prevent "
+                "moves, write `rebalancing='none'`."
             )
         if not isinstance(self.deterministic, bool):
             raise ConfigError(
@@ -235,8 +235,8 @@ class RunSettings(WithCompression, frozen=True):
         for given, (is_given, why) in reasons.items():
             if is_given:
                 raise ConfigError(
-                    f"`robust_averaging={self.robust_averaging!r}` clips what single servers add to a mean: {why}, got "
-                    f"{given}. Leave one of them out."
+                    f"`Trust(robust_averaging={self.robust_averaging!r})` clips what single servers add to a mean: "
+                    f"{why}, got {given}. Leave one of them out."
                 )
 
     def _check_deterministic(self) -> None:

@@ -65,6 +65,13 @@ class ImportTree:
         own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees share this module
         own.rank_zero_module.rank_zero_deprecation_category = own.LightningDeprecationWarning
 
+    def deprecate(self, argument: str, *, instead: str) -> None:
+        """Warn of a deprecated argument of `SwarmStrategy`, as Lightning warns of its own."""
+        import_module(f"{self.name}.utilities.rank_zero").rank_zero_deprecation(
+            f"`SwarmStrategy({argument}=...)` is deprecated. Write `{instead}`.",
+            stacklevel=7,  # the line that makes the strategy
+        )
+
 
 LIGHTNING: Final = ImportTree("lightning.pytorch", strategies="lightning_swarm")
 PYTORCH_LIGHTNING: ImportTree  # made at its first use

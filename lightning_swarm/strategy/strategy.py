@@ -30,17 +30,18 @@ from lightning_swarm.peer.config import (
     DEFAULT_RUN_ID,
     PeerRole,
     Preemption,
+    Rebalancing,
     StateDictType,
     SwarmConfig,
     Trust,
-    audited_share,
+    TrustLevel,
 )
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.protocol.settings import (
     CodecName,
     Compression,
     OnConviction,
-    Rebalancing,
+    RebalancingRule,
     RobustAveraging,
     RunSettings,
 )
@@ -60,6 +61,13 @@ if TYPE_CHECKING:
     EitherPrecision: TypeAlias = Precision | plugins.Precision
 
 _LIMITS = Limits()
+# Deprecated argument -> the record that takes its place.
+_RECORDS = {
+    "audit_share": "trust=Trust(audit_share=...)",
+    "on_conviction": "trust=Trust(on_conviction=...)",
+    "robust_averaging": "trust=Trust(robust_averaging=...)",
+    "rebalance_interval": "rebalancing=Rebalancing(interval=...)",
+}
 # Attributes that a compiled LightningModule has in place of the class's own.
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step", "_compiler_ctx")
 
@@ -102,16 +110,11 @@ class SwarmStrategy(extra_trainers.RankHooks):
         identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
             With it a restarted peer keeps its id. Further peers of this machine have files beside it, with their
             number at the end.
-        trust: Peers that may take part. ``"invited"``: peers with an invitation of the run's owner, the user who starts
-            it; ``"audited"``: the same, and servers' results are checked; ``"open"``: any peer that reaches this one.
-            None: ``"invited"`` if other machines reach this peer, by `listen` or `announce`, or it has an invitation.
+        trust: Peers that may take part: ``"invited"``, ``"audited"``, ``"open"``, or a `Trust`, which also says how
+            audits work. None: ``"invited"`` if other machines reach this peer, by `listen` or `announce`, or it has an
+            invitation.
         invite: File with the invitation by which this peer joins, which ``lightning-swarm invite`` writes. A peer that
             has been in the run needs no invitation if its `identity_path` is the same.
-        audit_share: With ``trust="audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
-        on_conviction: Reaction if audits convict a server whose earlier work counted unaudited: ``"go_back"`` returns
-            to a snapshot from before most of its false work; ``"go_on"`` keeps the weights. Run-wide.
-        robust_averaging: ``"centered_clip"`` clips a server's gradient if it is far from most other servers'. It limits
-            malicious servers, detects none, and biases each step. ``"none"``: a plain mean. Run-wide.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
         state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder
@@ -122,10 +125,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         deterministic: Sum gradients so that the trained weights are bit-identical, however many servers there are,
             however the work is divided among them, and whichever of them die. Needs machines of one kind, one trainer
             and `microbatch_size`. ``Trainer(deterministic=True)`` requests reproducible kernels. Run-wide.
-        rebalancing: Rule by which servers move to other stages during the run. ``"gain"``: if the pipeline gains more
-            than the move costs; ``"paper"``: the rule of the SWARM paper; ``"none"``: never. Run-wide.
-        rebalance_interval: Longest time in seconds between two decisions about moves. Whenever peers come or go, the
-            run decides at once. Run-wide.
+        rebalancing: Rule by which servers move to other stages during the run: ``"gain"``, ``"paper"``, ``"none"``, or
+            a `Rebalancing`, which also sets the interval. Run-wide.
         preemption: Cloud provider whose preemption notices this peer watches for: ``"aws"``, ``"gcp"``, ``"azure"``, or
             ``"auto"`` to detect it. On notice a server leaves the run in order; a trainer acts as on SIGTERM.
             None: do not watch.
@@ -137,6 +138,10 @@ class SwarmStrategy(extra_trainers.RankHooks):
         checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written in the background
             while training continues.
         precision_plugin: As in every strategy of Lightning.
+        audit_share: Deprecated. Use `trust=Trust(audit_share=...)`.
+        on_conviction: Deprecated. Use `trust=Trust(on_conviction=...)`.
+        robust_averaging: Deprecated. Use `trust=Trust(robust_averaging=...)`.
+        rebalance_interval: Deprecated. Use `rebalancing=Rebalancing(interval=...)`.
 
     Raises:
         ConfigError: An argument is out of range. Nothing was started.
@@ -162,27 +167,37 @@ class SwarmStrategy(extra_trainers.RankHooks):
         listen: str = DEFAULT_LISTEN,
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
-        trust: Trust | None = None,
+        trust: TrustLevel | Trust | None = None,
         invite: str | None = None,
-        audit_share: float | None = None,
-        on_conviction: OnConviction = "go_back",
-        robust_averaging: RobustAveraging = "none",
         gather_on_end: bool = True,
         state_dict_type: StateDictType = "full",
         offload_optimizer: bool = False,
         delay_optimizer_step: bool = False,
         deterministic: bool = False,
-        rebalancing: Rebalancing = "gain",
-        rebalance_interval: float = 300.0,
+        rebalancing: RebalancingRule | Rebalancing = "gain",
         preemption: Preemption | None = None,
         compression: CodecName | Compression = "none",
         limits: Limits = _LIMITS,
         accelerator: EitherAccelerator | None = None,
         checkpoint_io: EitherCheckpointIO | None = None,
         precision_plugin: EitherPrecision | None = None,
+        audit_share: float | None = None,
+        on_conviction: OnConviction | None = None,
+        robust_averaging: RobustAveraging | None = None,
+        rebalance_interval: float | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.take_messages()
+        of_trust = {
+            "audit_share": audit_share,
+            "on_conviction": on_conviction,
+            "robust_averaging": robust_averaging,
+        }
+        trusted = Trust.parse(trust, **of_trust)
+        moves = Rebalancing.parse(rebalancing, interval=rebalance_interval)
+        for name, value in {**of_trust, "rebalance_interval": rebalance_interval}.items():
+            if value is not None:
+                self.framework.deprecate(name, instead=_RECORDS[name])
         self.config = SwarmConfig(
             num_stages=num_stages,
             pipeline=pipeline,
@@ -195,7 +210,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             listen=HostPort.to_listen(listen),
             announce=tuple(map(HostPort.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
-            trust=trust,
+            trust=trusted.level,
             invite=invite,
             gather_on_end=gather_on_end,
             state_dict_type=state_dict_type,
@@ -206,12 +221,12 @@ class SwarmStrategy(extra_trainers.RankHooks):
                 microbatch_size=microbatch_size,
                 delay_optimizer_step=delay_optimizer_step,
                 deterministic=deterministic,
-                rebalancing=rebalancing,
-                rebalance_interval=rebalance_interval,
+                rebalancing=moves.rule,
+                rebalance_interval=moves.interval,
                 compression=Compression.parse(compression),
-                audit_share=audited_share(trust, audit_share),
-                on_conviction=on_conviction,
-                robust_averaging=robust_averaging,
+                audit_share=trusted.share,
+                on_conviction=trusted.on_conviction,
+                robust_averaging=trusted.robust_averaging,
             ),
             limits=limits,
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lightning_swarm import Trust
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.coordinator.audit import policy, step_audits
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
@@ -24,7 +25,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import SketchReply
 from lightning_swarm.protocol.messages.calls import CallKey
-from lightning_swarm.protocol.settings import CodecName, Compression
+from lightning_swarm.protocol.settings import CodecName, Compression, OnConviction
 from lightning_swarm.server.audit.handlers import AuditHandlers
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.stage import Stage
@@ -86,11 +87,15 @@ def honest_weights(num_peers: int, *, model: Callable[[], LightningModule] | Non
 
 
 def audited(
-    num_peers: int, *adversaries: Adversary, share: float = 1.0, **settings: Any
+    num_peers: int,
+    *adversaries: Adversary,
+    share: float = 1.0,
+    on_conviction: OnConviction = "go_on",
+    **settings: Any,
 ) -> tuple[Tensor, InMemoryStrategy]:
     # A rollback would hide whether a step counted false work, so the run goes on after convictions.
-    settings = {"on_conviction": "go_on", **settings}
-    return train(num_peers, *adversaries, trust="audited", audit_share=share, **settings)
+    trust = Trust("audited", audit_share=share, on_conviction=on_conviction)
+    return train(num_peers, *adversaries, trust=trust, **settings)
 
 
 def events_of(strategy: InMemoryStrategy, kind: str) -> set[str]:
@@ -385,13 +390,13 @@ def test_models_that_no_audit_can_look_into_are_refused(model: type[Model], erro
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"audit_share": 1.5}, "0..1"),
-        ({"audit_share": True}, "0..1"),
+        ({"trust": Trust("audited", 1.5)}, "0..1"),
+        ({"trust": Trust("audited", True)}, "0..1"),
         ({"delay_optimizer_step": True}, "delay_optimizer_step"),
         ({"compression": "8bit"}, "averaging"),
         ({"rebalancing": "paper"}, "paper"),
         ({"role": "both", "target_batch_size": 8}, "role 'both'"),
-        ({"trust": "invited", "audit_share": 0.5}, "needs `trust='audited'`"),
+        ({"trust": Trust("invited", 0.5)}, "needs `trust='audited'`"),
     ],
 )
 def test_settings_that_no_audit_can_look_into_are_refused(settings: dict[str, Any], error: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit.policy import Standing
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.core.errors import ConfigError, SwarmError, from_wire
@@ -160,6 +161,6 @@ def test_what_needs_audits_and_snapshots_says_so() -> None:
     limits = Limits(snapshot_interval=None)
     with pytest.raises(ConfigError, match="snapshot_interval=None"):
         InMemoryStrategy(trust="audited", limits=limits)
-    InMemoryStrategy(trust="audited", limits=limits, on_conviction="go_on")
+    InMemoryStrategy(trust=Trust("audited", on_conviction="go_on"), limits=limits)
     with pytest.raises(ConfigError, match="'go_back'"):
-        InMemoryStrategy(trust="audited", on_conviction="stop")  # type: ignore[arg-type]
+        InMemoryStrategy(trust=Trust("audited", on_conviction="stop"))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 from typing_extensions import override
 
+from lightning_swarm import Trust
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
 from lightning_swarm.core.errors import AccessDenied, ConfigError, StepError
 from lightning_swarm.core.limits import Limits
@@ -60,7 +61,7 @@ def test_servers_that_keep_nothing_come_and_go() -> None:
 
 def test_the_starter_keeps_alone_unless_others_are_named() -> None:
     net = Net()
-    with local_swarm(5, num_stages=2, trust="audited", audit_share=0.0) as swarm:
+    with local_swarm(5, num_stages=2, trust=Trust("audited", audit_share=0.0)) as swarm:
         swarm.trainer(max_steps=2).fit(net, data())
         (strategy,) = swarm.strategies
         runs = [server.membership.run for server in strategy.servers]
@@ -70,14 +71,15 @@ def test_the_starter_keeps_alone_unless_others_are_named() -> None:
 
 def test_a_keeper_that_serves_coordinates_for_a_starter_that_does_not() -> None:
     net = Net()
-    with local_swarm(4, num_stages=2, trust="audited", audit_share=0.0, role="trainer", keepers=["peer-2"]) as swarm:
+    trust = Trust("audited", audit_share=0.0)
+    with local_swarm(4, num_stages=2, trust=trust, role="trainer", keepers=["peer-2"]) as swarm:
         swarm.trainer(max_steps=2).fit(net, data())
         (strategy,) = swarm.strategies
         assert {server.membership.run.coordinator for server in strategy.servers} == {"peer-2"}
 
 
 def test_without_a_keeper_that_serves_no_run_begins() -> None:
-    with local_swarm(3, num_stages=2, trust="audited", audit_share=0.0, role="trainer") as swarm:
+    with local_swarm(3, num_stages=2, trust=Trust("audited", audit_share=0.0), role="trainer") as swarm:
         trainer = swarm.trainer(max_steps=2)
         with pytest.raises(ConfigError, match=r"an audited run is coordinated by a keeper that holds a stage.*role='"):
             trainer.fit(Net(), data())
@@ -123,7 +125,7 @@ def test_a_run_that_goes_back_to_a_snapshot_forgives_nobody(monkeypatch: pytest.
 
     monkeypatch.setattr(SumReconciliation, "close", closed)
     last = LastOfItsStage()
-    settings = {"num_stages": 2, "trust": "audited", "audit_share": 0.0, "latency_s": 0.001, "limits": SHORT}
+    settings = {"num_stages": 2, "trust": Trust("audited", audit_share=0.0), "latency_s": 0.001, "limits": SHORT}
     with local_swarm(5, **settings) as swarm:
         swarm.trainer(max_steps=7, max_epochs=-1, callbacks=[last]).fit(Net(), data())
     (strategy,) = swarm.strategies

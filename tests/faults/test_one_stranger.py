@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from msgspec.structs import replace as replaced
 from typing_extensions import override
 
+from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.core.errors import Damaged, PeerError, StageLost, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId
@@ -153,10 +154,9 @@ def test_who_will_not_meet_a_joiner_keeps_it_out_no_longer(monkeypatch: pytest.M
         "microbatch_size": 2,
         "deterministic": True,
         "num_stages": 2,
-        "audit_share": 1.0,
         "microbatch_s": (1.0,) * 7,
     }
-    with local_swarm(6, trust="audited", **settings) as swarm:
+    with local_swarm(6, trust=Trust("audited", audit_share=1.0), **settings) as swarm:
         swarm.trainer(max_steps=4 * NUM_STEPS, callbacks=[Joining()]).fit(Model(), data())
         (strategy,) = swarm.strategies
     assert refused

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from typing_extensions import override
 
+from lightning_swarm import Trust
 from lightning_swarm.client.pipeline import audits as orders
 from lightning_swarm.coordinator.audit import policy, step_audits
 from lightning_swarm.core.tasks import gather_bounded
@@ -96,7 +97,7 @@ def test_the_order_of_adding_convicts_nobody(
     if codec is not None:
         settings["compression"] = Compression(activations=codec, gradients=codec)
     with local_swarm(
-        4, num_stages=2, microbatch_size=2, trust="audited", audit_share=1.0, on_conviction="go_on", **settings
+        4, num_stages=2, microbatch_size=2, trust=Trust("audited", audit_share=1.0, on_conviction="go_on"), **settings
     ) as swarm:
         trainer = swarm.trainer(max_steps=2, precision=precision, accumulate_grad_batches=accumulated)
         trainer.fit(normalized(), data(torch.float32))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.protocol.patience import LEAST_S
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase, local_swarm
@@ -40,9 +41,7 @@ def run(faults: FaultPlan, *, share: float) -> tuple[Tensor, InMemoryStrategy, C
     clock, module = Clock(), Model()
     settings: dict[str, Any] = {
         "num_stages": 2,
-        "trust": "audited",
-        "audit_share": share,
-        "on_conviction": "go_on",
+        "trust": Trust("audited", audit_share=share, on_conviction="go_on"),
         "microbatch_size": 4,
         "deterministic": True,
         "latency_s": 0.002,

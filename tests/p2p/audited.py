@@ -18,6 +18,7 @@ from typing_extensions import override
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # imports the tests' modules in any working directory
 
+from lightning_swarm import Trust
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from tests.adversaries.adversary import Adversary
@@ -74,8 +75,7 @@ def main(folder: Path, seed: int, since: int) -> None:
         num_stages=NUM_STAGES,
         microbatch_size=2,
         deterministic=True,
-        trust="audited",
-        audit_share=0.25,
+        trust=Trust("audited", audit_share=0.25),
         limits=Limits(call_timeout=60.0, start_timeout=400.0),
     )
     net = Net(seed)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_swarm import Rebalancing
 from lightning_swarm.protocol import serialization
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
@@ -109,8 +110,7 @@ WIRED: list[Callable[[], dict[str, Any]]] = [
         "callbacks": [Joining(at=1)],
         "num_joiners": 1,
         "num_shed": 1,
-        "rebalancing": "gain",
-        "rebalance_interval": 0.5,
+        "rebalancing": Rebalancing("gain", interval=0.5),
         "microbatch_s": [0.1, 0.1],
     },
 ]

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
+from lightning_swarm import Rebalancing
 from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
@@ -79,8 +80,7 @@ def swarm(steps: int, *callbacks: L.Callback, speeds: Sequence[float] = SPEEDS, 
             "microbatch_size": 1,
             "microbatch_s": [MICROBATCH_S / speed for speed in speeds],
             "latency_s": 1e-4,
-            "rebalancing": "gain",
-            "rebalance_interval": INTERVAL_S,
+            "rebalancing": Rebalancing("gain", interval=INTERVAL_S),
             "max_steps": steps,
             "max_epochs": -1,
             **options,

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_swarm import Rebalancing
 from lightning_swarm.core.errors import StageLost
 from lightning_swarm.peer.config import Compression
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
@@ -126,8 +127,7 @@ def test_who_holds_both_stages_gives_one_up(plain: Run) -> None:
         num_joiners=1,
         num_shed=1,
         latency_s=1e-4,
-        rebalancing="gain",
-        rebalance_interval=0.5,
+        rebalancing=Rebalancing("gain", interval=0.5),
         microbatch_s=[0.1, 0.1],
     )
     assert_exact(run, plain)

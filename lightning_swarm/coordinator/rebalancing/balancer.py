@@ -23,7 +23,7 @@ from lightning_swarm.coordinator.rebalancing.policy import (
 from lightning_swarm.coordinator.rebalancing.relief import plan_relief
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 _FEWEST: Final = 0.01  # least number of remembered changes, after any quiet time
 _FIRST_HORIZON_S: Final = 600.0  # assumed time between changes of a swarm, until more is known
@@ -149,7 +149,7 @@ class _MoveInProgress:
 class Balancer:
     """Decides for one run, by its rule, which peers move. Times are on the caller's clock."""
 
-    def __init__(self, rule: Rebalancing, interval_s: float, state_bytes: Sequence[int], *, now_s: float) -> None:
+    def __init__(self, rule: RebalancingRule, interval_s: float, state_bytes: Sequence[int], *, now_s: float) -> None:
         self._rule, self._interval_s = rule, interval_s
         self._state_bytes = state_bytes  # bytes that a newcomer of each stage downloads
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}

@@ -21,7 +21,7 @@ from lightning_swarm.coordinator.rebalancing.policy import (
     stage_for,
 )
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scenario:
     num_stages: int
     changes: Sequence[Change]  # ordered by time; peers of the first time serve from the beginning
     end_s: float
-    rule: Rebalancing = "gain"
+    rule: RebalancingRule = "gain"
     interval_s: float = 300.0  # maximum time between two decisions about moves
     offset_s: float = 0.0  # time before the first interval, so that intervals need not begin at changes
     move_s: float = 30.0  # a peer that moves computes nothing for this time

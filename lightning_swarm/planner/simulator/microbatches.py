@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.simulated_link import SimulatedLink
+from lightning_swarm.peer.config import Rebalancing
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span, best_of
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing.local import QUIET
@@ -100,8 +101,7 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
         microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
         lines=[SimulatedLink(), *map(work.line, first)],
         latency_s=work.latency_s,
-        rebalancing=scenario.rule,
-        rebalance_interval=scenario.interval_s,
+        rebalancing=Rebalancing(scenario.rule, interval=scenario.interval_s),
         limits=Limits(max_in_flight=max(64, 4 * len(first))),
     )
     events = _ScenarioEvents(strategy, scenario, work)

@@ -18,7 +18,7 @@ from lightning_swarm.network.simulated_link import Direction, SimulatedLink
 from lightning_swarm.planner.report import HOUR_S
 from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 _MOST: Final = 1e12  # upper limit of every number
 
@@ -55,7 +55,7 @@ class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # then on; 0: it is gone.
     trace: str | None = None
     hours: float = 0.0  # duration; 0: until the last line of the trace
-    rules: tuple[Rebalancing, ...] = get_args(Rebalancing)  # simulated one after the other
+    rules: tuple[RebalancingRule, ...] = get_args(RebalancingRule)  # simulated one after the other
     interval_s: float = 300.0  # maximum time between two decisions about moves
     move_s: float = 30.0  # a peer that moves computes nothing for this time
     join_s: float = 30.0  # a peer that joins computes nothing for this time
@@ -72,7 +72,7 @@ class ScenarioRuns:
         self.file = _read(path)
         self._trace = _read_trace(path.parent / self.file.trace) if self.file.trace else []
 
-    def scenarios(self, seed: int) -> Iterator[tuple[Rebalancing, Scenario]]:
+    def scenarios(self, seed: int) -> Iterator[tuple[RebalancingRule, Scenario]]:
         """Make a scenario for each rule, all with the same peers."""
         plan = self.file
         changes = self._changes(seed)

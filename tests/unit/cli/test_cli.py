@@ -140,6 +140,30 @@ def test_names_of_the_strategy_in_a_plain_lightning_cli(name: str) -> None:
     strategy_of(f"--trainer.strategy={name}", kind=LightningCLI)
 
 
+def test_records_are_set_by_word_or_by_field() -> None:
+    config = strategy_of("--trainer.strategy.trust=audited", "--trainer.strategy.rebalancing=none").config
+    assert (config.trust, config.settings.rebalancing) == ("audited", "none")
+    options = (
+        *("--trainer.strategy.trust=lightning_swarm.Trust", "--trainer.strategy.trust.level=audited"),
+        "--trainer.strategy.trust.audit_share=0.5",
+        '--trainer.strategy.rebalancing={"rule": "none", "interval": 5}',
+    )
+    config = strategy_of(*options).config
+    assert (config.trust, config.settings.audit_share) == ("audited", 0.5)
+    assert (config.settings.rebalancing, config.settings.rebalance_interval) == ("none", 5.0)
+
+
+def test_deprecated_arguments_work_and_warn() -> None:
+    options = ("--trainer.strategy.trust=audited", "--trainer.strategy.audit_share=0.5")
+    with pytest.warns(DeprecationWarning, match=r"Write `trust=Trust\(audit_share=\.\.\.\)`"):
+        settings = strategy_of(*options).config.settings
+    assert settings.audit_share == 0.5
+    with pytest.warns(DeprecationWarning, match=r"Write `rebalancing=Rebalancing\(interval=\.\.\.\)`") as caught:
+        strategy = SwarmStrategy(rebalance_interval=5.0)
+    assert strategy.config.settings.rebalance_interval == 5.0
+    assert caught[0].filename == __file__
+
+
 def test_limits_are_set_one_by_one() -> None:
     limits = strategy_of("--trainer.strategy.limits.call_timeout=7").config.limits
     assert limits == Limits(call_timeout=7.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.peer.config import Rebalancing, SwarmConfig, Trust
 from lightning_swarm.protocol.settings import Compression, RunSettings
 
 FIELDS = [field.name for field in dataclasses.fields(Limits)]
@@ -196,5 +197,38 @@ def test_compression_of_all_or_of_each_kind_apart() -> None:
 def test_compression_that_cannot_be_is_refused(given: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         Compression.parse(given)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_trust_and_rebalancing_are_a_word_or_a_record() -> None:
+    assert Trust.parse("audited") == Trust.parse({"level": "audited"}) == Trust("audited")
+    assert (Trust().share, Trust("audited").share, Trust("audited", 0.0).share) == (None, 1 / 16, 0.0)
+    assert Rebalancing.parse("none") == Rebalancing("none", interval=300.0)
+    assert Rebalancing.parse(Rebalancing(interval=5.0), interval=None) == Rebalancing("gain", interval=5.0)
+
+
+def test_deprecated_arguments_are_fields() -> None:
+    assert Trust.parse("audited", audit_share=0.5, on_conviction=None) == Trust("audited", audit_share=0.5)
+    assert Rebalancing.parse("paper", interval=5.0) == Rebalancing("paper", interval=5.0)
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda: Trust.parse({"share": 0.5}), ["`trust` has level, audit_share", "got ['share']"]),
+        (
+            lambda: Trust.parse(Trust("audited"), audit_share=0.5),
+            ["the field `audit_share`", "Leave that argument out"],
+        ),
+        (
+            lambda: Rebalancing.parse({"rule": "none"}, interval=5.0),
+            ["the field `interval`", "Leave that argument out"],
+        ),
+    ],
+)
+def test_records_that_cannot_be_are_refused(read: Callable[[], object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read()
     for word in words:
         assert word in str(caught.value)

@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 import torch
 
+from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, Damaged, DeadlineExceeded, SwarmError, Unreachable
@@ -313,7 +314,7 @@ def test_every_phase_of_an_audit_comes_by(phase: Phase, monkeypatch: pytest.Monk
     monkeypatch.setattr(step_audits, "lots", random.Random(0))  # a seed that draws peer-1
     plan = FaultPlan().kill("peer-1", at=phase)
     net = Net(2)
-    run(net, num_peers=6, trust="audited", audit_share=1.0, faults=plan)
+    run(net, num_peers=6, trust=Trust("audited", audit_share=1.0), faults=plan)
     assert plan.fired == 1
     torch.testing.assert_close(net.weights(), net.clean(NUM_STEPS))
 

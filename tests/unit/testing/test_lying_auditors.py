@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.testing import DidNotHappen
 from tests.adversaries.adversary import Adversary
@@ -29,7 +30,7 @@ def test_a_cover_up_agrees_with_a_fellow_liar(deterministic: bool) -> None:
     fellows = [Adversary(f"peer-{i}", "cover_up", until=3) for i in (3, 5)]
     net = Net(2)
     with contextlib.suppress(DidNotHappen):  # one of them may never be drawn
-        run(net, liar, *fellows, num_peers=6, trust="audited", audit_share=1.0, deterministic=deterministic)
+        run(net, liar, *fellows, num_peers=6, trust=Trust("audited", audit_share=1.0), deterministic=deterministic)
     assert sorted(set().union(*(fellow.lies for fellow in fellows))) == [1, 2]
     assert liar.lies == {1: 1, 2: 1, 3: 1}, "it is caught as soon as nobody covers it"
     undefended = Net(2)
@@ -40,7 +41,7 @@ def test_a_cover_up_agrees_with_a_fellow_liar(deterministic: bool) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_false_accusation_is_made(deterministic: bool) -> None:
     net, liar = Net(2), Adversary("peer-3", "false_accusation", since=1)
-    run(net, liar, num_peers=6, trust="audited", audit_share=1.0, deterministic=deterministic)
+    run(net, liar, num_peers=6, trust=Trust("audited", audit_share=1.0), deterministic=deterministic)
     assert liar.struck == 1, "then it is gone"
     assert min(liar.lies) >= 1
     torch.testing.assert_close(net.weights(), net.clean(NUM_STEPS))
@@ -50,6 +51,6 @@ def test_a_false_accusation_is_made(deterministic: bool) -> None:
 def test_the_lie_is_what_a_server_commits_to(attack: str) -> None:
     """It is convicted for its attack, in the first step with it, not for a wrong hash."""
     net, liar = Net(), Adversary("peer-2", attack, since=1)
-    run(net, liar, num_peers=5, trust="audited", audit_share=1.0)
+    run(net, liar, num_peers=5, trust=Trust("audited", audit_share=1.0))
     assert set(liar.lies) == {1}
     torch.testing.assert_close(net.weights(), net.clean(NUM_STEPS))

@@ -9,14 +9,14 @@ import pytest
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, share_of_best, simulate
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 
 def changes(*rows: tuple[float, str, float]) -> list[Change]:
     return [Change(at_s, PeerId(peer), rate) for at_s, peer, rate in rows]
 
 
-def run(rule: Rebalancing, *rows: tuple[float, str, float], end_s: float = 1000.0, num_stages: int = 2) -> float:
+def run(rule: RebalancingRule, *rows: tuple[float, str, float], end_s: float = 1000.0, num_stages: int = 2) -> float:
     return share_of_best(simulate(Scenario(num_stages, changes(*rows), end_s, rule=rule)))
 
 
@@ -78,7 +78,7 @@ def churn(seed: int, fastest: float) -> list[Change]:
 @pytest.mark.parametrize(("fastest", "at_least"), [(1.0, 0.99), (10.0, 0.92)])
 @pytest.mark.parametrize("interval_s", [60.0, 300.0])
 def test_what_moves_gain_is_more_than_by_the_papers_rule(fastest: float, at_least: float, interval_s: float) -> None:
-    shares: dict[Rebalancing, list[float]] = {"none": [], "paper": [], "gain": []}
+    shares: dict[RebalancingRule, list[float]] = {"none": [], "paper": [], "gain": []}
     for seed in range(6):
         made = churn(seed, fastest)
         for rule, found in shares.items():

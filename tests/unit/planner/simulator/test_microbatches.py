@@ -15,7 +15,7 @@ from lightning_swarm.planner.simulator import fluid
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span
 from lightning_swarm.planner.simulator.microbatches import Work, simulate
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
-from lightning_swarm.protocol.settings import Rebalancing
+from lightning_swarm.protocol.settings import RebalancingRule
 
 FEW_S = 15.0
 
@@ -30,7 +30,11 @@ def there(*rates: float) -> list[tuple[float, str, float]]:
 
 
 def run(
-    work: Work, *rows: tuple[float, str, float], num_stages: int = 2, end_s: float = FEW_S, rule: Rebalancing = "none"
+    work: Work,
+    *rows: tuple[float, str, float],
+    num_stages: int = 2,
+    end_s: float = FEW_S,
+    rule: RebalancingRule = "none",
 ) -> list[Span]:
     return simulate(Scenario(num_stages, changes(*rows), end_s, rule=rule, interval_s=2.0), work)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_swarm import Trust
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.settings import Compression, RunSettings
 from lightning_swarm.server.averaging.clipped import centered_clip
@@ -58,8 +59,13 @@ def test_a_swarm_that_clips_is_near_the_clean_run_whatever_a_liar_says() -> None
     undefended, clipped, alone = Net(), Net(), Net()
     liar = Adversary("peer-1", "sign_flip", strength=1000.0)
     run(undefended, liar, num_peers=6)
-    run(clipped, Adversary("peer-1", "sign_flip", strength=1000.0), num_peers=6, robust_averaging="centered_clip")
-    run(alone, num_peers=6, robust_averaging="centered_clip")
+    run(
+        clipped,
+        Adversary("peer-1", "sign_flip", strength=1000.0),
+        num_peers=6,
+        trust=Trust(robust_averaging="centered_clip"),
+    )
+    run(alone, num_peers=6, trust=Trust(robust_averaging="centered_clip"))
     clean = Net().clean(NUM_STEPS)
     way = max(float((one - other).norm()) for one, other in zip(Net().weights(), clean, strict=True))
     assert off(undefended, clean) > 50.0 * way
@@ -70,7 +76,7 @@ def test_a_swarm_that_clips_is_near_the_clean_run_whatever_a_liar_says() -> None
 
 def test_one_server_averages_with_nobody() -> None:
     net = Net()
-    run(net, num_peers=1, robust_averaging="centered_clip", num_stages=1)
+    run(net, num_peers=1, trust=Trust(robust_averaging="centered_clip"), num_stages=1)
     torch.testing.assert_close(net.weights(), net.clean(NUM_STEPS), rtol=1e-9, atol=1e-9)
 
 
@@ -85,7 +91,9 @@ def test_one_server_averages_with_nobody() -> None:
     ids=lambda settings: next(iter(settings)),
 )
 def test_what_it_goes_without_is_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"`robust_averaging='centered_clip'` clips .* Leave one of them out"):
+    with pytest.raises(
+        ConfigError, match=r"`Trust\(robust_averaging='centered_clip'\)` clips .* Leave one of them out"
+    ):
         RunSettings(target_batch_size=None, robust_averaging="centered_clip", **settings)  # type: ignore[arg-type]
 
 
