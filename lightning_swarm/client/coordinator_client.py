@@ -111,7 +111,7 @@ class CoordinatorCalls:
                     raise type(error)(
                         f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
                         f"within {patience.successor_s:g} s: {error}"
-                        f"{self._run.keepers_remedy}"
+                        f"{self._run.electorate.remedy}"
                     ) from error
                 _log.info("%s is asked for again: %s", method, error)
                 if await self._find():

@@ -298,9 +298,7 @@ class StepCommit:
         convicted: Mapping[PeerId, str],
     ) -> Record:
         """Add the changes of the run's membership to a record."""
-        # Keepers are trusted, so false work means a broken machine: they leave the run, but may join again.
-        spared = {*self._run.convicted, *(self._run.keepers or ())}
-        convicted = {peer: reason for peer, reason in convicted.items() if peer not in spared}
+        convicted = self._run.electorate.newly(convicted)
         gone = {*gone, *convicted}
         newcomers = [one for one in newcomers if one.member.peer_id not in convicted]
         enlisted, retired = self._trainer_membership.changes(convicted)
@@ -315,9 +313,9 @@ class StepCommit:
         told = [*self._run.snapshots, *(record.snapshots or ())]
         snapshot = await self._snapshots.order(record.step, next_roster, told, self._lead.resumable)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
-        keepers = self._new_keepers(newcomers)
+        keepers, electorate = self._new_keepers(newcomers), self._run.electorate
         voters = choose_voters(
-            next_roster, self._run.on_trainers, self._run.voters, hosts, keepers_after(self._run.keepers, keepers)
+            next_roster, self._run.on_trainers, self._run.voters, hosts, keepers_after(electorate.keepers, keepers)
         )
         return replaced(
             record,
@@ -352,7 +350,7 @@ class StepCommit:
         versions = {one.version for one in self._run.snapshots}
         # The version to which the run would roll back.
         version = next(iter(in_turn(versions, self._run.sound_version_after(step))), 0)
-        known = {*self._run.convicted, *convicted}  # audits by convicted servers prove nothing
+        known = {*self._run.electorate.convicted, *convicted}  # audits by convicted servers prove nothing
         return (
             settings.goes_back and bool(convicted) and any(standing.has_counted(peer, version, known) for peer in known)
         )
@@ -361,7 +359,7 @@ class StepCommit:
         """Return the newcomers with a keeper's certificate, which may vote from this record on; unset if none."""
         run, transport = self._run, self._context.transport
         peers = [one.member.peer_id for one in newcomers if not run.decides(one.member.peer_id)]
-        room = MAX_KEEPERS - len(run.keepers or ())
+        room = MAX_KEEPERS - len(run.electorate.keepers or ())
         return [peer for peer in peers if is_certified_keeper(transport, peer)][:room] or UNSET
 
     def _new_bans(self) -> list[bytes]:

@@ -425,7 +425,7 @@ class Proposer:
                 raise StepError(
                     f"step {step}: a majority of its voters {[one.peer_id for one in ballot.voters]} must have {what} "
                     f"to decide it, and has not within {self._patience_s:g} s. See that they run and can be reached"
-                    f"{self._run.keepers_remedy}."
+                    f"{self._run.electorate.remedy}."
                 )
             if not paused:
                 self._events.note("pause", step=step, reason=f"no majority of the voters has {what}; asking again")

@@ -183,7 +183,7 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
     chosen = chosen or choose_standby_lead(held, seniority(run), num_stages, run.sound_version)
     if chosen is None:
         found = "no live peer has the state of its loop, and a snapshot of all stages to go with it"
-        return f"{found}{run.keepers_remedy}"
+        return f"{found}{run.electorate.remedy}"
     standby, version = chosen
     if not has_majority(run, list(held)):  # checked before any server follows it
         return _no_majority(run, standby)
@@ -198,4 +198,4 @@ async def appoint(transport: Transport, run: RunState, *, timeout: float, is_las
 
 
 def _no_majority(run: RunState, standby: PeerId) -> str:
-    return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over{run.keepers_remedy}"
+    return f"no majority of the {len(run.voters)} voters lives to let {standby} take it over{run.electorate.remedy}"

@@ -49,9 +49,9 @@ class KnownPeers(WireMessage, frozen=True):
 
 def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
     """Return a checkpoint's `KnownPeers` in plain values; None if the run takes any peer, and convicted none."""
-    if isinstance(run.invitations, UnsetType) and not run.convicted:
+    if isinstance(run.invitations, UnsetType) and not run.electorate.convicted:
         return None
-    known = KnownPeers(bans, run.invitations, convictions(run.convicted))
+    known = KnownPeers(bans, run.invitations, convictions(run.electorate.convicted))
     plain: dict[str, Any] = msgspec.to_builtins(known)
     return plain
 
@@ -121,8 +121,8 @@ class Arrivals:
 
     def note_end(self, run: RunState) -> None:
         """Keep the used invitations, keepers and convictions of a generation that ends."""
-        self.used, self.convicted = run.invitations, dict(run.convicted)
-        self.keepers = run.keepers or ()
+        self.used, self.convicted = run.invitations, dict(run.electorate.convicted)
+        self.keepers = run.electorate.keepers or ()
 
     def keepers_among(self, me: PeerId, members: Iterable[PeerId]) -> list[PeerId]:
         """Return the keepers of an audited run that begins: `me`, its starter, and first members that are certified.

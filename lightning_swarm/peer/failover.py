@@ -131,7 +131,7 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
     num_voters, num_left = len(run.voters), sum(voter.peer_id in alive for voter in run.voters)
     if num_left * 2 > num_voters:
         return ""
-    return f"only {num_left} of {num_voters} voters answer{run.keepers_remedy}"
+    return f"only {num_left} of {num_voters} voters answer{run.electorate.remedy}"
 
 
 async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:

@@ -283,7 +283,7 @@ class MembershipLifecycle:
                     f"run {self._run_id!r} is over or broke off, and nobody said so: {who} "
                     f"answered for {timeout:g} s. Start this peer again when the run goes on. Another peer can "
                     "replace a dead lead only while a majority of the voters lives; one of two servers is no majority"
-                    f"{self._server.membership.run.keepers_remedy}."
+                    f"{self._server.membership.run.electorate.remedy}."
                 )
 
     async def _is_left_out(self) -> bool:

@@ -1,8 +1,12 @@
-"""Keepers, which decide in an audited run, and convictions. Pure, except for look-ups of certificates."""
+"""The peers that decide in a run, and the peers that it excludes. Pure, except for look-ups of certificates.
+
+Any server decides, unless servers are strangers: then only keepers do, and servers with false work are convicted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec import UNSET, UnsetType
@@ -17,6 +21,7 @@ from lightning_swarm.protocol.messages.run import (
     Conviction,
     Convictions,
     Keepers,
+    Manifest,
     RunView,
     SeatedMembers,
 )
@@ -71,29 +76,81 @@ def convicted_after(known: Mapping[PeerId, str], new: Convictions) -> dict[PeerI
     return dict(list(reasons.items())[-MAX_CONVICTED:])
 
 
-def check_not_convicted(peer: PeerId, convicted: Mapping[PeerId, str]) -> None:
-    """Raise `AccessDenied`, with the reason, if a peer was convicted."""
-    if (reason := convicted.get(peer)) is not None:
-        raise AccessDenied(
-            "a convicted peer takes no part in the run any more, nor in runs from its checkpoints, and "
-            f"{peer} was convicted: {printable(reason)}. If its machine computes wrongly, repair that, and ask the "
-            "run's owner for an invitation for another identity."
+@dataclass(frozen=True)
+class Electorate:
+    """The peers that decide in a run at one version, and the peers that it excludes for good."""
+
+    keepers: Keepers  # includes departed keepers; unset: all servers may decide
+    convicted: dict[PeerId, str]  # peer -> reason
+
+    @classmethod
+    def of(cls, members: Manifest | SeatedMembers) -> Electorate:
+        """Return the electorate of a manifest, or of a run's members."""
+        return cls(members.keepers, convicted_after({}, members.convicted))
+
+    @property
+    def has_strangers(self) -> bool:
+        """Return whether servers are strangers, so that only keepers decide, and reports need confirmation."""
+        return not isinstance(self.keepers, UnsetType)
+
+    def decides(self, peer: PeerId) -> bool:
+        """Return whether a peer may vote, coordinate and lead."""
+        return may_decide(peer, self.keepers)
+
+    def is_keeper(self, peer: PeerId) -> bool:
+        """Return whether a peer is, or was, a keeper."""
+        return peer in (self.keepers or ())
+
+    def newly(self, convicted: Mapping[PeerId, str]) -> dict[PeerId, str]:
+        """Return the convictions that the next record adds: of peers that are not excluded yet, and are no keepers."""
+        # Keepers are trusted, so false work means a broken machine: they leave the run, but may join again.
+        known = {*self.convicted, *(self.keepers or ())}
+        return {peer: reason for peer, reason in convicted.items() if peer not in known}
+
+    @property
+    def remedy(self) -> str:
+        """The remedy to append to an error about missing voters; empty if any server may decide."""
+        return f"; {KEEPERS_REMEDY}" if self.has_strangers else ""
+
+    def check_decides(self, peer: PeerId, does: str) -> None:
+        """Refuse an act of a peer that may not decide; `does` names the act."""
+        if not self.decides(peer):
+            raise ProtocolError(
+                f"{ONLY_KEEPERS}: {peer} is none, and must not {does}. If it should, have it join by an invitation "
+                "made with `lightning-swarm invite --role keeper`."
+            )
+
+    def check_not_convicted(self, peer: PeerId) -> None:
+        """Raise `AccessDenied`, with the reason, if a peer was convicted."""
+        if (reason := self.convicted.get(peer)) is not None:
+            raise AccessDenied(
+                "a convicted peer takes no part in the run any more, nor in runs from its checkpoints, and "
+                f"{peer} was convicted: {printable(reason)}. If its machine computes wrongly, repair that, and ask the "
+                "run's owner for an invitation for another identity."
+            )
+
+    def after(self, record: Record) -> Electorate:
+        """Return the electorate after a record."""
+        return Electorate(
+            keepers_after(self.keepers, record.keepers), convicted_after(self.convicted, record.convicted)
         )
 
+    def check(self, record: Record, settings: RunSettings) -> None:
+        """Refuse a record with new keepers that are not among its newcomers, or with convictions that it may not have.
 
-def check_new_keepers(keepers: Keepers, record: Record) -> None:
-    """Refuse new keepers that are not among the record's newcomers."""
-    new = {one.member.peer_id for one in record.newcomers}
-    named = record.keepers or ()
-    if named and (isinstance(keepers, UnsetType) or not new.issuperset(named) or len(set(named)) != len(named)):
-        raise ProtocolError(
-            f"a record names those of its newcomers as keepers whose certificates say so, once, and only where keepers "
-            f"decide; record {record.step} names {named[:5]}"
-        )
+        It may roll the run back only together with a conviction.
+        """
+        new = {one.member.peer_id for one in record.newcomers}
+        named = record.keepers or ()
+        if named and not (self.has_strangers and new.issuperset(named) and len(set(named)) == len(named)):
+            raise ProtocolError(
+                f"a record names those of its newcomers as keepers whose certificates say so, once, and only where "
+                f"keepers decide; record {record.step} names {named[:5]}"
+            )
+        _check_convictions(record, settings)
 
 
-def check_convictions(record: Record, settings: RunSettings) -> None:
-    """Refuse convictions in a run without audits, and a rollback without a conviction."""
+def _check_convictions(record: Record, settings: RunSettings) -> None:
     convicted = [one.peer for one in record.convicted or ()]
     if convicted and not settings.is_audited:
         raise ProtocolError(f"only an audited run convicts peers; record {record.step} has {convicted[:5]}")

@@ -22,18 +22,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import bans_after
 from lightning_swarm.protocol.guests import DifferingServers, guests_after
 from lightning_swarm.protocol.invitations import check_invited, check_used, used_after
-from lightning_swarm.protocol.keepers import (
-    KEEPERS_REMEDY,
-    ONLY_KEEPERS,
-    check_convictions,
-    check_new_keepers,
-    check_not_convicted,
-    check_seated,
-    convicted_after,
-    convictions,
-    keepers_after,
-    may_decide,
-)
+from lightning_swarm.protocol.keepers import Electorate, check_seated, convictions
 from lightning_swarm.protocol.messages.calls import to_ranges
 from lightning_swarm.protocol.messages.run import (
     MAX_FORMER_LEADS,
@@ -109,8 +98,7 @@ class RunState:
         self.scaling = manifest.scaling  # the loss scaling of the open step
         self.invitations = manifest.invitations  # each with all peers that ever used it
         self.bans = manifest.bans
-        self.keepers = manifest.keepers  # includes departed keepers; unset: all servers may decide
-        self.convicted = convicted_after({}, manifest.convicted)  # peer -> reason
+        self.electorate = Electorate.of(manifest)
         self._heed_ban: Callable[[bytes], None] = lambda _: None  # called with each ban; see `heed_bans`
         self.guests: list[PeerId] = []  # members whose weights no closing has compared yet
         self.differing = DifferingServers()
@@ -121,7 +109,7 @@ class RunState:
         # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
         self._counted: dict[int, tuple[range, ...]] = {}  # step -> places of its counted batches
-        self._digests: dict[int, bytes] = {}  # step -> digest of its record, in an audited run
+        self._digests: dict[int, bytes] = {}  # step -> digest of its record, if servers are strangers
         self.newest: Record | None = None  # the newest record that was applied
         self.sound_version: int | None = None  # see `sound_version_after`; None: no false work is known to have counted
         self._positions: dict[int, BatchNumber | None] = {}  # version -> first batch of the open step
@@ -170,8 +158,8 @@ class RunState:
             invitations=self.invitations,
             bans=self.bans,
             snapshots=self.snapshots or UNSET,
-            keepers=self.keepers,
-            convicted=convictions(self.convicted),
+            keepers=self.electorate.keepers,
+            convicted=convictions(self.electorate.convicted),
             guests=self.guests or UNSET,
         )
 
@@ -183,8 +171,7 @@ class RunState:
         """Set the members of the run directly, without the records that led to them."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
         self.scaling, self.invitations, self.snapshots = seats.scaling, seats.invitations, list(seats.snapshots or ())
-        self.keepers, self.convicted = seats.keepers, convicted_after({}, seats.convicted)
-        self.guests = list(seats.guests or ())
+        self.electorate, self.guests = Electorate.of(seats), list(seats.guests or ())
         if seats.bans != self.bans:
             self.bans = seats.bans
             self.heed_bans(self._heed_ban)
@@ -207,7 +194,7 @@ class RunState:
         invitations = self.invitations
         if not isinstance(invitations, UnsetType) and not isinstance(record.invited, UnsetType):
             invitations = used_after(invitations, record.invited)
-        rosters = self._rosters_after(record)
+        rosters, electorate = self._rosters_after(record), self.electorate.after(record)
         return SeatedMembers(
             rosters=rosters,
             voters=voters,
@@ -216,8 +203,8 @@ class RunState:
             invitations=invitations,
             bans=bans_after(self.bans, record.bans),
             snapshots=self._snapshots_after(record) or UNSET,
-            keepers=keepers_after(self.keepers, record.keepers),
-            convicted=convictions(convicted_after(self.convicted, record.convicted)),
+            keepers=electorate.keepers,
+            convicted=convictions(electorate.convicted),
             guests=guests_after(self.guests, record, rosters) or UNSET,
         )
 
@@ -264,7 +251,7 @@ class RunState:
         self._counted[record.step] = to_ranges(record.closing.batches)
         if len(self._counted) > _MAX_REMEMBERED:
             del self._counted[next(iter(self._counted))]
-        if self.manifest.settings.is_audited:
+        if self.electorate.has_strangers:
             self._digests[record.step] = record_digest(record)
             if len(self._digests) > _MAX_REMEMBERED:
                 del self._digests[next(iter(self._digests))]
@@ -306,32 +293,14 @@ class RunState:
         return True
 
     def decides(self, peer: PeerId) -> bool:
-        """Return whether a peer may vote, coordinate and lead: in an audited run only keepers, otherwise any server."""
-        return may_decide(peer, self.keepers)
+        """Return whether a peer may vote, coordinate and lead; see `Electorate`."""
+        return self.electorate.decides(peer)
 
     @property
     def believed(self) -> list[PeerId]:
-        """In an audited run, the peers whose reports about a stage need no confirmation; the first prevails."""
-        if not self.manifest.settings.is_audited:
-            return []
-        return list(dict.fromkeys([self.coordinator, *(self.keepers or ())]))
-
-    @property
-    def keepers_remedy(self) -> str:
-        """The remedy to append to an error about missing voters; empty if any server may decide."""
-        return "" if isinstance(self.keepers, UnsetType) else f"; {KEEPERS_REMEDY}"
-
-    def check_decides(self, peer: PeerId, does: str) -> None:
-        """Refuse an act of a peer that may not decide; `does` names the act."""
-        if not self.decides(peer):
-            raise ProtocolError(
-                f"{ONLY_KEEPERS}: {peer} is none, and must not {does}. If it should, have it join by an invitation "
-                "made with `lightning-swarm invite --role keeper`."
-            )
-
-    def check_not_convicted(self, peer: PeerId) -> None:
-        """Raise `AccessDenied`, with the reason, if a peer was convicted."""
-        check_not_convicted(peer, self.convicted)
+        """If servers are strangers, the peers whose reports about a stage need no confirmation; the first prevails."""
+        keepers = self.electorate.keepers
+        return [] if isinstance(keepers, UnsetType) else list(dict.fromkeys([self.coordinator, *keepers]))
 
     def check_coordinator(self, caller: PeerId) -> None:
         """Raise `NotCoordinator` for a server that does not coordinate (any more), `ProtocolError` for a stranger."""
@@ -377,8 +346,7 @@ class RunState:
         # `seats`, the members after the record, replace the members known here, which the record's changes may not fit.
         if seats is None:
             check_invited(self.invitations, record)
-            check_new_keepers(self.keepers, record)
-            check_convictions(record, self.manifest.settings)
+            self.electorate.check(record, self.manifest.settings)
         after = seats or self.members_after(record)
         self.check_seats(after, record.enlisted)
         changed = [left.stage_index for left in record.left] + [new.stage_index for new in record.newcomers]

@@ -179,7 +179,7 @@ class RunMembership:
         leads = request.new_lead == run.manifest.lead and not run.is_rolling_back
         if request.new_lead not in run.servers or leads:
             raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.new_lead}")
-        run.check_decides(request.new_lead, "lead")
+        run.electorate.check_decides(request.new_lead, "lead")
 
     def check_lead(self, caller: PeerId, does: str) -> None:
         """Refuse any caller but the lead; `does` names the request in the error."""

@@ -135,7 +135,7 @@ class Leadership:
                 self._successor = None
             if self.coordinator is None:  # stepped down, when the new coordinator announced its term
                 return
-        raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}{run.keepers_remedy}")
+        raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}{run.electorate.remedy}")
 
     async def close(self) -> None:
         """End with the run; raise the error of a coordinator's task, if any."""
@@ -151,7 +151,7 @@ class Leadership:
         run = self._membership.running
         if caller != leading.term[1] or caller not in run.servers:
             raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
-        run.check_decides(caller, "coordinate")
+        run.electorate.check_decides(caller, "coordinate")
         run.check_generation(leading.generation)
         if leading.term < run.term:
             raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {leading.term}")
@@ -168,7 +168,7 @@ class Leadership:
         run = self._membership.running
         run.check_generation(asked.generation)
         run.check_coordinator(caller)
-        run.check_decides(self._me.peer_id, "coordinate")
+        run.electorate.check_decides(self._me.peer_id, "coordinate")
         if asked.term != run.term or asked.version != run.version:
             raise Busy(f"this server is at version {run.version} under the term {run.term}, not where {caller} is")
         await self._take_over(run, f"{caller} leaves")

@@ -66,7 +66,7 @@ def test_the_starter_keeps_alone_unless_others_are_named() -> None:
         (strategy,) = swarm.strategies
         runs = [server.membership.run for server in strategy.servers]
         assert all([voter.peer_id for voter in run.voters] == ["peer-0"] for run in runs)
-        assert {tuple(run.keepers or ()) for run in runs} == {("peer-0",)}
+        assert {tuple(run.electorate.keepers or ()) for run in runs} == {("peer-0",)}
 
 
 def test_a_keeper_that_serves_coordinates_for_a_starter_that_does_not() -> None:
@@ -136,6 +136,6 @@ def test_a_run_that_goes_back_to_a_snapshot_forgives_nobody(monkeypatch: pytest.
     for run in newest:
         assert run.servers == ["peer-0", "peer-2", "peer-4"]
         assert run.manifest.convicted == [Conviction(peer=CONVICTED, reason=REASON)]
-        assert run.convicted == {CONVICTED: REASON}
-        assert run.keepers == ["peer-0"]
+        assert run.electorate.convicted == {CONVICTED: REASON}
+        assert run.electorate.keepers == ["peer-0"]
     assert f"peer-1 was convicted: {REASON}" in last.refusal

@@ -214,7 +214,7 @@ class ServerMembership:
         """Refuse a server that may not join, or not yet; if it is the lead in a new process, report the restart."""
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
-        self._run.check_not_convicted(caller)
+        self._run.electorate.check_not_convicted(caller)
         if not request.addresses or any(one.rpartition("/p2p/")[2] != caller for one in request.addresses):
             raise ProtocolError(f"a joiner gives addresses of its own, {caller} gave {request.addresses}")
         if manifest.selection is None:
@@ -347,7 +347,7 @@ class ServerMembership:
 
     async def _handle_ready(self, caller: PeerId, request: ReadyRequest) -> None:
         """Record that a joiner has caught up with its stage, or raise its refusal."""
-        self._run.check_not_convicted(caller)
+        self._run.electorate.check_not_convicted(caller)
         if caller in self._run.servers:
             return  # sent before it got the record that admitted it
         if request.generation != self._run.manifest.generation:
@@ -502,7 +502,7 @@ class ServerMembership:
         for peer in sorted(self._leaving.keys() - set(self._run.servers)):
             del self._leaving[peer]
             self._events.note("left", peer=peer, step=self._run.version, reason="as it asked to")
-        for peer in self._waiting.keys() & self._run.convicted.keys():
+        for peer in self._waiting.keys() & self._run.electorate.convicted.keys():
             del self._waiting[peer]
         for candidate in record.newcomers:
             self._waiting.pop(candidate.member.peer_id, None)

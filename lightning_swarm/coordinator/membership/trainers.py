@@ -255,7 +255,13 @@ class TrainerMembership:
         banned = self._banned(record.retired)
         for peer in record.retired:
             self._heard_s.pop(peer, None)
-            ended = _CONVICTED if peer in self._run.convicted else _EXCLUDED if self._is_excluded(peer) else _SILENT
+            ended = (
+                _CONVICTED
+                if peer in self._run.electorate.convicted
+                else _EXCLUDED
+                if self._is_excluded(peer)
+                else _SILENT
+            )
             reason = self._going.pop(peer, _BANNED if peer in banned else ended)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
@@ -301,7 +307,7 @@ class TrainerMembership:
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         check_open(manifest)
-        self._run.check_not_convicted(caller)
+        self._run.electorate.check_not_convicted(caller)
         self._check_honest(caller)
         if caller not in self._run.trainers and len({*self._run.trainers, *self.waiting} - {caller}) >= MAX_TRAINERS:
             raise ConfigError(

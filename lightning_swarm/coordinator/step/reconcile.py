@@ -112,8 +112,8 @@ class SumReconciliation:
         self._arithmetic = context.arithmetic
         # Server -> the false work that convicted it. It stays excluded if a rollback comes before the record.
         self.convicted = context.audit_memory.convicted
-        for peer in self.convicted.keys() - {*run.convicted, *(run.keepers or ())}:
-            self.step_servers.lose(peer, ProtocolError(self.convicted[peer]))
+        for peer, reason in run.electorate.newly(self.convicted).items():
+            self.step_servers.lose(peer, ProtocolError(reason))
         self._tainted: set[int] = set()  # places of batches that passed servers with false work or wrong weights
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # peer -> stage -> load, once closed
 

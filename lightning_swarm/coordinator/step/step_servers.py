@@ -50,7 +50,7 @@ class StepServers:
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step, reason=str(error))
             # A silent stranger is kept out for a while, or it could delay the run again and again.
-            if isinstance(error, ServerSilent) and peer not in (self._run.keepers or ()):
+            if isinstance(error, ServerSilent) and not self._run.electorate.is_keeper(peer):
                 self._left_out.note(peer, self._step, now_s=now_s())
         self.gone[peer] = error
 

@@ -306,7 +306,7 @@ def test_a_newcomer_with_a_keeper_s_certificate_decides_from_its_record_on(make_
     go_back(swarm)
     swarm.run(step(swarm, 1))
     for server in swarm.servers.values():
-        assert server.membership.run.keepers == keepers
+        assert server.membership.run.electorate.keepers == keepers
         assert server.membership.run.view().seats.keepers == keepers
     swarm.run(swarm.servers[A].admission.leadership.abdicate())
     assert coordinators(swarm) == {K}
@@ -381,4 +381,4 @@ def test_a_joiner_takes_the_members_from_the_coordinator_not_from_its_donor(
     assert seen[:2] == [[TRAINER, A, B], [TRAINER, A]]
     swarm.run(step(swarm, 1))
     assert server.membership.is_member
-    assert server.membership.run.keepers == [TRAINER, A]
+    assert server.membership.run.electorate.keepers == [TRAINER, A]

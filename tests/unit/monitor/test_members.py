@@ -31,7 +31,7 @@ def test_who_was_convicted_is_shown_with_the_reason(make_swarm: MakeSwarm) -> No
     came = [UsedInvitation(number=bytes(16), uses=3, peers=[A, B])]
     for options in ({"invitations": came}, {}):
         run = make_swarm("a", **options).servers[A].membership.run
-        run.convicted[B] = "its sum was not that of its gradients"
+        run.electorate.convicted[B] = "its sum was not that of its gradients"
         shown = table("run", members_of(run.view(), {}))
         (line,) = [line for line in shown.splitlines() if line.startswith("b ")]
         assert line.endswith("convicted: its sum was not that of its gradients")

@@ -199,13 +199,13 @@ def test_the_first_keepers_are_those_whose_certificates_say_so(make_swarm: MakeS
     found = audited(make_swarm, LEAD, B, C)
     found.begin()
     run = found.swarm.servers[A].membership.run
-    assert run.keepers == [LEAD, B, C]
+    assert run.electorate.keepers == [LEAD, B, C]
     assert (run.coordinator, [voter.peer_id for voter in run.voters]) == (B, [B])
     found.swarm.network.kill(C)
     found.lead.release(0, serves=False)
     found.begin()
     run = found.swarm.servers[A].membership.run
-    assert (run.manifest.generation, run.keepers, run.servers) == (1, [LEAD, B, C], [A, B])
+    assert (run.manifest.generation, run.electorate.keepers, run.servers) == (1, [LEAD, B, C], [A, B])
 
 
 def test_only_a_keeper_begins_an_audited_run(make_swarm: MakeSwarm) -> None:
@@ -228,7 +228,10 @@ def test_the_next_generation_and_a_checkpoint_know_who_was_convicted(
     found.begin()
     run = found.lead.run
     assert run is not None
-    run.convicted[C], run.rosters = "it lied", [[one for one in held if one.peer_id != C] for held in run.rosters]
+    run.electorate.convicted[C], run.rosters = (
+        "it lied",
+        [[one for one in held if one.peer_id != C] for held in run.rosters],
+    )
     known = found.lead.known_peers()
     json.dumps(known)
     found.lead.release(0, serves=False)
@@ -237,5 +240,5 @@ def test_the_next_generation_and_a_checkpoint_know_who_was_convicted(
     for one in (found, again):
         one.begin()
         run = one.swarm.servers[A].membership.run
-        assert (run.servers, run.convicted) == ([A, B], {C: "it lied"})
+        assert (run.servers, run.electorate.convicted) == ([A, B], {C: "it lied"})
     assert caplog.messages == ["c announced itself, and the run begins without it: it was convicted: it lied"]

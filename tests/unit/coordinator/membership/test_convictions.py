@@ -79,12 +79,12 @@ def test_its_record_leaves_it_out_of_all_stages_and_everybody_knows(
     assert [(one.member.peer_id, one.stage_index) for one in record.left] == [(B, 0), (B, 1)]
     assert holders(record, swarm) == {"a", "c", "d"}
     for name in (A, C, D):
-        assert swarm.servers[name].membership.run.convicted == {B: REASON}
+        assert swarm.servers[name].membership.run.electorate.convicted == {B: REASON}
         (event,) = [one for one in swarm.events(name) if one.kind == "convicted"]
         assert (event.peer, event.step, event.reason) == (B, 1, REASON)
     after = swarm.run(step_on(swarm, rows(5), [A, D]))
     assert after.convicted is UNSET, "it is told once"
-    assert swarm.steps.run.convicted == {B: REASON}
+    assert swarm.steps.run.electorate.convicted == {B: REASON}
 
 
 def call(swarm: Swarm, peer: PeerId, method: str, message: WireMessage) -> bytes:
@@ -108,7 +108,7 @@ def test_it_is_refused_when_it_joins_again(make_swarm: MakeSwarm, audits: dict[P
     if goes_back:
         go_back(swarm)
         for name in (A, C, D):
-            assert swarm.servers[name].membership.run.convicted == {B: REASON}
+            assert swarm.servers[name].membership.run.electorate.convicted == {B: REASON}
     before = swarm.state()
     asks_to_join(swarm)
     assert swarm.state() == before
