@@ -29,7 +29,7 @@ from benchmarks.report import table, write
 from benchmarks.train import Blocks, Noise
 from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
-from lightning_swarm.coordinator.audit.policy import PROBATION, Standing
+from lightning_swarm.coordinator.audit.policy import PROBATION, AuditMemory, Standing
 from lightning_swarm.protocol.settings import AUDIT_SHARE
 from lightning_swarm.testing import InMemoryStrategy, local_swarm
 
@@ -67,7 +67,10 @@ def standing_of(strategy: InMemoryStrategy) -> Standing:
     assert server is not None
     coordinator = server.admission.leadership.coordinator
     assert coordinator is not None
-    return coordinator.generation.context.audit_memory.standing
+    memory: AuditMemory = getattr(
+        coordinator.generation.context.auditor, "memory", AuditMemory()
+    )  # absent without audits
+    return memory.standing
 
 
 def end_probation(strategy: InMemoryStrategy) -> None:

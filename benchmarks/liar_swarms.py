@@ -274,7 +274,8 @@ class _Watch(L.Callback):
         server = self._strategy.peers[0].server
         assert server is not None
         if (coordinator := server.admission.leadership.coordinator) is not None:
-            self.memory = coordinator.generation.context.audit_memory
+            # A run without audits has no memory.
+            self.memory = getattr(coordinator.generation.context.auditor, "memory", self.memory)
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:

@@ -20,14 +20,14 @@ from typing import Any, Final
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.audit.mean_audit import MeanAudit
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.membership.kinds import mixed_stages
 from lightning_swarm.coordinator.membership.moves import PlannedMoves
 from lightning_swarm.coordinator.membership.rosters import alone_in, choose_voters, next_rosters
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
+from lightning_swarm.coordinator.step.auditing import CheckedMeans
+from lightning_swarm.coordinator.step.open_step import OpenStep, clip_factor
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
 from lightning_swarm.coordinator.step.reference import differences
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
@@ -54,7 +54,6 @@ from lightning_swarm.protocol.queries import (
     ASK_TIMEOUT_S,
     Held,
     ask_held,
-    in_turn,
     newest_safe,
     only_told,
     taken_alike,
@@ -75,7 +74,7 @@ def choose_keepers(
 ) -> list[PeerId | None]:
     """Choose for each stage a server outside it to keep its snapshots, on another host if possible. Pure.
 
-    These are not the keepers of audited runs (`protocol.keepers`). None if all servers hold the stage. Also None for a
+    These are not the keepers that decide (`protocol.keepers`). None if all servers hold the stage. Also None for a
     stage on trainers, unless the run has standby leads: without trainers the run has no loop with which to continue.
     """
     servers = sorted(
@@ -163,7 +162,7 @@ class SnapshotSchedule:
         if self._interval_s is None or not self.is_due(servers):
             return None
         held: Held = await ask_held(self._transport, servers, timeout=self._timeout)
-        if self._run.manifest.settings.is_audited:
+        if self._run.electorate.has_strangers:
             held = only_told(held, told)  # a snapshot without a record may be made up
         on_trainers = self._run.on_trainers
         through = newest_safe(held, next_roster, on_trainers)
@@ -193,11 +192,10 @@ class StepCommit:
         fence: Callable[[OpenStep, Sequence[int]], None],  # makes servers abandon calls of struck batches
     ) -> None:
         self._context = context
-        self._run = context.run
+        self._run, self._auditor = context.run, context.auditor
         self._servers = servers
         self._server_membership = server_membership
         self._snapshots = SnapshotSchedule(context)
-        self._means = MeanAudit(context, servers)
         self._moves = moves
         self._trainer_membership = trainers.membership
         self._lead = trainers.lead
@@ -235,8 +233,7 @@ class StepCommit:
             newcomers = await self._server_membership.newcomers(closed.closing)
             record = await self._with_changes(record, change, newcomers, sums.step_servers.gone, sums.convicted)
         await self._context.proposer.decide(record)
-        for one in record.convicted or ():
-            self._context.audit_memory.convicted.pop(one.peer, None)  # the record excludes the peer from now on
+        self._auditor.note_committed(record)
         await self._servers.apply(record)
         if late:
             self._someone_gone = bool(sums.step_servers.gone)
@@ -331,7 +328,7 @@ class StepCommit:
             bans=self._new_bans() or UNSET,
             keepers=keepers,
             convicted=convictions(convicted),
-            goes_back=self._goes_back(record.step, convicted) or UNSET,
+            goes_back=self._auditor.goes_back(self._run, record.step, convicted) or UNSET,
         )
 
     def _vacancies(self, next_roster: Sequence[Sequence[Member]]) -> list[Vacancy]:
@@ -343,17 +340,6 @@ class StepCommit:
             for member in before
             if member not in after
         ]
-
-    def _goes_back(self, step: int, convicted: Collection[PeerId]) -> bool:
-        """Return whether the run must roll back, because unaudited work of convicted servers is in its weights."""
-        settings, standing = self._run.manifest.settings, self._context.audit_memory.standing
-        versions = {one.version for one in self._run.snapshots}
-        # The version to which the run would roll back.
-        version = next(iter(in_turn(versions, self._run.sound_version_after(step))), 0)
-        known = {*self._run.electorate.convicted, *convicted}  # audits by convicted servers prove nothing
-        return (
-            settings.goes_back and bool(convicted) and any(standing.has_counted(peer, version, known) for peer in known)
-        )
 
     def _new_keepers(self, newcomers: Sequence[Candidate]) -> Keepers:
         """Return the newcomers with a keeper's certificate, which may vote from this record on; unset if none."""
@@ -377,8 +363,7 @@ class StepCommit:
                 joining=lambda: not late and self._server_membership.is_awaited(),
                 fence=self._fence,
             )
-        if self._sums.audits is not None:
-            self._sums.audits.is_kept = self._snapshots.is_due(self._run.servers)
+        self._sums.auditor.is_kept = self._snapshots.is_due(self._run.servers)
         return self._sums
 
     async def _average(
@@ -392,28 +377,22 @@ class StepCommit:
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in answered.values()):
-            if self._run.manifest.settings.is_audited:
-                return await self._check_means(sums, closed, change.selection or self._run.selection, listening)
-            await self._server_membership.heard(closing, listening, averaging_s=now_s() - closed.began_s)
-            # Summed in one order, so that a repeated round gives the same record.
-            parts = sorted(
-                (part.stage_index, peer, part.squared_norm) for peer, reply in answered.items() for part in reply.parts
-            )
-            return add_up(squared_norm for _, _, squared_norm in parts)
+            checked = await sums.auditor.check_means(closing, change.selection or self._run.selection, answered)
+            return await self._follow(checked, sums, closed, listening)
         for task in listening:
             task.cancel()  # joiners miss nothing by a failed round
         self._blame(sums.step_servers, closing, failed, answered)
         return None
 
-    async def _check_means(
+    async def _follow(
         self,
+        checked: CheckedMeans,
         sums: SumReconciliation,
         closed: ReconciledStep,
-        selection: Selection | None,
         listening: Sequence[asyncio.Task[None]],
     ) -> float | None:
-        """Check the means of an audited run's round; return like `_average`, but trust no server's report."""
-        closing, checked = closed.closing, await self._means.check(closed, selection, sums.audits)
+        """Exclude servers by the check of a round's means; return like `_average`."""
+        closing = closed.closing
         if checked.counts:
             for peer in sorted(checked.accused.keys() - {self._servers.own}):
                 # The accused server's sum still counts, because it committed to that sum. A stage's only server stays.
@@ -421,7 +400,9 @@ class StepCommit:
                 if not alone_in(rosters, peer, {member.peer_id for roster in rosters for member in roster}):
                     sums.step_servers.lose(peer, StepError(checked.accused[peer]))
             averaging_s = now_s() - closed.began_s
-            await self._server_membership.heard(closing, listening, averaging_s=averaging_s, parts=checked.parts)
+            await self._server_membership.heard(
+                closing, listening, averaging_s=averaging_s, parts=checked.parts or None
+            )
             return checked.squared_norm
         for task in listening:
             task.cancel()
@@ -449,7 +430,7 @@ class StepCommit:
         blamed = choose(failed, unreached)
         if not blamed:
             refusing = {peer: reply.refusing for peer, reply in answered.items() if reply.failure}
-            accused = choose((), refusing) if self._run.manifest.settings.is_audited else []
+            accused = choose((), refusing) if self._run.electorate.has_strangers else []
             servers.note_blameless(reason, accused or refusing)
         for peer in blamed:
             servers.suspect(
@@ -463,7 +444,7 @@ class StepCommit:
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         # Servers of stages that share parameters also exchange gradients, so they can accuse each other.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
-        is_audited, believed = self._run.manifest.settings.is_audited, self._run.believed
+        strangers, believed = self._run.electorate.has_strangers, self._run.believed
         return choose_blamed(
-            rosters, failed, unreached, spared=self._servers.own, is_audited=is_audited, believed=believed
+            rosters, failed, unreached, spared=self._servers.own, has_strangers=strangers, believed=believed
         )

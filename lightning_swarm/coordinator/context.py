@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from lightning_swarm.coordinator.audit.policy import AuditMemory
 from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.membership.invitations import InvitationUses
+from lightning_swarm.coordinator.step.auditing import Auditor
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
@@ -166,7 +166,7 @@ class CoordinatorContext:
     limits: Limits
     events: EventLog
     step_aside: Callable[[], asyncio.Task[None]]  # hands the role over to another server
-    audit_memory: AuditMemory = field(default_factory=AuditMemory)
+    auditor: Auditor
     arithmetic: dict[PeerId, str] = field(default_factory=dict)  # server -> its kind of machine, see `FreezeReply`
     # Requests carry this number, not the one of `run`. A call under way during a rollback must not pass for a call of
     # the next generation.
@@ -187,16 +187,13 @@ class CoordinatorContext:
         self.leases = itertools.count(first_lease(self.proposer.term))
         self.invitations = InvitationUses(self.transport, self.run)
         self.members = {*self.run.servers, *self.run.trainers}
-        if self.run.version > self.run.manifest.first_step:
-            # Only a former coordinator knows which work it audited, so all work counts as unaudited.
-            for peer in self.run.servers:
-                self.audit_memory.standing.note_counted(peer, self.run.version - 1, None)
+        self.auditor.begin(self.run)
 
     def next_generation(self) -> CoordinatorContext:
         """Make the context of the generation that the run has entered."""
         # `begun` is kept: trainers do not wait for the lead to begin once more.
-        state, memory = StepState.of(self.run, begun=self.step_state.begun), self.audit_memory.following()
-        after = replace(self, step_state=state, audit_memory=memory)
+        state = StepState.of(self.run, begun=self.step_state.begun)
+        after = replace(self, step_state=state, auditor=self.auditor.following())
         # Lease numbers are not reused, because trainers keep logged values by lease in the state of their loop.
         after.leases, after.members, after.false_batches = self.leases, self.members, self.false_batches
         return after

@@ -24,8 +24,6 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Rpc
 from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.bans import heed
-from lightning_swarm.protocol.messages.audits import AuditOrder, AuditOrderReply
-from lightning_swarm.protocol.messages.parts import ExamineReply, ExamineRequest
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
@@ -59,7 +57,7 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
 
 _T = TypeVar("_T")
 
-_ROUND_TIMEOUTS: Final = 5.0
+ROUND_TIMEOUTS: Final = 5.0
 """Call timeouts of a round: a server waits for other servers' parts, then for their means; twice with PowerSGD."""
 
 _REPLAY_TIMEOUTS: Final = 3
@@ -87,7 +85,7 @@ class ServerCalls:
         # Method -> durations, from which deadlines follow. None: no server is a stranger, and calls have full timeouts.
         self._durations: defaultdict[Rpc, Durations] | None = None
         self._durations_of = defaultdict[tuple[Rpc, PeerId], Durations](Durations)  # (method, server) -> durations
-        if context.run.manifest.settings.is_audited:
+        if context.run.electorate.has_strangers:
             self._durations = defaultdict(Durations)
 
     @property
@@ -146,7 +144,7 @@ class ServerCalls:
 
         async def ask(peer: PeerId, request: AverageRequest) -> AverageReply:
             # With the longer timeout, servers can report a silent server before they are late themselves.
-            timeout = patience_s if waits.has_failed else _ROUND_TIMEOUTS * patience_s
+            timeout = patience_s if waits.has_failed else ROUND_TIMEOUTS * patience_s
             async with waits.until_blamed(peer):
                 reply = await self._call(peer, rpc.AVERAGE, request, timeout=timeout)
             if any(part.squared_norm < 0.0 for part in reply.parts):
@@ -162,21 +160,14 @@ class ServerCalls:
         }
         return await self._each(rpc.AVERAGE, {peer: partial(ask, peer, one) for peer, one in requests.items()})
 
-    async def examine(self, request: ExamineRequest) -> ExamineReply:
-        """Have the coordinator's own server compare the members' sums and means with the members' answers."""
-        # It asks each member for its sum, then for its mean, one member after the other.
-        timeout = self._timeout * 2 * (len(request.answers) + 1)
-        return await self._call(self.own, rpc.EXAMINE, request, timeout=timeout)
-
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
         """Have a trainer send microbatches again; raise SwarmError if it did not."""
         # More microbatches get no more time: finished replays stay, and the rest is requested again.
-        timeout = self._timeout * min(1 + len(request.work), _REPLAY_TIMEOUTS)
-        return await self._call(trainer, rpc.REPLAY, request, timeout=timeout)
+        return await self.ask(trainer, rpc.REPLAY, request, num_timeouts=min(1 + len(request.work), _REPLAY_TIMEOUTS))
 
-    async def order_audits(self, trainer: PeerId, order: AuditOrder) -> AuditOrderReply:
-        """Have a trainer send microbatches to auditors; raise SwarmError if it did not."""
-        return await self._call(trainer, rpc.ORDER_AUDITS, order, timeout=_ROUND_TIMEOUTS * self._timeout)
+    async def ask(self, peer: PeerId, method: Call[Q, A], request: Q, *, num_timeouts: float) -> A:
+        """Call a peer that has so many call timeouts to answer; raise its error."""
+        return await self._call(peer, method, request, timeout=num_timeouts * self._timeout)
 
     async def apply(self, record: Record) -> None:
         """Have all servers that averaged, and newcomers, apply a decided record; retry servers that do not answer.

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.audit.auditable import check_trains_from_the_start
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.long_poll import LeadLiveness, StepEnds, check_hyperparameters
 from lightning_swarm.coordinator.membership.trainers import LeaseExpiry, TrainerMembership
@@ -54,6 +53,7 @@ class TrainerHandlers:
         self._events, self._limits, self._changes = context.events, context.limits, context.changes
         self._servers, self._lease_expiry, self._on_change = servers, lease_expiry, on_change
         self._check_honest, self._is_excluded = context.check_honest, context.is_excluded
+        self._allow_change = context.auditor.allow_change
         self._first_lease = first_lease(context.proposer.term)
         self._settling = asyncio.Lock()  # no place is granted while servers get the change with which the step begins
         self.lead = LeadLiveness(context)
@@ -88,8 +88,7 @@ class TrainerHandlers:
             raise ProtocolError(f"the lead {manifest.lead} says what a step begins with, not {caller}")
         self._run.check_generation(request.generation)
         check_change(request.change, manifest.stages)
-        if manifest.settings.is_audited and request.change.selection is not None:
-            check_trains_from_the_start(request.change.selection, manifest.stages)
+        self._allow_change(request.change, manifest.stages)
         async with self._settling:
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             step = self._step_state.open

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
 from lightning_swarm.client.run_session import Session
-from lightning_swarm.coordinator.audit.auditable import check_auditable
 from lightning_swarm.coordinator.membership.kinds import assign_by_kind, check_one_kind
 from lightning_swarm.coordinator.membership.rosters import choose_voters
+from lightning_swarm.coordinator.step.auditing import auditor_of
 from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
@@ -172,8 +172,7 @@ def make_manifest(
         former_leads=list(spec.former_leads) or UNSET,
         keepers=keepers,
     )
-    if config.settings.is_audited:
-        check_auditable(manifest)
+    auditor_of(config.settings).allow_run(manifest)
     for index, stage in enumerate(manifest.stages):
         check_one_kind(manifest, index, {one.peer_id: kinds.get(one.peer_id, "") for one in stage.roster})
     return manifest
@@ -360,7 +359,7 @@ class Lead:
         if self.run is None or not self.versions_kept():
             return False
         held = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
-        if self.run.manifest.settings.is_audited:
+        if self.run.electorate.has_strangers:
             held = only_told(held, self.run.snapshots)  # a server may claim a snapshot that was never taken
         return newest_complete(only_versions(held, self.versions_kept()), len(self.run.rosters)) is not None
 

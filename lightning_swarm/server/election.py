@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final
 
-from lightning_swarm.coordinator.audit.policy import AuditMemory
 from lightning_swarm.coordinator.consensus import Proposer, Voter, serve, slot_of
 from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.record_check import check_record
+from lightning_swarm.coordinator.step.auditing import Auditor, auditor_of
 from lightning_swarm.coordinator.takeover import gather_step_state
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
@@ -51,7 +51,7 @@ class Leadership:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._membership = context.membership
-        self._audit_memory = AuditMemory()  # memory from the last time that this peer coordinated
+        self._auditor = Auditor()  # has its knowledge from the last time that this peer coordinated
         self._steps = steps
         self._me = context.me
         self._over = over  # set when the run is over here
@@ -445,8 +445,8 @@ class Leadership:
         def step_aside() -> asyncio.Task[None]:
             return self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate: %s"))
 
-        memory = self._audit_memory = self._audit_memory.following()
-        context = CoordinatorContext(self._role, run, proposer, state, self._limits, self._events, step_aside, memory)
+        auditor = self._auditor = auditor_of(run.manifest.settings, self._auditor)
+        context = CoordinatorContext(self._role, run, proposer, state, self._limits, self._events, step_aside, auditor)
         coordinator = Coordinator(context, on_deposed=self._notify)
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True

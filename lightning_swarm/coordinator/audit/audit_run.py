@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning_swarm.coordinator.audit.disputes import AuditResult
 from lightning_swarm.coordinator.audit.policy import StageProjection, Unit
-from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.server_calls import ROUND_TIMEOUTS, ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.audits import (
 )
 from lightning_swarm.protocol.messages.calls import Direction, Receipt, unpack
 from lightning_swarm.protocol.messages.wire import draw_challenge
-from lightning_swarm.protocol.rpc import FINDINGS, RESULTS, SKETCH
+from lightning_swarm.protocol.rpc import FINDINGS, ORDER_AUDITS, RESULTS, SKETCH
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class AuditRun:
             generation=self._generation, step=self._step.step, order=results.order, work=work, compare=compare
         )
         try:
-            reply = await self._servers.order_audits(trainer, request)
+            reply = await self._servers.ask(trainer, ORDER_AUDITS, request, num_timeouts=ROUND_TIMEOUTS)
         except SwarmError as error:
             _log.warning("Trainer %s sent nothing to an auditor: %s", trainer, error)
             return

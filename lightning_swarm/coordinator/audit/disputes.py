@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -18,8 +18,6 @@ from lightning_swarm.coordinator.audit.policy import (
     read_claims,
     tolerance_between_machines,
 )
-from lightning_swarm.core.errors import SwarmError
-from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import AuditFinding
 from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unpack_origins
 
@@ -28,21 +26,6 @@ from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unp
 MAX_REFUTED: Final = 5
 
 MAX_UNPROVEN: Final = 2  # unproven accusations of one server by another, before the coordinator audits instead
-
-
-@dataclass
-class Verdict:
-    """The result of a step's audits."""
-
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # server -> reason
-    tainted: set[int] = field(default_factory=set)  # places of batches that passed through false outputs
-    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
-    avoided: set[PeerId] = field(default_factory=set)  # servers that contradict each other on a transfer
-
-    @property
-    def is_clean(self) -> bool:
-        """True if all sums may be averaged."""
-        return not (self.convicted or self.tainted or self.failed)
 
 
 @dataclass(frozen=True)

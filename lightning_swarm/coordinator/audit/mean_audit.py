@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from lightning_swarm.coordinator.audit.policy import Unit
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.open_step import add_up
-from lightning_swarm.coordinator.step.reconcile import ReconciledStep
+from lightning_swarm.coordinator.step.auditing import CheckedMeans
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.mean_projections import (
@@ -33,41 +32,20 @@ from lightning_swarm.protocol.messages.parts import (
 )
 from lightning_swarm.protocol.messages.parts import PartProjections as Answer
 from lightning_swarm.protocol.messages.run import Selection, trained_names
+from lightning_swarm.protocol.messages.step import Closing
 from lightning_swarm.protocol.messages.wire import draw_challenge
-from lightning_swarm.protocol.rpc import PROJECT
+from lightning_swarm.protocol.rpc import EXAMINE, PROJECT
 
 _DRAWS: Final = secrets.SystemRandom()
-
-
-@dataclass(eq=False)
-class CheckedMeans:
-    """The result of checking a round, which counts if no server failed and none is convicted."""
-
-    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that did not answer
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # servers with false reports, and the reasons
-    accused: dict[PeerId, str] = field(default_factory=dict)  # servers that most of a stage contradict, and the reasons
-    squared_norms: list[float] = field(default_factory=list)  # squared norms of the stages' means
-    # For each stage, the digests of its mean's parts; empty if an examination has replaced the mean.
-    parts: list[Sequence[bytes]] = field(default_factory=list)
-
-    @property
-    def counts(self) -> bool:
-        """Return whether a record may count the round."""
-        return not self.failed and not self.convicted
-
-    @property
-    def squared_norm(self) -> float:
-        """The squared norm of the mean gradient over all stages."""
-        return add_up(self.squared_norms)
 
 
 @dataclass(frozen=True)
 class _CheckedRound:
     """A round whose means all servers hold."""
 
-    closed: ReconciledStep
+    closing: Closing
     seed: int  # seed of the projections
-    audits: StepAudits | None  # audits of the round's sums
+    audits: StepAudits  # audits of the round's sums
 
 
 @dataclass(frozen=True)
@@ -85,11 +63,9 @@ class MeanAudit:
     def __init__(self, context: CoordinatorContext, servers: ServerCalls) -> None:
         self._run, self._events, self._servers = context.run, context.events, servers
 
-    async def check(
-        self, closed: ReconciledStep, selection: Selection | None, audits: StepAudits | None
-    ) -> CheckedMeans:
+    async def check(self, closing: Closing, selection: Selection | None, audits: StepAudits) -> CheckedMeans:
         """Check a round whose means all servers hold, and whose sums were audited."""
-        found, closing = CheckedMeans(), closed.closing
+        found = CheckedMeans()
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         request = ProjectRequest(closing=closing, seed=draw_challenge())
         answers: list[dict[PeerId, Answer]] = [{} for _ in rosters]
@@ -102,7 +78,7 @@ class MeanAudit:
         if found.failed:
             return found
         scales = self._scales(closing.total_weight * closing.gradient_scale, selection)
-        round_ = _CheckedRound(closed, request.seed, audits)
+        round_ = _CheckedRound(closing, request.seed, audits)
         for index, members in enumerate(rosters):
             ordered = {peer: answers[index][peer] for peer in members}
             await self._check_stage(_StageAnswers(index, ordered, scales[index]), round_, found)
@@ -137,7 +113,7 @@ class MeanAudit:
     async def _check_stage(self, stage: _StageAnswers, round_: _CheckedRound, found: CheckedMeans) -> None:
         """Have a stage examined if its projections disagree or it is drawn; otherwise, the sums of doubtful members."""
         index, answers, manifest = stage.index, stage.answers, self._run.manifest
-        step = round_.closed.closing.step
+        step = round_.closing.step
         # Trainers send no commitments, and are trusted with their stages.
         on_trainers = manifest.stages[index].on_trainers
         sound = on_trainers or is_sound([*answers.values()], stage.scale)
@@ -159,10 +135,10 @@ class MeanAudit:
         found.squared_norms.append(norm)
         found.parts.append(parts)
 
-    def _doubtful(self, stage: _StageAnswers, audits: StepAudits | None) -> list[PeerId]:
+    def _doubtful(self, stage: _StageAnswers, audits: StepAudits) -> list[PeerId]:
         """Choose the members whose sums are fetched: an audited or screened sum might not be the averaged one."""
         index, answers = stage.index, stage.answers
-        if self._run.manifest.stages[index].on_trainers or audits is None:
+        if self._run.manifest.stages[index].on_trainers:
             return []
         doubtful = {peer for peer in answers if Unit(index, peer) in audits.audited}
         doubtful |= audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
@@ -170,24 +146,21 @@ class MeanAudit:
 
     async def _examine(self, stage: _StageAnswers, round_: _CheckedRound, members: list[PeerId] | None) -> ExamineReply:
         """Have the sums of these members examined; None: the sums of all, and their mean."""
-        index, answers, closed = stage.index, stage.answers, round_.closed
-        commitments = {peer: closed.sum_digests[peer][index] for peer in answers}
-        return await self._servers.examine(
-            ExamineRequest(
-                closing=closed.closing,
-                seed=round_.seed,
-                stage_index=index,
-                length=stage.scale.length,
-                dtype=stage.scale.dtype,
-                answers=dict(answers),
-                commitments=commitments,
-                told={peer: _told(round_.audits, Unit(index, peer)) for peer in answers},
-                drawn=members,
-            )
+        answers, audits = stage.answers, round_.audits
+        units = {peer: Unit(stage.index, peer) for peer in answers}
+        request = ExamineRequest(
+            closing=round_.closing,
+            seed=round_.seed,
+            stage_index=stage.index,
+            length=stage.scale.length,
+            dtype=stage.scale.dtype,
+            answers=dict(answers),
+            commitments={peer: audits.commitments[unit] for peer, unit in units.items()},
+            told={
+                peer: [ToldSketch(seed=seed, values=list(one.values)) for seed, one in audits.told.get(unit, ())]
+                for peer, unit in units.items()
+            },
+            drawn=members,
         )
-
-
-def _told(audits: StepAudits | None, unit: Unit) -> list[ToldSketch]:
-    """Return the sketches that a server reported when its sum was audited."""
-    told = audits.told.get(unit, []) if audits is not None else []
-    return [ToldSketch(seed=seed, values=list(one.values)) for seed, one in told]
+        # The coordinator's server asks each member for its sum, then for its mean, one member after the other.
+        return await self._servers.ask(self._servers.own, EXAMINE, request, num_timeouts=2 * (len(answers) + 1))

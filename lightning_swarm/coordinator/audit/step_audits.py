@@ -20,7 +20,6 @@ from lightning_swarm.coordinator.audit.disputes import (
     Accusation,
     AuditResult,
     Kinds,
-    Verdict,
     WorkTolerance,
     compare,
     judge_accusation,
@@ -28,6 +27,7 @@ from lightning_swarm.coordinator.audit.disputes import (
 from lightning_swarm.coordinator.audit.examined_step import ExaminedStep
 from lightning_swarm.coordinator.audit.policy import (
     MAX_SILENCES,
+    AuditMemory,
     Silences,
     StageProjection,
     Standing,
@@ -42,6 +42,7 @@ from lightning_swarm.coordinator.audit.policy import (
 from lightning_swarm.coordinator.audit.step_screen import StepScreen
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls, ServerSilent
+from lightning_swarm.coordinator.step.auditing import Verdict
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.step.replay_plan import Ledgers, ServerLedger
 from lightning_swarm.core.errors import ProtocolError, SwarmError
@@ -69,7 +70,12 @@ class StepAudits:
     """Audits the sums of one step."""
 
     def __init__(
-        self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep, trained: Collection[str]
+        self,
+        context: CoordinatorContext,
+        servers: ServerCalls,
+        step: OpenStep,
+        trained: Collection[str],
+        memory: AuditMemory,
     ) -> None:
         self._run, self._events = context.run, context.events
         self._own = servers.own
@@ -80,28 +86,30 @@ class StepAudits:
         self._trained = trained  # names of the parameters that the step trains
         self._audits = AuditRun(servers, step, context.generation)
         # Knowledge from earlier steps, which `AuditMemory` explains.
-        self._standing: Standing = context.audit_memory.standing
-        self._disputes: Counter[frozenset[Unit]] = context.audit_memory.disputes
-        self._contested: Counter[PeerId] = context.audit_memory.contested
-        self._silences: Silences = context.audit_memory.silences
-        self._refuted: Silences = context.audit_memory.refuted
-        self._unrepeatable: set[str] = context.audit_memory.unrepeatable
+        self._standing: Standing = memory.standing
+        self._disputes: Counter[frozenset[Unit]] = memory.disputes
+        self._contested: Counter[PeerId] = memory.contested
+        self._silences: Silences = memory.silences
+        self._refuted: Silences = memory.refuted
+        self._unrepeatable: set[str] = memory.unrepeatable
         self._passed: dict[Unit, tuple[object, ...]] = {}  # unit -> its commitment when it passed
         self._auditors: dict[Unit, PeerId] = {}  # unit that passed -> server that found its claims true
         self._due: set[Unit] = set()  # units to audit in this step, until they pass
         self._silent: set[PeerId] = set()  # servers that were silent under audit in this step
         self._accusers: set[PeerId] = set()  # auditors whose accusations were refuted in this step
         self._is_disturbed = False  # an earlier closing was not clean, so all new sums are audited
-        self.screen = StepScreen(step, context.audit_memory.histories)
+        self.screen = StepScreen(step, memory.histories)
         self.is_kept = False  # a snapshot of the weights after this step is due
         # Unit -> (seed, reported sketch of its sum). `MeanAudit` compares the averaged sums with these sketches.
         self.told: defaultdict[Unit, list[tuple[int, StageProjection]]] = defaultdict(list)
         self.audited: set[Unit] = set()  # units whose averaged sums `MeanAudit` fetches
+        self.commitments: dict[Unit, bytes] = {}  # unit -> BLAKE3 of its sum, as its server committed at the freeze
 
     async def examine(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int) -> Verdict:
         """Audit the sums that are new or have changed since they passed, and return the verdict."""
         verdict = Verdict()
         step = self._examined(ledgers, arithmetic, round_, verdict)
+        self.commitments = {unit: ledger.report.sum_digest or b"" for unit, ledger in step.ledgers.items()}
         fresh = {unit for unit, ledger in step.ledgers.items() if self._passed.get(unit) != _commitment(ledger)}
         if not fresh or verdict.failed:
             return verdict

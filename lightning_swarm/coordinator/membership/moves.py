@@ -51,7 +51,7 @@ class PlannedMoves:
         """Pass on the loads that servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
         # Otherwise, strangers could gather in one stage by reporting too little memory for all other stages.
-        believes = not self._run.manifest.settings.is_audited
+        believes = not self._run.electorate.has_strangers
         self._balancer.take_loads(
             {
                 peer: {

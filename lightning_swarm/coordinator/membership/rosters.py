@@ -64,7 +64,7 @@ def trainer_changes(
 def electorate(
     rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool], keepers: Keepers = UNSET
 ) -> list[Member]:
-    """Return the members that may vote: the pipeline's servers, or all if there is none; in audited runs, keepers."""
+    """Return the members that may vote: the pipeline's servers, or all if there is none; only keepers, if any."""
     servers = [roster for roster, own in zip(rosters, on_trainers, strict=True) if not own] or rosters
     members = dict.fromkeys(member for roster in servers for member in roster)
     return [member for member in members if may_decide(member.peer_id, keepers)]

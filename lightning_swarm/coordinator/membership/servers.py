@@ -102,7 +102,7 @@ class _WaitingServer:
     caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last round whose mean gradient it was asked to hold
     holds: _Round | None = None  # the round whose mean gradient it holds
-    parts: Sequence[bytes] = ()  # digests of that mean's parts, in audited runs
+    parts: Sequence[bytes] = ()  # digests of that mean's parts, if servers are strangers
     refusal: str | None = None  # the error that answers its next `READY`; None: it may still join
     differs: bool = False  # refused because its weights differ from its stage's
 
@@ -145,7 +145,7 @@ class ServerMembership:
             for member in roster:
                 self._lots.know(member.peer_id, index)  # it may choose this stage if it joins again
         self._arithmetic = context.arithmetic
-        self._left_out = context.audit_memory.left_out
+        self._wait_s = context.auditor.wait_s
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
         self._entering: set[PeerId] = set()  # joiners named by the record that is being decided
@@ -230,11 +230,11 @@ class ServerMembership:
                 f"{caller} cannot join run {manifest.run_id!r}: {what} in it. If another process has its identity, "
                 "give every peer one of its own."
             )
-        if not manifest.settings.is_audited:  # otherwise, a stage of malicious servers could exclude honest servers
+        if not self._run.electorate.has_strangers:  # otherwise, a malicious stage could exclude honest servers
             self._run.differing.check_may_join(caller)
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
-        if (wait_s := self._left_out.wait_s(caller, now_s=now_s())) > 0:
+        if (wait_s := self._wait_s(caller)) > 0:
             raise Busy(f"{caller} answered pings, and not a call of a closing step; it may join in {wait_s:.0f} s")
         count, wait_s = self._misses.missed(caller, now_s=now_s())
         if wait_s > 0:
@@ -243,7 +243,7 @@ class ServerMembership:
             )
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
-        """Choose a joiner's stage: the stage that it wants or that needs it most; by lot for audited strangers."""
+        """Choose a joiner's stage: the stage that it wants or that needs it most; by lot for strangers."""
         num_stages = self._run.num_pipeline_stages
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
@@ -252,7 +252,7 @@ class ServerMembership:
             return 0  # the only stage
         if wanted is not None and wanted >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
-        by_lot = self._run.manifest.settings.is_audited and not self._run.decides(caller)
+        by_lot = not self._run.decides(caller)
         if wanted is not None and (not by_lot or self._lots.may_choose(caller, wanted)):
             return wanted
         rosters = self._run.rosters[:num_stages]
@@ -271,7 +271,7 @@ class ServerMembership:
             return chosen
         kinds, own = self.kinds(without=caller), {request.arithmetic}
         fitting = [index for index in range(self._run.num_pipeline_stages or 1) if kinds[index] <= own]
-        may_choose = not self._run.manifest.settings.is_audited  # audited runs draw the stage
+        may_choose = not self._run.electorate.has_strangers  # otherwise, the stage is drawn
         if chosen not in fitting and fitting and may_choose:
             return min(fitting, key=lambda index: len(self._run.rosters[index]))
         self._check_kind(caller, request.arithmetic, chosen)
@@ -307,11 +307,11 @@ class ServerMembership:
     async def _introduce(self, candidate: Candidate) -> None:
         """Have every server, and every joiner, meet the candidate.
 
-        Raises Unreachable if a server cannot; in audited runs, if a keeper or most of the servers cannot.
+        Raises Unreachable if a server cannot; if servers are strangers, only if a keeper or most of them cannot.
         """
         newcomer = candidate.member.peer_id
         timeout = min(self._limits.call_timeout, _MEET_TIMEOUT_S)
-        refusing, is_audited = set[PeerId](), self._run.manifest.settings.is_audited
+        refusing = set[PeerId]()
 
         async def introduce(peer: PeerId, *, member: bool) -> None:
             try:
@@ -319,8 +319,8 @@ class ServerMembership:
             except SwarmError as error:
                 if member:
                     refusing.add(peer)
-                # A few strangers' reports keep no server out of an audited run.
-                decides = not is_audited or self._run.decides(peer) or 2 * len(refusing) > len(servers)
+                # A few strangers' reports keep no server out.
+                decides = self._run.decides(peer) or 2 * len(refusing) > len(servers)
                 if member and decides:
                     raise Unreachable(
                         f"every server of the run must reach a joining peer, and {peer} did not reach {newcomer} at "

@@ -1,4 +1,4 @@
-"""Assigns joining servers to random stages in audited runs, so that colluders cannot gather in one stage."""
+"""Assigns joining strangers to random stages, so that colluders cannot gather in one stage."""
 
 from __future__ import annotations
 

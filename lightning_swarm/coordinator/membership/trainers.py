@@ -252,16 +252,10 @@ class TrainerMembership:
             self._asked_s.pop(peer, None)
             self._heard_s[peer] = now_s()
             self._events.note("joined", peer=peer, step=self._run.version, reason="it trains")
-        banned = self._banned(record.retired)
+        banned, convicted = self._banned(record.retired), self._run.electorate.convicted
         for peer in record.retired:
             self._heard_s.pop(peer, None)
-            ended = (
-                _CONVICTED
-                if peer in self._run.electorate.convicted
-                else _EXCLUDED
-                if self._is_excluded(peer)
-                else _SILENT
-            )
+            ended = _CONVICTED if peer in convicted else _EXCLUDED if self._is_excluded(peer) else _SILENT
             reason = self._going.pop(peer, _BANNED if peer in banned else ended)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 

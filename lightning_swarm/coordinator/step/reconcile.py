@@ -14,12 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_swarm.coordinator.audit.disputes import Verdict
-from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.frozen_sums import FrozenSums
+from lightning_swarm.coordinator.step.auditing import Verdict
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.step.reference import WeightsDiffer, check_lead_kept, choose_left_out, replicas_differ
 from lightning_swarm.coordinator.step.replay_plan import (
@@ -30,7 +28,6 @@ from lightning_swarm.coordinator.step.replay_plan import (
     plan_replays,
     read_ledger,
     reported_loads,
-    sum_digests,
     touched_parameters,
 )
 from lightning_swarm.coordinator.step.replay_rounds import ReplayRounds
@@ -65,11 +62,9 @@ class ReconciledStep:
     named: Mapping[PeerId, list[NamedReceipts]]  # server -> receipts in its sums
     # Hash of each stage's weights, the same on all replicas. None: it has one replica, and no server is joining.
     version_hashes: Sequence[int | None]
-    # Number under which the hashes were taken; 0: none, so they prove nothing. An audited run always has one.
+    # Number under which the hashes were taken; 0: none, so they prove nothing.
     challenge: int
     snapshots: Mapping[PeerId, Sequence[HeldSnapshot]]  # server -> snapshots that no record has yet
-    # Audited runs: server -> stage -> BLAKE3 of its sum, the server's commitment at the freeze.
-    sum_digests: Mapping[PeerId, Mapping[int, bytes]]
 
 
 class SumReconciliation:
@@ -92,7 +87,6 @@ class SumReconciliation:
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
-        self._is_audited = run.manifest.settings.is_audited
         self._fence, self._step_aside = fence, context.step_aside
         self._outage, self._false_batches = context.outage, context.false_batches
         # From this number on, all rounds of the step are this coordinator's.
@@ -105,13 +99,12 @@ class SumReconciliation:
         self._seen: set[Receipt] = set()  # receipts that any sum ever held
         self._informed: set[PeerId] = set()  # servers that were sent the origins of all batches that they may add
         self._trained = trained_names(selection) if selection is not None else ()
-        self.audits = StepAudits(context, servers, step, self._trained) if self._is_audited else None
+        self.auditor = context.auditor.of_step(context, servers, step, self._trained)
         self.step_servers = StepServers(context, servers, step.step)
-        self._frozen = FrozenSums() if self._is_audited else None
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # server -> new snapshots
         self._arithmetic = context.arithmetic
         # Server -> the false work that convicted it. It stays excluded if a rollback comes before the record.
-        self.convicted = context.audit_memory.convicted
+        self.convicted = context.auditor.convicted
         for peer, reason in run.electorate.newly(self.convicted).items():
             self.step_servers.lose(peer, ProtocolError(reason))
         self._tainted: set[int] = set()  # places of batches that passed servers with false work or wrong weights
@@ -129,7 +122,7 @@ class SumReconciliation:
         while True:
             round_, began_s = next(self._rounds), now_s()
             # Use an unforgeable digest if servers are untrusted or one is joining.
-            challenge = draw_challenge() if self._is_audited or self._joining() else 0
+            challenge = draw_challenge() if self.auditor.examines or self._joining() else 0
             ledgers = await self._freeze(round_, challenge)
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
@@ -147,19 +140,16 @@ class SumReconciliation:
             self._replays.compare(ledgers)
             self._seen.update(*(one.held for stage in ledgers for one in stage.values()))
             plan = self._plan(ledgers, spoilt)
-            if plan.done and self.audits is not None:
-                verdict = await self.audits.examine(ledgers, self._arithmetic, round_)
+            if plan.done:
+                verdict = await self.auditor.examine(ledgers, self._arithmetic, round_)
                 if not verdict.is_clean:
                     if await self._follow(verdict, ledgers):
                         return None
                     continue
-            if plan.done:
                 self.loads = reported_loads(ledgers)
                 touched = [touched_parameters(stage.values()) for stage in ledgers]
                 named_held, closing = named_receipts(ledgers), self._closing(round_)
-                return ReconciledStep(
-                    closing, began_s, touched, named_held, hashes, challenge, self._snapshots, sum_digests(ledgers)
-                )
+                return ReconciledStep(closing, began_s, touched, named_held, hashes, challenge, self._snapshots)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or self._never_corrected(plan)
@@ -225,15 +215,14 @@ class SumReconciliation:
         # A late step's batches were computed on weights before the newest. A lone trainer keeps only its newest batch.
         run = self._run
         keeps = run.is_shared or run.manifest.settings.delay_optimizer_step or len(self._step.batches) < 2
-        return self._is_audited or (keeps and not self._late)
+        return self.auditor.examines or (keeps and not self._late)
 
     def convict(self, peer: PeerId, reason: str) -> None:
         """Exclude a server because of false work, and have the step's record expel it from the run."""
         self._events.note("convicted", peer=peer, step=self._step.step, reason=reason)
         self.convicted[peer] = reason
         self.step_servers.lose(peer, ProtocolError(reason))
-        if self.audits is not None:
-            self.audits.watch_fellows(peer)
+        self.auditor.watch_fellows(peer)
 
     # ------------------------------------------------------------------ freezing
 
@@ -261,8 +250,8 @@ class SumReconciliation:
     async def _freeze(self, round_: int, challenge: int, *, each_tensor: bool = False) -> Ledgers:
         """Freeze the sums and return their ledgers. A server that does not answer is excluded."""
         # With the expected closing, servers average before they get the final one. A late step waits for an idle link
-        # instead, and audited sums are averaged only after their audit.
-        expected = None if self._late or each_tensor or self.audits is not None else self._closing(round_)
+        # instead, and sums that may prove false are averaged only after their examination.
+        expected = None if self._late or each_tensor or self.auditor.examines else self._closing(round_)
         request = self._request(round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
@@ -273,11 +262,7 @@ class SumReconciliation:
                 try:
                     ledger = read_ledger(replies[member.peer_id], member, index)
                     from_bitmap(ledger.report.touched, len(self._run.ties.trainable(index, self._trained)))
-                    audited = self.audits is not None and not self._run.manifest.stages[index].on_trainers
-                    if audited and not ledger.report.sum_digest:
-                        raise ProtocolError(f"{member.peer_id} does not commit to its sum of stage {index}")
-                    if self._frozen is not None:
-                        self._frozen.take(member.peer_id, index, ledger.held)
+                    self.auditor.check_ledger(member.peer_id, index, ledger)
                     found[index][member] = ledger
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
@@ -408,8 +393,7 @@ class SumReconciliation:
             )
             for peer in sorted(concerned)
         }
-        if self._frozen is not None:
-            self._frozen.order(plan, concerned)
+        self.auditor.expect(plan, concerned)
         if len(await self._ask(requests)) < len(requests):
             return set()  # a server is gone, so the next plan names another holder
         self._informed |= concerned
@@ -450,7 +434,7 @@ class SumReconciliation:
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
-            self._frozen = FrozenSums() if self._is_audited else None
+            self.auditor.reopen()
             self._step.reopen()
             self._informed.clear()
         self._step.strike(firsts)
@@ -480,7 +464,7 @@ class SumReconciliation:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
             self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
             self.step_servers.look_again(silent)
-            self._frozen = FrozenSums() if self._is_audited else None  # silent servers may have followed a request
+            self.auditor.reopen()  # silent servers may have followed a request
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
-from msgspec import UnsetType
 
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.core.errors import StepError
@@ -69,16 +68,6 @@ def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerL
         if ledger.stage_index == stage_index:
             return ServerLedger.of(ledger)
     raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
-
-
-def sum_digests(ledgers: Ledgers) -> dict[PeerId, dict[int, bytes]]:
-    """Return the digests by which servers committed to their sums: server -> stage -> digest."""
-    found: dict[PeerId, dict[int, bytes]] = {}
-    for index, stage in enumerate(ledgers):
-        for member, ledger in stage.items():
-            if not isinstance(ledger.report.sum_digest, UnsetType):
-                found.setdefault(member.peer_id, {})[index] = ledger.report.sum_digest
-    return found
 
 
 def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
@@ -206,7 +195,7 @@ def choose_blamed(
     unreached: Mapping[PeerId, Collection[PeerId]],
     *,
     spared: PeerId,
-    is_audited: bool = False,
+    has_strangers: bool = False,
     believed: Collection[PeerId] = (),
 ) -> list[PeerId]:
     """Choose the servers to exclude when a round of averaging is repeated.
@@ -216,12 +205,12 @@ def choose_blamed(
         failed: Servers that did not answer the coordinator.
         unreached: Server -> the servers that it reports as unreached or silent.
         spared: The coordinator. It reaches the servers, so it is never blamed.
-        is_audited: If a single server reports another, exclude both, provided that the stage has a third server.
-        believed: In audited runs, servers whose report counts more than that of another server.
+        has_strangers: If a single server reports another, exclude both, provided that the stage has a third server.
+        believed: Servers whose report counts more than that of another server.
 
     Returns:
         Servers without an answer. If all answered, the server that most members of its stage did not reach. If two
-        servers report each other, the later one in the roster; in audited runs both, or the one that is not
+        servers report each other, the later one in the roster; if they are strangers both, or the one that is not
         `believed`. Empty if all were reached.
     """
     if failed:
@@ -238,7 +227,7 @@ def choose_blamed(
         return []
     blamed = max(against, key=lambda peer: (len(against[peer]), order[peer]))
     accusers = against[blamed]
-    if not is_audited or len(accusers) > 1 or not accusers.isdisjoint({spared, *believed}):
+    if not has_strangers or len(accusers) > 1 or not accusers.isdisjoint({spared, *believed}):
         return [blamed]
     if blamed in believed and not _would_be_empty(rosters, accusers):
         return sorted(accusers)

@@ -8,7 +8,6 @@ from typing import Final
 
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls, ServerSilent
-from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
@@ -25,7 +24,7 @@ class StepServers:
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
         self._run, self._events = context.run, context.events
         self._own = servers.own
-        self._left_out = context.audit_memory.left_out
+        self._auditor = context.auditor
         self._step = step
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
@@ -49,9 +48,8 @@ class StepServers:
             raise error
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step, reason=str(error))
-            # A silent stranger is kept out for a while, or it could delay the run again and again.
             if isinstance(error, ServerSilent) and not self._run.electorate.is_keeper(peer):
-                self._left_out.note(peer, self._step, now_s=now_s())
+                self._auditor.note_silence(peer, self._step)
         self.gone[peer] = error
 
     def suspect(self, peer: PeerId, error: SwarmError) -> None:

@@ -21,7 +21,7 @@ STAGES = ["a", "b", "c"], ["d", "e"], ["own", "f"]
 def ended_s(loop: VirtualLoop, reports: Mapping[str, tuple[float, str]]) -> dict[str, float]:
     """Return when the wait for each silent server ends, if the rest report at a time which servers they missed."""
     rosters = [[PeerId(peer) for peer in stage] for stage in STAGES]
-    choose = partial(choose_blamed, rosters, (), spared=PeerId("own"), is_audited=True)
+    choose = partial(choose_blamed, rosters, (), spared=PeerId("own"), has_strangers=True)
     ended: dict[str, float] = {}
 
     async def ask(waits: _AverageWaits, peer: str) -> None:

@@ -156,7 +156,7 @@ def test_who_does_not_reach_the_coordinator_is_out_of_reach_itself() -> None:
 def test_where_strangers_serve_one_server_s_word_costs_both_their_places() -> None:
     def blamed(*roster: PeerId, **unreached: PeerId) -> list[PeerId]:
         said = {PeerId(peer): [other] for peer, other in unreached.items()}
-        return choose_blamed([roster], [], said, spared=D, is_audited=True)
+        return choose_blamed([roster], [], said, spared=D, has_strangers=True)
 
     assert blamed(A, B, C, b=C) == [B, C]
     assert blamed(A, B, C, b=C, c=B) == [B, C]
@@ -168,7 +168,7 @@ def test_where_strangers_serve_one_server_s_word_costs_both_their_places() -> No
 def test_a_keeper_s_word_weighs_more_than_that_of_one_stranger() -> None:
     def blamed(*roster: PeerId, **unreached: PeerId) -> list[PeerId]:
         said = {PeerId(peer): [other] for peer, other in unreached.items()}
-        return choose_blamed([roster], [], said, spared=D, is_audited=True, believed=[D, A])
+        return choose_blamed([roster], [], said, spared=D, has_strangers=True, believed=[D, A])
 
     assert blamed(A, B, b=A) == [B], "else a stranger would have a keeper's stage to itself"
     assert blamed(A, B, C, b=A) == blamed(A, B, C, a=B) == blamed(A, B, C, a=B, b=A) == [B]

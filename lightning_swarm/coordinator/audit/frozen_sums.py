@@ -17,7 +17,7 @@ _NOTHING: Final = frozenset[Receipt]()
 # If two sums hold the same microbatch, the smaller one is discarded, and a server that discards too often is excluded.
 # A server that reported a different sum each time could thus have all other servers of its stage excluded.
 class FrozenSums:
-    """The possible contents of one step's sums after their freeze, in an audited run."""
+    """The possible contents of one step's sums after their freeze, in a run with strangers."""
 
     def __init__(self) -> None:
         # (server, stage) -> receipts that the sum must hold, receipts that it may hold.

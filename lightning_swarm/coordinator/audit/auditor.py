@@ -1,0 +1,122 @@
+"""The auditor of a run and of each of its steps, as the coordinator calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from typing_extensions import override
+
+from lightning_swarm.coordinator.audit.auditable import check_auditable, check_trains_from_the_start
+from lightning_swarm.coordinator.audit.frozen_sums import FrozenSums
+from lightning_swarm.coordinator.audit.mean_audit import MeanAudit
+from lightning_swarm.coordinator.audit.policy import AuditMemory
+from lightning_swarm.coordinator.audit.step_audits import StepAudits
+from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.step.auditing import Auditor, CheckedMeans, StepAuditor
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.replay_plan import ReplayPlan, ServerLedger
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import Manifest, Selection, StageManifest, StepChange
+from lightning_swarm.protocol.messages.step import AverageReply, Closing, Record
+from lightning_swarm.protocol.queries import in_turn
+from lightning_swarm.protocol.run_state import RunState
+
+
+class RunAudits(Auditor):
+    """Audits the steps of a run."""
+
+    def __init__(self, memory: AuditMemory | None = None) -> None:
+        self.memory = memory or AuditMemory()
+        self.convicted = self.memory.convicted
+
+    @override
+    def following(self) -> RunAudits:
+        return RunAudits(self.memory.following())
+
+    @override
+    def begin(self, run: RunState) -> None:
+        # Only a former coordinator knows which work it audited, so all work counts as unaudited.
+        if run.version > run.manifest.first_step:
+            for peer in run.servers:
+                self.memory.standing.note_counted(peer, run.version - 1, None)
+
+    @override
+    def of_step(
+        self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep, trained: Collection[str]
+    ) -> AuditedStep:
+        return AuditedStep(context, servers, step, trained, self.memory)
+
+    @override
+    def allow_run(self, manifest: Manifest) -> None:
+        check_auditable(manifest)
+
+    @override
+    def allow_change(self, change: StepChange, stages: Sequence[StageManifest]) -> None:
+        if change.selection is not None:
+            check_trains_from_the_start(change.selection, stages)
+
+    @override
+    def note_silence(self, peer: PeerId, step: int) -> None:
+        # It is kept out for a while, or it could delay the run again and again.
+        self.memory.left_out.note(peer, step, now_s=now_s())
+
+    @override
+    def wait_s(self, peer: PeerId) -> float:
+        return self.memory.left_out.wait_s(peer, now_s=now_s())
+
+    @override
+    def goes_back(self, run: RunState, step: int, convicted: Collection[PeerId]) -> bool:
+        settings, standing = run.manifest.settings, self.memory.standing
+        versions = {one.version for one in run.snapshots}
+        # The version to which the run would roll back.
+        version = next(iter(in_turn(versions, run.sound_version_after(step))), 0)
+        known = {*run.electorate.convicted, *convicted}  # audits by convicted servers prove nothing
+        return (
+            settings.goes_back and bool(convicted) and any(standing.has_counted(peer, version, known) for peer in known)
+        )
+
+    @override
+    def note_committed(self, record: Record) -> None:
+        for one in record.convicted or ():
+            self.convicted.pop(one.peer, None)  # the record excludes the peer from now on
+
+
+class AuditedStep(StepAudits, StepAuditor):
+    """Audits one step's sums and means."""
+
+    examines = True
+
+    def __init__(
+        self,
+        context: CoordinatorContext,
+        servers: ServerCalls,
+        step: OpenStep,
+        trained: Collection[str],
+        memory: AuditMemory,
+    ) -> None:
+        super().__init__(context, servers, step, trained, memory)
+        self._means = MeanAudit(context, servers)
+        self._frozen = FrozenSums()
+
+    @override
+    def check_ledger(self, peer: PeerId, stage_index: int, ledger: ServerLedger) -> None:
+        if not ledger.report.sum_digest and not self._run.manifest.stages[stage_index].on_trainers:
+            raise ProtocolError(f"{peer} does not commit to its sum of stage {stage_index}")
+        self._frozen.take(peer, stage_index, ledger.held)
+
+    @override
+    def expect(self, plan: ReplayPlan, servers: Collection[PeerId]) -> None:
+        self._frozen.order(plan, servers)
+
+    @override
+    def reopen(self) -> None:
+        self._frozen = FrozenSums()
+
+    @override
+    async def check_means(
+        self, closing: Closing, selection: Selection | None, replies: Mapping[PeerId, AverageReply]
+    ) -> CheckedMeans:
+        return await self._means.check(closing, selection, self)

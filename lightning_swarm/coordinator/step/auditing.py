@@ -1,0 +1,142 @@
+"""The interface by which the coordinator has servers' work examined; the implementation here accepts all work.
+
+`coordinator.audit` has the other one, and is imported only if a run's settings ask for audits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightning_swarm.coordinator.step.open_step import OpenStep, add_up
+from lightning_swarm.coordinator.step.replay_plan import Ledgers, ReplayPlan, ServerLedger
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import Manifest, Selection, StageManifest, StepChange
+from lightning_swarm.protocol.messages.step import AverageReply, Closing, Record
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.settings import RunSettings
+
+if TYPE_CHECKING:  # both modules need the interface
+    from lightning_swarm.coordinator.context import CoordinatorContext
+    from lightning_swarm.coordinator.server_calls import ServerCalls
+
+
+@dataclass
+class Verdict:
+    """The result of examining a step's sums."""
+
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # server -> reason
+    tainted: set[int] = field(default_factory=set)  # places of batches that passed through false outputs
+    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
+    avoided: set[PeerId] = field(default_factory=set)  # servers that contradict each other on a transfer
+
+    @property
+    def is_clean(self) -> bool:
+        """True if all sums may be averaged."""
+        return not (self.convicted or self.tainted or self.failed)
+
+
+@dataclass(eq=False)
+class CheckedMeans:
+    """The result of checking a round, which counts if no server failed and none is convicted."""
+
+    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that did not answer
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # servers with false reports, and the reasons
+    accused: dict[PeerId, str] = field(default_factory=dict)  # servers that most of a stage contradict, and the reasons
+    squared_norms: list[float] = field(default_factory=list)  # squared norms of the stages' means, or of their parts
+    # For each checked stage, the digests of its mean's parts; empty if an examination has replaced the mean.
+    parts: list[Sequence[bytes]] = field(default_factory=list)
+
+    @property
+    def counts(self) -> bool:
+        """Return whether a record may count the round."""
+        return not self.failed and not self.convicted
+
+    @property
+    def squared_norm(self) -> float:
+        """The squared norm of the mean gradient over all stages."""
+        return add_up(self.squared_norms)
+
+
+class StepAuditor:
+    """Examines the servers' work of one step. This class accepts all of it."""
+
+    examines = False  # work may prove false, so sums wait for their examination, and trainers keep all batches for it
+    is_kept = False  # a snapshot of the weights after the step is due
+
+    def check_ledger(self, peer: PeerId, stage_index: int, ledger: ServerLedger) -> None:
+        """Raise ProtocolError if a server's ledger does not commit to its sum, or cannot be true."""
+
+    def expect(self, plan: ReplayPlan, servers: Collection[PeerId]) -> None:
+        """Expect these servers' sums to change as planned."""
+
+    def reopen(self) -> None:
+        """Expect any sums from now on: they took batches again, or servers were out of reach."""
+
+    async def examine(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int) -> Verdict:
+        """Examine sums that are new or have changed. `arithmetic` names the kind of each server's machine."""
+        return Verdict()
+
+    async def check_means(
+        self, closing: Closing, selection: Selection | None, replies: Mapping[PeerId, AverageReply]
+    ) -> CheckedMeans:
+        """Check a round whose means all servers hold; `replies` are their reports of it."""
+        # In one order, so that a repeated round gives the same record.
+        parts = sorted(
+            (part.stage_index, peer, part.squared_norm) for peer, reply in replies.items() for part in reply.parts
+        )
+        return CheckedMeans(squared_norms=[squared_norm for _, _, squared_norm in parts])
+
+    def watch_fellows(self, convicted: PeerId) -> None:
+        """Examine more of the work of servers that may be a convicted server's accomplices."""
+
+
+class Auditor:
+    """A coordinator's knowledge of the servers from examined steps. This class examines none."""
+
+    def __init__(self) -> None:
+        self.convicted: dict[PeerId, str] = {}  # server -> reason, until a record excludes it
+
+    def following(self) -> Auditor:
+        """Return the auditor after a rollback, or of a new coordinator on this peer."""
+        return Auditor()
+
+    def begin(self, run: RunState) -> None:
+        """Begin to coordinate a run, perhaps in place of another coordinator."""
+
+    def of_step(
+        self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep, trained: Collection[str]
+    ) -> StepAuditor:
+        """Return the auditor of a step, which trains these parameters."""
+        return StepAuditor()
+
+    def allow_run(self, manifest: Manifest) -> None:
+        """Raise ConfigError if work could not be examined in a run."""
+
+    def allow_change(self, change: StepChange, stages: Sequence[StageManifest]) -> None:
+        """Raise ConfigError if work could not be examined after a change."""
+
+    def note_silence(self, peer: PeerId, step: int) -> None:
+        """Record that a stranger answered pings, but not a call of a closing step."""
+
+    def wait_s(self, peer: PeerId) -> float:
+        """Return the seconds until a server may join after its silence; not positive: it may now."""
+        return 0.0
+
+    def goes_back(self, run: RunState, step: int, convicted: Collection[PeerId]) -> bool:
+        """Return whether the run must roll back, because work of the convicted counted in earlier steps."""
+        return False
+
+    def note_committed(self, record: Record) -> None:
+        """Record that a step is decided."""
+
+
+def auditor_of(settings: RunSettings, former: Auditor | None = None) -> Auditor:
+    """Return the auditor of a run with these settings, with the knowledge of this peer's `former` auditor, if any."""
+    if not settings.is_audited:
+        return Auditor()
+    from lightning_swarm.coordinator.audit.auditor import RunAudits
+
+    return former.following() if isinstance(former, RunAudits) else RunAudits()
