@@ -1,4 +1,4 @@
-"""Confirms the state of a stage that a server sent, by proofs from other servers, in audited runs."""
+"""Confirms the state of a stage that a server sent, by proofs from other servers, if servers are strangers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Confirmation:
     @property
     def is_needed(self) -> bool:
         """Return whether state must be confirmed in this run."""
-        return self.run.manifest.settings.is_audited
+        return self.run.electorate.has_strangers
 
     async def check(self, sender: PeerId, request: StateRequest, parts: Callable[[], Sequence[StatePart]]) -> None:
         """Check that a stage's other servers have the state that a server sent in response to a request.

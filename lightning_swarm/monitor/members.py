@@ -65,7 +65,7 @@ class Members:
     @property
     def view(self) -> RunView | None:
         """The run as one of its servers reports the run; None: no answering peer is in a run."""
-        # In an audited run, ask keepers first.
+        # Ask keepers first, whose reports need no confirmation.
         for one in sorted(self._sightings, key=lambda one: not is_certified_keeper(self._transport, one.peer_id)):
             if one.report is not None and one.report.server is not None:
                 view = self._runtime.run(ask_view(self._transport, one.peer_id, timeout=self._timeout))

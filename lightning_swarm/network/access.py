@@ -15,9 +15,9 @@ class Role(enum.StrEnum):
     """A peer's role in a run. Each role has the rights of the roles that are listed before it."""
 
     OBSERVER = "observer"  # may look
-    SERVER = "server"  # may compute, average, and, unless the run is audited, vote and coordinate
-    TRAINER = "trainer"  # may read data and, unless the run is audited, begin and lead it
-    KEEPER = "keeper"  # may decide in an audited run: the owner's own peers, and equally trusted peers
+    SERVER = "server"  # may compute, average, and, unless only keepers decide, vote and coordinate
+    TRAINER = "trainer"  # may read data and, unless only keepers decide, begin and lead it
+    KEEPER = "keeper"  # may decide in any run: the owner's own peers, and equally trusted peers
 
     def includes(self, other: Role) -> bool:
         """Return whether this role has all rights of the other role."""

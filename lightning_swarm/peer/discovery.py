@@ -95,7 +95,7 @@ class RunDirectory:
     directory: Directory
     transport: Transport  # this peer's
     run_id: str
-    is_audited: bool = False  # only keepers are accepted as coordinators
+    only_keepers: bool = False  # only keepers are accepted as coordinators
     # Warnings already logged, because the same announcements are read again and again, even after a peer is gone.
     _warned_of: set[tuple[PeerId, int | str]] = field(default_factory=set, init=False)
     _own: dict[str, bytes] = field(default_factory=dict, init=False)  # key -> this peer's announcement
@@ -138,7 +138,7 @@ class RunDirectory:
         if found:
             await self._connect_to_living({run.coordinator for run in found.values()})
         runs = sorted({run.coordinator for run in found.values()})
-        return await self._keepers_among(runs) if self.is_audited else runs
+        return await self._keepers_among(runs) if self.only_keepers else runs
 
     async def _connect_to_living(self, coordinators: Collection[PeerId]) -> None:
         """Connect to coordinators, and to the servers that one of them lists, or to all if none of them answers."""

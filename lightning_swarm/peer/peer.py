@@ -56,7 +56,7 @@ class Peer:
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
         may_lead: bool = True,  # may take a run over if its lead dies
-        # Keepers of an audited run that this peer begins, if peers have no certificates that name their roles.
+        # Keepers of a run with strangers that this peer begins, if peers have no certificates that name their roles.
         keepers: Collection[PeerId] = (),
         rng: random.Random,  # breaks ties of routing, and draws the boot id, so no other peer may have an equal one
     ) -> None:

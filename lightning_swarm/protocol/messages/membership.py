@@ -105,7 +105,7 @@ class ListenReply(WireMessage, frozen=True):
 
     boot_id: int
     version_hash: int  # hash of weights and optimizer state before the step, under the challenge
-    parts: PartDigests | msgspec.UnsetType = msgspec.UNSET  # digests of the parts of its mean; only in audited runs
+    parts: PartDigests | msgspec.UnsetType = msgspec.UNSET  # digests of its mean's parts, if servers are strangers
 
 
 class DrainRequest(WireMessage, frozen=True):

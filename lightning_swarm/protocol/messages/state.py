@@ -59,7 +59,7 @@ class WriteReply(WireMessage, frozen=True):
 
 
 class StateRequest(WireMessage, frozen=True):
-    """A trainer, or a server that audits, asks a server for one stage's state at a version."""
+    """A peer asks a server for one stage's state at a version."""
 
     stage_index: int
     step: int  # the version of the state
@@ -127,7 +127,7 @@ class SnapshotOrder(WireMessage, frozen=True):
     # The one older version to keep until all stages of the new version are safe. None: keep no older version.
     keep: Count | None
     # For each stage, the server that keeps a copy besides the stage's own servers; None: no such server. Despite the
-    # name, such a server is not a keeper of audited runs.
+    # name, such a server need not be a keeper that decides.
     keepers: list[PeerId | None]
 
 

@@ -145,7 +145,7 @@ def test_in_an_audited_run_keepers_alone_are_believed_to_coordinate(
         loop.run_until_complete(directory.announce_run(transport.peer_id))
     network.kill(PeerId("gone"))
     joiner = transports["joiner"]
-    seeker = RunDirectory(network.directory(joiner), joiner, "swarm", is_audited=True)
+    seeker = RunDirectory(network.directory(joiner), joiner, "swarm", only_keepers=True)
     assert loop.run_until_complete(seeker.find_runs()) == ["k"]
     (message,) = caplog.messages
     assert message.startswith("Ignored the run that gone is said to coordinate: ")
