@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_swarm.core.errors import NotCoordinator
+from lightning_swarm.core.errors import NotCoordinator, SwarmError
 from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, Message, PeerId, StreamHandler, Transport
 from lightning_swarm.network.access import Permit
 
@@ -21,8 +21,9 @@ class RoleTransport(Transport):
         streams: Mapping[str, int],  # method -> most tensor bytes of a request
         *,
         idle: str = "does not coordinate",  # the default is for the coordinator's role
+        refusal: type[SwarmError] = NotCoordinator,
     ) -> None:
-        self._idle = idle  # words for the error of a peer that does not play the role
+        self._idle, self._error = idle, refusal  # words and class of the error of a peer that does not play the role
         self.traffic = transport.traffic
         self._transport = transport
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
@@ -132,6 +133,6 @@ class RoleTransport(Transport):
             raise self._refusal(method)
         return await handler(caller, request)
 
-    def _refusal(self, method: str) -> NotCoordinator:
-        """Return the error of a peer without the role, a `NotCoordinator` for every role: the peer is not at fault."""
-        return NotCoordinator(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")
+    def _refusal(self, method: str) -> SwarmError:
+        """Return the error of a peer without the role. By default a `NotCoordinator`: the peer is not at fault."""
+        return self._error(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")

@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.rpc import AVERAGE
-from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts, for_joiners, taken
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts
 from lightning_swarm.server.averaging.averager import (
     Averager,
     AveragingResult,
@@ -52,10 +52,8 @@ class HeldRound:
     closing: Closing
     gradients: Mapping[int, Tensor]  # stage -> mean gradient
     carried: Mapping[int, AveragingState]  # stage -> state for the next step
-    given: Mapping[int, Sequence[bytes]]  # stage -> digests of the members' parts; audited runs only
+    given: Mapping[int, Sequence[bytes]]  # stage -> digests of the members' parts; see `Group.digests`
 
-
-_MEAN: Final = "mean"  # the ticket from which joiners fetch the mean, in audited runs
 
 NOTHING_GIVEN: Final = MappingProxyType[int, Sequence[bytes]]({})
 
@@ -162,26 +160,15 @@ class AveragingRounds:
         """Fetch the mean gradient of a round without this server, and the averaging state with which it begins."""
         group = self._group(closing, stage.index, rosters[stage.index])
         like = stage.sum_of(closing.step).like
-        if self._is_audited:
-            # Fetch the whole mean from one member. With a part from each, any member could keep joiners out by a false
-            # part. The coordinator checks the mean; if it is false, the next round asks another member.
-            place = self._giver(closing, group.roster)
-            mean = await taken(group, place, _MEAN, like=like, length=len(like))
-            return mean.to(like.device), AveragingState()
-        mean, carried = await self._averager(stage).collect(like, group)
-        mean.div_(closing.gradient_scale)
-        tied = self._tied(self._sums.run.ties, closing, rosters, stage)
-        mean = await tied.collected(stage.index, mean, self._me.boot_id)
-        return await self._with_statistics(stage, closing, group, None, mean), carried
 
-    @property
-    def _is_audited(self) -> bool:
-        return self._sums.run.manifest.settings.is_audited
+        async def in_parts() -> tuple[Tensor, AveragingState]:
+            mean, carried = await self._averager(stage).collect(like, group)
+            mean.div_(closing.gradient_scale)
+            tied = self._tied(self._sums.run.ties, closing, rosters, stage)
+            mean = await tied.collected(stage.index, mean, self._me.boot_id)
+            return await self._with_statistics(stage, closing, group, None, mean), carried
 
-    def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:
-        """Return the roster index of the member to ask for a mean: a trusted member, else each in turn."""
-        believed = [place for place, peer in enumerate(roster) if peer in self._sums.run.believed]
-        return believed[0] if believed else (self._me.boot_id + closing.step + closing.round) % len(roster)
+        return await self._membership.oversight.rounds.collect(group, closing, like, in_parts)
 
     async def _handle_average(self, caller: PeerId, request: AverageRequest) -> AverageReply:
         """Hold the mean of a round for its record; report its norm, or the server because of which it failed."""
@@ -256,8 +243,7 @@ class AveragingRounds:
         for index, result in found.items():
             mean = await self._with_statistics(stages[index], closing, groups[index], places[index], result.mean)
             found[index] = result._replace(mean=mean)
-            if self._is_audited:
-                groups[index].offer(_MEAN, for_joiners(mean))
+            self._membership.oversight.rounds.offer(groups[index], mean)
         return found
 
     def _refuse(self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
@@ -266,7 +252,7 @@ class AveragingRounds:
         for index in own:
             group = self._group(closing, index, rosters[index])
             refuse(group, rosters[index].index(self._me), reason)
-            group.withhold([_MEAN], reason)
+            self._membership.oversight.rounds.withhold(group, reason)
             if index in self._sums.stages and self._sums.stages[index].statistics:
                 refuse_statistics(group, reason)
         if ties:
@@ -298,7 +284,7 @@ class AveragingRounds:
             tickets=self._tickets,
             timeout=self._patience_s,
             shares_with=self._membership.knows_server,
-            is_audited=self._is_audited,
+            digests=self._membership.oversight.rounds.digests,
         )
 
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:

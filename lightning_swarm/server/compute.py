@@ -476,7 +476,7 @@ class CachedForward:
     graph: SavedGraph | None = None
     graph_bytes: int = 0
     input_bytes: int = 0
-    output_digest: bytes = b""  # set in audited runs only
+    output_digest: bytes = b""  # set by a `WorkLog`
 
     def take_graph(self) -> SavedGraph | None:
         """Return the graph and drop it, because a backward frees it even if it fails half-way."""

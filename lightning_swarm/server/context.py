@@ -19,8 +19,10 @@ from lightning_swarm.protocol.invitations import check_used
 from lightning_swarm.protocol.keepers import check_seated, may_decide
 from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, RestartRequest, check_selection
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version
+from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import FIRST, Executor
+from lightning_swarm.server.oversight import NO_OVERSIGHT, Oversight
 
 _T = TypeVar("_T")
 
@@ -70,6 +72,8 @@ class RunMembership:
         self._former_lead: PeerId | None = None  # the lead of the former run, which may end this peer, too
         self.trains_in: RunState | None = None  # the run that this peer joined as a trainer; its server may be out
         self.loaded: set[int] = set()  # stages that have their initial weights in this generation
+        self.oversee: Callable[[RunSettings], Oversight] = lambda _: NO_OVERSIGHT  # chooses the hooks of a run
+        self.oversight = NO_OVERSIGHT  # the hooks of the run that this server is in, or was in last
         self.introduced: Container[PeerId] = ()  # peers that the coordinator introduced as joiners
 
     @property
@@ -123,6 +127,7 @@ class RunMembership:
 
     def enter_run(self, run: RunState, loaded: Collection[int] = ()) -> None:
         """Enter a run, or follow it in order to join. The stages in `loaded` have their weights."""
+        self.oversight = self.oversee(run.manifest.settings)
         self.run_or_none, self.loaded = run, set(loaded)
         run.heed_bans(self._heed_ban)
 

@@ -114,8 +114,8 @@ class InlineExecutor(Executor):
             _finish(job.future, result, error, took_s)
 
 
-# First number of a job's priority -> share of a microbatch's time. A backward has 0, a forward 1. An audit has 2, and
-# computes both.
+# First number of a job's priority -> share of a microbatch's time. A backward has 0, a forward 1. Jobs with another
+# number compute both.
 _SHARES: Final = {0: 2 / 3, 1: 1 / 3}
 
 

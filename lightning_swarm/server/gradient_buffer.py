@@ -12,9 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
-from lightning_swarm.protocol.messages.audits import pack_order
 from lightning_swarm.protocol.messages.calls import Origin, Receipt
-from lightning_swarm.server.audit.kept_work import KeptWorks
 from lightning_swarm.server.averaging import deterministic
 
 _NOTHING: Final = MappingProxyType[int, Origin]({})
@@ -24,13 +22,12 @@ _NOTHING: Final = MappingProxyType[int, Origin]({})
 class ReceiptLedger:
     """The receipts of one stage for one step."""
 
-    def __init__(self, step: int, kept_bytes: int) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
-        self._receipts: dict[Receipt, None] = {}  # ordered by adding, as audits need it
+        self._receipts: dict[Receipt, None] = {}
         self._named: frozenset[Receipt] | None = None  # receipts that the closing names here; None: not frozen
         self.origins: dict[int, Origin] = {}  # place -> origin of each batch with a receipt here
         self._granted: Mapping[int, Origin] = _NOTHING  # origins of the named batches
-        self.kept = KeptWorks(kept_bytes)  # work for audits, in audited runs only
 
     @property
     def final(self) -> bool:
@@ -102,14 +99,9 @@ class ReceiptLedger:
         return frozenset(self._receipts)
 
     @property
-    def claims(self) -> bytes:
-        """The claims about all microbatches in the sum, sorted by receipt."""
-        return b"".join(self.kept.claim(receipt) for receipt in sorted(self._receipts))
-
-    @property
-    def order(self) -> bytes:
-        """The order of adding, on which the sum's bits depend."""
-        return pack_order(self._receipts)
+    def in_order(self) -> Collection[Receipt]:
+        """All receipts, in the order of adding, on which the sum's bits depend."""
+        return self._receipts.keys()
 
     def holds_any(self, batches: Collection[int]) -> bool:
         """Return whether a microbatch of these batches, given by their places, is in the sum."""

@@ -34,9 +34,9 @@ from lightning_swarm.protocol.messages.step import (
 from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.arithmetic import arithmetic_of, shortened
-from lightning_swarm.server.audit.kept_work import KeptWork, sum_digest
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
+from lightning_swarm.server.oversight import KeepWork, keep_nothing
 from lightning_swarm.server.stage import Stage
 
 _MAX_STRAY_STEPS: Final = 3  # steps with gradients of others' batches, after which a trainer is refused
@@ -72,13 +72,12 @@ class _NextStep:
 class GradientSums:
     """The gradient sums of one server's stages, and the receipts of their microbatches."""
 
-    def __init__(self, membership: RunMembership, kept_bytes: int) -> None:
+    def __init__(self, membership: RunMembership) -> None:
         self._membership = membership
-        self._kept_bytes = kept_bytes  # bytes of memory for work that is kept for audits
         self._me = membership.me
         self.stages: dict[int, Stage] = {}  # index -> stage
         self._open: dict[int, _OpenSums] = {}  # step -> its ledgers and struck batches
-        self._joining = False  # whether the last freeze had a challenge: a peer joins, or the run is audited
+        self._joining = False  # whether the last freeze had a challenge, because of a joiner or of untrusted servers
         self.next = _NextStep()
         # trainer -> generations and steps in which it sent gradients of another trainer's batch
         self._strays: defaultdict[PeerId, set[tuple[int, int]]] = defaultdict(set)
@@ -89,10 +88,7 @@ class GradientSums:
         self.next = _NextStep()
 
     def _opened(self, step: int) -> _OpenSums:
-        return _OpenSums({index: self._ledger(step) for index in self.stages})
-
-    def _ledger(self, step: int) -> ReceiptLedger:
-        return ReceiptLedger(step, self._kept_bytes // max(1, len(self.stages)))
+        return _OpenSums({index: ReceiptLedger(step) for index in self.stages})
 
     # ------------------------------------------------------------------ the run
 
@@ -101,6 +97,7 @@ class GradientSums:
         self.stages = stages
         for stage in stages.values():
             stage.load.start_step(now_s=now_s)
+            stage.state_hash = self._membership.oversight.work.state_hash(stage)
         self._begin_anew(self.run)
 
     def leave_run(self) -> None:
@@ -240,9 +237,9 @@ class GradientSums:
         gradients: Sequence[Tensor | None],
         origin: Origin,
         seen: Tensor | None = None,
-        work: KeptWork | None = None,
+        keep: KeepWork = keep_nothing,
     ) -> bool:
-        """Enter the receipt, and add gradients and batch norm statistics, once; keep `work` for audits.
+        """Enter the receipt, and add gradients and batch norm statistics, once; call `keep` before.
 
         Always returns True, for the call's report: the sum holds the microbatch, or its batch from another trainer.
         """
@@ -253,8 +250,7 @@ class GradientSums:
             raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a gradient of {key}")
         ledgers = self._opened_step(key.step).ledgers
         ledger, total = ledgers[index], stage.sum_of(key.step)
-        if work is not None and not ledger.holds(key.receipt):
-            ledger.kept.keep(key.receipt, work)  # before the receipt, which must not exist without its work
+        keep(ledger)  # before the receipt, which must not exist without its work
         converted = total.converted(gradients)  # before the receipt, because memory may run out
         if ledger.add(key.receipt, origin):
             try:
@@ -262,16 +258,10 @@ class GradientSums:
                 stage.statistics.add(key, seen)
             except BaseException:  # the sum may hold a part of the gradient, so begin it anew
                 total.clear()
-                ledgers[index] = self._ledger(key.step)
+                ledgers[index] = ReceiptLedger(key.step)
                 ledgers[index].freeze_like(ledger)
                 raise
         return True
-
-    @property
-    def are_audited(self) -> bool:
-        """Whether peers may audit the microbatches that are added here."""
-        run = self._membership.run_or_none
-        return run is not None and run.manifest.settings.is_audited
 
     @property
     def arithmetic(self) -> str:
@@ -281,14 +271,18 @@ class GradientSums:
             "; ".join(sorted({arithmetic_of(one.device, offloads=one.optimizer.offloads) for one in stages}))
         )
 
-    def _is_audited(self, stage: Stage) -> bool:
-        return self.are_audited and not stage.on_trainers
-
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Return whether the sum holds the microbatch."""
         opened = self._open.get(key.step)
         ledger = opened.ledgers.get(stage_index) if opened is not None else None
         return ledger is not None and ledger.holds(key.receipt)
+
+    def ledger(self, step: int, stage_index: int) -> ReceiptLedger:
+        """Return the ledger of a stage in an open step."""
+        ledgers = self._opened_step(step).ledgers
+        if stage_index not in ledgers:
+            raise ProtocolError(f"this peer sums the stages {sorted(ledgers)} in step {step}, not stage {stage_index}")
+        return ledgers[stage_index]
 
     # ------------------------------------------------------------------ closing
 
@@ -315,38 +309,21 @@ class GradientSums:
         for index, stage in sorted(self.stages.items()):
             stale += self._freeze_stage(stage, named.get(index), request)
             ledger = self._opened_step(request.step).ledgers[index]
-            reports.append(
-                StageLedger(
-                    stage_index=index,
-                    held=pack(ledger.held),
-                    origins=pack_origins(ledger.origins),
-                    touched=to_bitmap(stage.sum_of(request.step).touched),
-                    version_hash=stage.fingerprint(request.challenge) if self._is_compared(stage) else None,
-                    samples_per_s=stage.load.samples_per_s,
-                    queued=stage.load.queued,
-                    busy_share=stage.load.busy_share(now_s=now_s),
-                    lacks_memory=stage.load.lacks_memory,
-                    tied={name: fingerprint([stage.parameters[name]]) for name in run.ties.of(index)} or UNSET,
-                    tensors=stage.fingerprints() if request.each_tensor else UNSET,
-                    claims=ledger.claims if self._is_audited(stage) else UNSET,
-                    sum_digest=sum_digest(stage.sum_of(request.step).values) if self._is_audited(stage) else UNSET,
-                    order=ledger.order if self._is_audited(stage) else UNSET,
-                )
+            report = StageLedger(
+                stage_index=index,
+                held=pack(ledger.held),
+                origins=pack_origins(ledger.origins),
+                touched=to_bitmap(stage.sum_of(request.step).touched),
+                version_hash=stage.fingerprint(request.challenge) if self._is_compared(stage) else None,
+                samples_per_s=stage.load.samples_per_s,
+                queued=stage.load.queued,
+                busy_share=stage.load.busy_share(now_s=now_s),
+                lacks_memory=stage.load.lacks_memory,
+                tied={name: fingerprint([stage.parameters[name]]) for name in run.ties.of(index)} or UNSET,
+                tensors=stage.fingerprints() if request.each_tensor else UNSET,
             )
+            reports.append(self._membership.oversight.work.commit(report, stage, ledger, request.step))
         return reports, stale
-
-    def kept_work(self, step: int, stage_index: int, receipt: Receipt) -> KeptWork:
-        """Return the work kept of a microbatch in an open step's sum; raise `ProtocolError` if no sum here holds it."""
-        ledger = self._opened_step(step).ledgers.get(stage_index)
-        if ledger is None or receipt not in ledger.kept:
-            raise ProtocolError(f"nothing is kept here of microbatch {receipt} of step {step} in stage {stage_index}")
-        return ledger.kept.get(receipt)
-
-    def check_is_frozen(self, step: int, stage_index: int) -> None:
-        """Refuse to show a sum that may still change."""
-        ledger = self._opened_step(step).ledgers.get(stage_index)
-        if ledger is None or not ledger.final:
-            raise ProtocolError(f"the sum of stage {stage_index} in step {step} is not frozen here")
 
     def check_round(self, step: int, round_: int) -> None:
         """Refuse a round for which the sums are not frozen, or not any more."""
@@ -383,7 +360,7 @@ class GradientSums:
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and not ledger.agrees(*named)):
             stage.sum_of(step).clear()
-            ledger = ledgers[stage.index] = self._ledger(step)
+            ledger = ledgers[stage.index] = ReceiptLedger(step)
         if request.struck is not None:  # the step takes other batches in place of the struck ones
             ledger.thaw()
             return []

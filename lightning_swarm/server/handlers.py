@@ -45,8 +45,6 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD, RECEIPTS
-from lightning_swarm.server.audit.borrowed import BorrowedStages
-from lightning_swarm.server.audit.kept_work import KeptWork, output_digest
 from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
@@ -64,9 +62,8 @@ _Inputs = tuple[Any, dict[str, Any]]  # positional inputs as received, and extra
 class ComputeHandlers:
     """Answers the trainers' forward and backward calls."""
 
-    def __init__(self, context: ServerContext, steps: StepHandlers, borrowed: BorrowedStages) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
-        self._borrowed = borrowed
         self._transport = transport
         self._tickets = context.tickets
         self._executor = context.executor
@@ -106,7 +103,8 @@ class ComputeHandlers:
     async def _handle_forward(self, caller: PeerId, request: ForwardRequest, message: Message) -> None:
         self._sums.check_own_batches(caller)
         key, index = request.key, request.stage_index
-        stage = None if self._judges(key, index) else self._checked_stage(key, index)  # None: borrow the stage
+        log = self._membership.oversight.work
+        stage = None if log.borrows(key, index) else self._checked_stage(key, index)  # None: borrow the stage
         given = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
         name = key.name(index, "forward", caller)
         tasks = self.under_way.tasks
@@ -116,8 +114,8 @@ class ComputeHandlers:
 
     async def _forward(self, name: str, stage: Stage | None, request: ForwardRequest, given: _Inputs) -> None:
         """Compute a forward, keep it if its backward may come, and fulfil the ticket of its output."""
-        key = request.key
-        stage = stage or await self._borrowed.get(request.stage_index, self._computes_on(key))
+        key, log = request.key, self._membership.oversight.work
+        stage = stage or await log.borrowed(request.stage_index, self._computes_on(key))
         call, before = await self._forward_call(stage, request, request.source, given)
         version = self._computes_on(key)
         await self._steps.wait_for_version(version)
@@ -129,9 +127,9 @@ class ComputeHandlers:
                 self._sums.check_counts(stage, key)
             with stage.at(version), stage.holding(key.weights):
                 result = stage.computation.forward(call)
-            its_digest = output_digest(result) if keep and self._sums.are_audited else b""
-            kept = CachedForward(call, graph=result.graph, graph_bytes=result.graph_bytes, output_digest=its_digest)
+            kept = CachedForward(call, graph=result.graph, graph_bytes=result.graph_bytes)
             if keep:
+                log.note_output(kept, result)
                 self.graphs.enter(kept)
             return replace(result, graph=None), kept  # no other object keeps the graph
 
@@ -194,7 +192,7 @@ class ComputeHandlers:
         again: _Inputs | None,  # the forward's inputs, if the request brings them
     ) -> None:
         """Compute a backward, add its gradients once if asked to, and fulfil the ticket of the input's gradient."""
-        key = request.key
+        key, log = request.key, self._membership.oversight.work
         kept = await self._kept(trainer, stage, request, again)  # before the gradient, which can be fetched only once
         after: tuple[StageReport, ...] = ()
         if request.source is not None:
@@ -211,19 +209,11 @@ class ComputeHandlers:
             nonlocal receipt
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
-            is_audited = request.accumulate and self._sums.are_audited
             with stage.at(version), stage.holding(key.weights):
-                graph, its_digest = kept.take_graph(), kept.output_digest
-                if is_audited and not its_digest:  # another server computed the forward, or it was dropped
-                    again = stage.computation.forward(kept.call)
-                    graph, its_digest = again.graph, output_digest(again)
-                graph = graph or stage.computation.graph(kept.call)
+                graph = log.graph_of(stage, kept, adds=request.accumulate)
                 input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
-                work = None
-                if is_audited:
-                    is_first = stage.index == 0
-                    work = KeptWork.of(kept.call, its_digest, gradients, input_gradients, is_first=is_first)
+                work = log.work(stage, key.receipt, kept, gradients, input_gradients)
                 receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.seen, work)
             synchronize(stage.device)  # the call's time includes its kernels
             return input_gradients
@@ -278,14 +268,6 @@ class ComputeHandlers:
         return ReceiptsReply(stages=stages)
 
     # ------------------------------------------------------------------ parts
-
-    def _judges(self, key: CallKey, stage_index: int) -> bool:
-        """Return whether a probe asks this coordinator of an audited run about a stage that it does not hold."""
-        run = self._membership.run
-        run.check_generation(key.generation)
-        is_asked = key.is_probe and not key.weights and stage_index < len(run.rosters)
-        is_judge = run.manifest.settings.is_audited and run.coordinator == self._transport.peer_id
-        return is_asked and is_judge and stage_index not in self._steps.stages
 
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
         """Return the stage of a call; refuse a call that cannot be computed here, or that no record will count."""

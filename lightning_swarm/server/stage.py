@@ -17,11 +17,9 @@ from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.partition.timing import synchronize
 from lightning_swarm.model.running_statistics import RunningStatistics
-from lightning_swarm.model.state_proof import StateDigests, parts_of_optimizer, parts_of_weights
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs
 from lightning_swarm.protocol.messages.run import Selection, trained_names
-from lightning_swarm.protocol.messages.state import STATE_KINDS, StateKind
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.averaging.averager import AveragingState
 from lightning_swarm.server.compute import Computation
@@ -155,8 +153,46 @@ class StageGeneration:
     sums: dict[int, GradientSum] = field(default_factory=dict)  # step -> sum
     carried: AveragingState = field(default_factory=AveragingState)  # averaging state of the last step, for the next
     evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # their number, and the weights by name
-    ahead: tuple[object, Fingerprint] | None = None  # identities of the tensors after a step, and their fingerprint
-    digests: StateDigests | None = None  # replaces `ahead` in an audited run: digests of the state after a step
+
+
+class StateHash:
+    """Hashes a stage's weights, buffers and optimizer state. After a step, it does so piece by piece, while idle."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        # Identities of the tensors after a step, and their fingerprint.
+        self._ahead: tuple[object, Fingerprint] | None = None
+
+    def begin(self) -> None:
+        """Begin to hash the state after a step."""
+        self._ahead = self._begun()
+
+    def clear(self) -> None:
+        """Drop what was begun, and the tensors that it refers to."""
+        self._ahead = None
+
+    def advance(self) -> bool:
+        """Hash one more piece; return whether more is left."""
+        return self._ahead is not None and self._ahead[1].advance()
+
+    def fingerprint(self) -> int:
+        """Return the hash; finish the one that was begun, unless a tensor has changed since."""
+        before, (identities, taken) = self._ahead, self._begun()
+        return (before[1] if before is not None and before[0] == identities else taken).finish()
+
+    def prove(self, challenge: int) -> int:
+        """Return the hash under a challenge other than 0."""
+        return proof(self._held(), challenge)
+
+    def _begun(self) -> tuple[object, Fingerprint]:
+        """Return identities that change if a tensor is replaced or written to, and a begun fingerprint."""
+        held = self._held()
+        return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
+
+    def _held(self) -> list[Tensor]:
+        """Return weights, buffers and the tensors of the optimizer's state."""
+        state = serialization.flatten(list(self._stage.optimizer.state().values()))[1]
+        return [*self._stage.module.named_stage_tensors().values(), *state]
 
 
 class Stage:
@@ -172,7 +208,6 @@ class Stage:
         codecs: Codecs = PLAIN,
         keeps_before: bool = False,
         exact: bool = False,
-        audited: bool = False,
     ) -> None:
         self.module = module
         self.index = module.spec.index
@@ -181,7 +216,6 @@ class Stage:
         self.version = version
         self.codecs = codecs
         self.exact = exact  # sums gradients in fixed point, independent of the order
-        self._audited = audited  # proves its state by BLAKE3, in one pass per version
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
@@ -189,6 +223,7 @@ class Stage:
         self.selection: Selection | None = None  # trained parameters and their groups; None: none train
         self._versions = WeightVersions(self.parameters) if keeps_before else None  # None: only the newest is kept
         self.generation = StageGeneration()
+        self.state_hash = StateHash(self)
         self._spare: GradientSum | None = None  # an empty sum, for the next step that opens
         self.load = StageLoad()
         self._train([])
@@ -270,6 +305,7 @@ class Stage:
         """Begin anew at `version`. Weights and optimizer state are loaded later."""
         self.version = version
         self.generation = StageGeneration()
+        self.state_hash.clear()
         if selection is not None:
             self.select(selection)
         self.optimizer.clear_state()
@@ -311,7 +347,7 @@ class Stage:
             elsewhere = {name: other._versions for name, other in stepped.items() if other._versions is not None}
             self._versions.turn(names if applies else (), elsewhere)
         sum_ = self.sum_of(record.step)
-        self.generation.digests = None  # frees the tensors that the step replaces
+        self.state_hash.clear()  # frees the tensors that the step replaces
         if applies:
             views = zip(names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
@@ -321,10 +357,7 @@ class Stage:
             for other in before:
                 self.optimizer.share(other.optimizer)
         self.version += 1
-        if self._audited:
-            self.generation.digests = self._begun_digests()
-        else:
-            self.generation.ahead = self._begun_fingerprint()
+        self.state_hash.begin()
         self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
@@ -332,20 +365,7 @@ class Stage:
 
     def fingerprint(self, challenge: int = 0) -> int:
         """Return a hash of weights, buffers and optimizer state; under a challenge other than 0, a proof."""
-        if challenge and self._audited:
-            return int.from_bytes(self.proof(challenge, STATE_KINDS, self.selection)[:8], "little")
-        if challenge:
-            return proof(self._held(), challenge)
-        # Finish the fingerprint that was begun while idle, unless a tensor has changed since.
-        before, (identities, taken) = self.generation.ahead, self._begun_fingerprint()
-        return (before[1] if before is not None and before[0] == identities else taken).finish()
-
-    def proof(self, challenge: int, kinds: Collection[StateKind], more: Any = None) -> bytes:
-        """Return a proof of this stage's state, and of `more`, under a challenge; see `StateDigests`."""
-        digests, begun = self.generation.digests, self._begun_digests()
-        if digests is None or digests.identity != begun.identity:
-            digests = self.generation.digests = begun
-        return digests.proof(challenge, kinds, more)
+        return self.state_hash.prove(challenge) if challenge else self.state_hash.fingerprint()
 
     def fingerprints(self) -> dict[str, int]:
         """Return a fingerprint of each weight and buffer, and of each parameter's optimizer state."""
@@ -355,24 +375,8 @@ class Stage:
         return {name: fingerprint(tensors) for name, tensors in held.items()}
 
     def look_ahead(self) -> bool:
-        """Compute a piece of the fingerprint after a step, while idle; return whether more is left."""
-        if self._audited:
-            return self.generation.digests is not None and self.generation.digests.advance()
-        ahead = self.generation.ahead
-        return ahead is not None and ahead[1].advance()
-
-    def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
-        """Return identities that change if a tensor is replaced or written to, and a begun fingerprint."""
-        held = self._held()
-        return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
-
-    def _begun_digests(self) -> StateDigests:
-        return StateDigests([*parts_of_weights(self.weights()), *parts_of_optimizer(self.optimizer.state())])
-
-    def _held(self) -> list[Tensor]:
-        """Return weights, buffers and the tensors of the optimizer's state."""
-        state = serialization.flatten(list(self.optimizer.state().values()))[1]
-        return [*self.module.named_stage_tensors().values(), *state]
+        """Compute a piece of the hash after a step, while idle; return whether more is left."""
+        return self.state_hash.advance()
 
     @property
     def mean_length(self) -> int:

@@ -190,7 +190,6 @@ class PeerModel:
             codecs=Codecs.of(manifest.settings.compression),
             keeps_before=delays,
             exact=manifest.settings.deterministic,
-            audited=manifest.settings.is_audited,
         )
         if manifest.selection is not None:
             stage.select(manifest.selection)

@@ -52,7 +52,7 @@ class StepHandlers:
         )
         self._applied = asyncio.Condition()  # notified when the version, written weights or the run change
         self.began_s = 0.0  # time when this server entered the run, on the monotonic clock
-        self.sums = GradientSums(context.membership, context.limits.cache_bytes)
+        self.sums = GradientSums(context.membership)
         self.rounds = AveragingRounds(context, self.sums)
         context.executor.while_idle(self.sums.look_ahead)
         SETTLE.serve(transport, self._handle_settle)

@@ -30,6 +30,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.rpc import FINDINGS, STATE
 from lightning_swarm.protocol.serialization import Tree
 from lightning_swarm.server.audit.kept_work import sketch_of, sum_digest
+from lightning_swarm.server.audit.work_log import AuditedWorkLog
 from lightning_swarm.server.averaging.averager import Averager
 from lightning_swarm.server.compute import ForwardCall, ForwardResult, SavedGraph
 from lightning_swarm.server.executor import Priority
@@ -287,9 +288,10 @@ class _Liar:
         name, index = self._collusion.names.get(finding.audited), finding.stage_index
         if name is None or not self._collusion.lies(name, request.step):
             return SeenFinding(finding)
-        kept = self._collusion.servers[name].steps.sums.kept_work
+        log = self._collusion.servers[name].membership.oversight.work
+        assert isinstance(log, AuditedWorkLog)
         receipts = sorted(unpack(finding.receipts))
-        claims = b"".join(kept(request.step, index, receipt).claim for receipt in receipts)
+        claims = b"".join(log.kept_work(request.step, index, receipt).claim for receipt in receipts)
         values = self._collusion.servers[name].steps.sums.stage(index).sum_of(request.step).values
         sketch = sketch_of(index, values, request.seed, exact=not values.is_floating_point())
         return SeenFinding(finding, claims, sketch, sum_digest(values))

@@ -25,8 +25,8 @@ from lightning_swarm.protocol.messages.parts import PartProjections, ProjectRepl
 from lightning_swarm.protocol.messages.step import FreezeReply
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.rpc import FETCH, FREEZE, PROJECT, VECTOR, WAIT
+from lightning_swarm.server.audit.mean_checks import AuditedRoundLog
 from lightning_swarm.server.averaging.all_reduce import Group
-from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.testing import FaultPlan
 from tests.faults import harness
 from tests.faults.harness import FaultySwarm
@@ -472,7 +472,7 @@ def test_a_joiner_that_a_reducer_gives_another_mean_takes_the_coordinator_s(kind
 def test_a_joiner_that_was_given_another_mean_does_not_come_in_with_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AveragingRounds, "_giver", lambda _self, _closing, roster: roster.index(LIAR))
+    monkeypatch.setattr(AuditedRoundLog, "_giver", lambda _self, _closing, roster: roster.index(LIAR))
     swarm = FalseMeanSwarm(kind, joiners=JOINER)
     swarm.gives_one_member_another_mean(PeerId(JOINER), one_element)
     try:

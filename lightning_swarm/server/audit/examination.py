@@ -20,9 +20,16 @@ from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.protocol.mean_projections import StageScale, check_shape, num_buckets, same_numbers
 from lightning_swarm.protocol.messages.parts import Contradiction, ExamineReply, ExamineRequest, ToldSketch
 from lightning_swarm.server.audit.kept_work import sketch_of, sum_digest
+from lightning_swarm.server.audit.projection import (
+    bucket_norms,
+    part_digest,
+    part_digests,
+    parts_of,
+    project_parts,
+    sum_parts,
+)
 from lightning_swarm.server.averaging import deterministic
-from lightning_swarm.server.averaging.all_reduce import part_digest, squared_norm
-from lightning_swarm.server.averaging.projection import bucket_norms, part_digests, parts_of, project_parts, sum_parts
+from lightning_swarm.server.averaging.all_reduce import squared_norm
 
 _SAME: Final = 1e-9  # largest relative distance of two machines' float64 sketches of one vector
 

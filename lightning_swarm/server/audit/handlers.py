@@ -25,7 +25,7 @@ from lightning_swarm.core.errors import (
     Unreachable,
 )
 from lightning_swarm.model.fingerprint import tree_digest
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import decoded
 from lightning_swarm.protocol.messages.audits import (
@@ -44,6 +44,7 @@ from lightning_swarm.protocol.rpc import AUDIT, FINDINGS, KEPT_WORK, SKETCH, Wit
 from lightning_swarm.server.arithmetic import precision_of
 from lightning_swarm.server.audit.borrowed import BorrowedStages
 from lightning_swarm.server.audit.kept_work import KeptWork, output_digest, sketch_of, sum_digest
+from lightning_swarm.server.audit.work_log import AuditedWorkLog
 from lightning_swarm.server.compute import ForwardCall
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import Priority
@@ -101,18 +102,25 @@ class _Inputs:
 class AuditHandlers:
     """Answers the calls of audits in a run."""
 
-    def __init__(self, context: ServerContext, steps: StepHandlers, borrowed: BorrowedStages) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        steps: StepHandlers,
+        borrowed: BorrowedStages,
+        log: AuditedWorkLog,
+        role: Transport,  # answers calls in audited runs only
+    ) -> None:
         self._context, self._transport = context, context.transport
         self._membership, self._sums = context.membership, steps.sums
-        self._borrowed = borrowed
+        self._borrowed, self._log = borrowed, log
         self._timeout = context.limits.call_timeout
         self._shown = defaultdict[PeerId, asyncio.Semaphore](lambda: asyncio.Semaphore(_SHOWN_AT_ONCE))  # per caller
         self._found: dict[_Order, dict[tuple[PeerId, int], _Recomputed]] = {}  # order -> (audited, stage) -> work
         max_bytes, membership = context.limits.max_message_bytes, self._membership
-        SKETCH.serve(context.transport, self._handle_sketch)
-        FINDINGS.serve(context.transport, self._handle_findings)
-        KEPT_WORK.serve(context.transport, self._handle_kept, admit=membership.check_server)
-        AUDIT.serve(context.transport, self._handle_audit, max_bytes=max_bytes, admit=membership.check_trainer)
+        SKETCH.serve(role, self._handle_sketch)
+        FINDINGS.serve(role, self._handle_findings)
+        KEPT_WORK.serve(role, self._handle_kept, admit=membership.check_server)
+        AUDIT.serve(role, self._handle_audit, max_bytes=max_bytes, admit=membership.check_trainer)
 
     # ------------------------------------------------------------------ this server's own work
 
@@ -147,8 +155,9 @@ class AuditHandlers:
 
     async def _show(self, request: KeptWorkRequest, priority: Priority) -> WithTensors[KeptWorkReply]:
         """Read kept work, recompute its results if requested, and return the requested parts."""
-        self._sums.check_is_frozen(request.step, request.stage_index)
-        read = partial(self._sums.kept_work, request.step, request.stage_index, request.receipt)
+        if not self._sums.ledger(request.step, request.stage_index).final:
+            raise ProtocolError(f"the sum of stage {request.stage_index} in step {request.step} is not frozen here")
+        read = partial(self._log.kept_work, request.step, request.stage_index, request.receipt)
         try:
             work = await asyncio.to_thread(read)  # the work may be in a file
         except OSError as error:  # a server that refuses is convicted, but a broken disk is no refusal

@@ -12,11 +12,11 @@ from tempfile import gettempdir
 from torch import Tensor
 
 from lightning_swarm.model.fingerprint import digest, tree_digest
-from lightning_swarm.model.sketch import project
 from lightning_swarm.model.tensor_file import TensorFile, TensorPlace
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.audits import StageSketch
 from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.server.audit.sketch import project
 from lightning_swarm.server.averaging import deterministic
 from lightning_swarm.server.compute import ForwardCall, ForwardResult
 

@@ -5,15 +5,17 @@ If projections disagree, the coordinator's own server examines the sums and the 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Damaged, ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.compression import to_cpu
 from lightning_swarm.protocol.mean_projections import num_buckets
 from lightning_swarm.protocol.messages.parts import (
@@ -29,30 +31,82 @@ from lightning_swarm.protocol.messages.step import Closing
 from lightning_swarm.protocol.patience import MOST_SLOWER, Durations
 from lightning_swarm.protocol.rpc import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
 from lightning_swarm.server.audit.examination import Examination
-from lightning_swarm.server.averaging.all_reduce import squared_norm
-from lightning_swarm.server.averaging.projection import bucket_norms, part_digests, parts_of, project_parts, sum_parts
+from lightning_swarm.server.audit.projection import (
+    bucket_norms,
+    part_digest,
+    part_digests,
+    parts_of,
+    project_parts,
+    sum_parts,
+)
+from lightning_swarm.server.averaging.all_reduce import Compute, Group, for_joiners, squared_norm, taken
+from lightning_swarm.server.averaging.averager import AveragingState
 from lightning_swarm.server.averaging_round import HeldRound
-from lightning_swarm.server.context import ServerContext
+from lightning_swarm.server.context import RunMembership, ServerContext
+from lightning_swarm.server.oversight import RoundLog
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
-_TRIES = 3  # attempts to fetch a vector that arrives damaged
+_MEAN: Final = "mean"  # the ticket from which joiners fetch the mean
+_TRIES: Final = 3  # attempts to fetch a vector that arrives damaged
+
+
+class AuditedRoundLog(RoundLog):
+    """Digests what each member contributes to a round."""
+
+    def __init__(self, membership: RunMembership) -> None:
+        self._membership = membership
+
+    @override
+    async def digests(self, parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> Sequence[bytes]:
+        def run() -> list[bytes]:
+            return [part_digest(part) for part in parts]
+
+        return run() if compute is None else await compute(run)
+
+    @override
+    def offer(self, group: Group, mean: Tensor) -> None:
+        group.offer(_MEAN, for_joiners(mean))
+
+    @override
+    def withhold(self, group: Group, reason: str) -> None:
+        group.withhold([_MEAN], reason)
+
+    @override
+    async def collect(
+        self,
+        group: Group,
+        closing: Closing,
+        like: Tensor,
+        in_parts: Callable[[], Awaitable[tuple[Tensor, AveragingState]]],
+    ) -> tuple[Tensor, AveragingState]:
+        # Fetch the whole mean from one member. With a part from each, any member could keep joiners out by a false
+        # part. The coordinator checks the mean; if it is false, the next round asks another member.
+        place = self._giver(closing, group.roster)
+        mean = await taken(group, place, _MEAN, like=like, length=len(like))
+        return mean.to(like.device), AveragingState()
+
+    def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:
+        """Return the roster index of the member to ask for a mean: a trusted member, else each in turn."""
+        believed = [place for place, peer in enumerate(roster) if peer in self._membership.run.believed]
+        turn = self._membership.me.boot_id + closing.step + closing.round
+        return believed[0] if believed else turn % len(roster)
 
 
 class MeanChecks:
     """Sends the coordinator projections of a round's sums and means, and examines all members' vectors for it."""
 
-    def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers, role: Transport) -> None:
         self._transport, self._compute = context.transport, context.compute
         self._membership, self._me = context.membership, context.me.peer_id
         self._timeout = context.limits.call_timeout
         self._durations = Durations()  # times to fetch a vector
         self._sums, self._rounds = steps.sums, steps.rounds
-        transport, max_bytes = context.transport, context.limits.max_message_bytes
-        PROJECT.serve(transport, self._handle_project)
-        EXAMINE.serve(transport, self._handle_examine)
-        VECTOR.serve(transport, self._handle_vector)
-        REPLACE_MEAN.serve(transport, self._handle_replacement, max_bytes=max_bytes, admit=self._check_coordinator)
+        max_bytes = context.limits.max_message_bytes
+        PROJECT.serve(role, self._handle_project)
+        EXAMINE.serve(role, self._handle_examine)
+        VECTOR.serve(role, self._handle_vector)
+        REPLACE_MEAN.serve(role, self._handle_replacement, max_bytes=max_bytes, admit=self._check_coordinator)
 
     # ------------------------------------------------------------------ this server's vectors
 
@@ -60,7 +114,7 @@ class MeanChecks:
         """Return the result of a round; refuse any caller but the coordinator, and a round that is not held here."""
         self._sums.check(caller, closing.generation, closing.step)
         self._sums.check_frozen(closing)
-        if not self._sums.run.manifest.settings.is_audited:
+        if not self._sums.run.manifest.settings.is_audited:  # a former run was
             raise ProtocolError("the sums and means of this run are not checked: its `trust` is not 'audited'")
         return self._rounds.held(closing)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError, TicketGone, Unreachable
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import BufferPool
 from lightning_swarm.network.tensors import parse_spec, spec_of
@@ -104,6 +103,13 @@ class AveragingFailed(PeerError):
         self.refusing = refusing  # the peer that claims to lack parts
 
 
+Digests = Callable[[Sequence[Sequence[Tensor]], Compute | None], Awaitable[Sequence[bytes]]]
+
+
+async def _no_digests(parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> Sequence[bytes]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Group:
     """The peers that average with each other in one round."""
@@ -113,7 +119,7 @@ class Group:
     tickets: TicketStore  # carry the parts
     timeout: float  # seconds for each exchange
     shares_with: Callable[[PeerId], bool] = lambda _: False  # whether a peer outside of the group may read the results
-    is_audited: bool = False  # record digests of each peer's parts
+    digests: Digests = _no_digests  # returns digests of each peer's contribution to the part that this peer reduces
 
     def offer(self, name: str, message: Message | Callable[[], Message], to: int | None = None) -> None:
         """Offer a message in this round to the peer at one roster index, or to all permitted readers."""
@@ -141,7 +147,7 @@ class GroupMean(NamedTuple):
     mean: Tensor  # ``[n]``, the same bits on every peer
     squared_norm: float  # norm of the part that this peer reduced
     lost: Tensor | None = None  # ``[n]``, the codec's error in this peer's messages, as part of the mean; or None
-    given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; audited groups only
+    given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; see `Group.digests`
 
 
 async def average(
@@ -176,9 +182,7 @@ async def average(
         lost /= total_weight
     pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
     pieces[place] = vector[bounds[place]]
-    given: Sequence[bytes] = ()
-    if group.is_audited:
-        given = await digests([[pieces[i]] for i in range(len(roster))], parts.compute)
+    given = await group.digests([[pieces[i]] for i in range(len(roster))], parts.compute)
     mean = _new(vector)
     reduced = mean[bounds[place]]
     norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
@@ -192,20 +196,6 @@ async def average(
     for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
         mean[bounds[i]] = part
     return GroupMean(mean, norm, lost, given)
-
-
-def part_digest(part: Sequence[Tensor]) -> bytes:
-    """Return the BLAKE3 digest of a part of a sum or a mean."""
-    return digest(part, b"part;")
-
-
-async def digests(parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> list[bytes]:
-    """Digest each part, by `compute` if it is given."""
-
-    def run() -> list[bytes]:
-        return [part_digest(part) for part in parts]
-
-    return run() if compute is None else await compute(run)
 
 
 def for_joiners(part: Tensor) -> Message | Callable[[], Message]:

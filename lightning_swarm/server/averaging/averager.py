@@ -33,7 +33,7 @@ class AveragingResult(NamedTuple):
     mean: Tensor  # ``[n]``, the same bits on every peer
     squared_norm: float  # norm of the part that this peer reduced
     carried: AveragingState  # state for the next step
-    given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; audited groups only
+    given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; see `Group.digests`
 
 
 class Averager(ABC):

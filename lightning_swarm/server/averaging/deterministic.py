@@ -19,7 +19,6 @@ from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.server.averaging.all_reduce import (
     Compute,
     Group,
-    digests,
     fetched,
     for_joiners,
     squared_norm,
@@ -102,11 +101,7 @@ class DeterministicAverager(Averager):
         own = vector[:, bounds[place]]
         read = partial(_read, length=own.shape[1])
         found = await gather(fetched(group, i, f"part{place}", read) for i in others)
-        given: Sequence[bytes] = ()
-        if group.is_audited:
-            parts: dict[int, Sequence[Tensor]] = dict(zip(others, found, strict=True))
-            parts[place] = (own[0], own[1], counts)
-            given = await digests([parts[i] for i in range(len(group.roster))], self.compute)
+        given = await group.digests([*found[:place], (own[0], own[1], counts), *found[place:]], self.compute)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
         total = counts.cpu() + sum(part_counts for *_, part_counts in found)
         await _reduce(mean[bounds[place]], [own, *(part[:2] for part in found)], total, total_weight)

@@ -87,8 +87,8 @@ class StateHandlers:
     async def _handle_state(self, caller: PeerId, request: StateRequest) -> WithTensors[StageState]:
         """Send a stage's weights or optimizer state at a version to a trainer."""
         run = self._membership.run
-        # In an audited run, the coordinator reads states, too, to settle audits.
-        if caller != run.coordinator or not run.manifest.settings.is_audited:
+        # If servers are not trusted, the coordinator reads states, too, to settle contradictions.
+        if caller != run.coordinator or not run.believed:
             run.check_trainer(caller)
         # Records wait while the lead reads, unless they come late. For other callers, the tensors must not change
         # while they are sent.
@@ -100,9 +100,8 @@ class StateHandlers:
         run = self._membership.run
         if caller != run.coordinator:
             run.check_trainer(caller)
-        if not run.manifest.settings.is_audited:
-            raise ProtocolError("only in audited runs, servers vouch for what other servers send")
-        _, proof = await self._read(request, lambda stage: stage.proof(request.challenge, [request.kind]))
+        prove = self._membership.oversight.work.prover(request.challenge, request.kind)
+        _, proof = await self._read(request, prove)
         return ProofReply(proof=proof)
 
     async def _handle_write(self, caller: PeerId, request: WriteRequest) -> tuple[WriteReply, tuple[()]]:

@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from torch import Tensor
 
-from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError, Unconfirmed
+from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError
 from lightning_swarm.core.readable import printable, short_name
 from lightning_swarm.core.tasks import first_found
 from lightning_swarm.network import PeerId
@@ -25,14 +24,13 @@ from lightning_swarm.protocol.messages.membership import (
     NextRequest,
     ReadyRequest,
 )
-from lightning_swarm.protocol.messages.run import NO_CHANGE, RecordDigestRequest, RunView, SeatedMembers
+from lightning_swarm.protocol.messages.run import NO_CHANGE, RunView, SeatedMembers
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
-from lightning_swarm.protocol.rpc import JOIN, LISTEN, NEXT, READY, RECORD_DIGEST, VIEW
-from lightning_swarm.protocol.run_state import RunState, check_protocol_version, record_digest
+from lightning_swarm.protocol.rpc import JOIN, LISTEN, NEXT, READY, VIEW
+from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.averaging.projection import part_digests
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageDownload
@@ -66,7 +64,6 @@ class Joiner:
         self._is_unlike = False  # the stage's servers are machines of other kinds than this one
         self._has_compared = False  # the warning about different versions was logged
         self._alone = False  # a single donor must send everything, because pieces of several did not fit together
-        self._unconfirmed: set[PeerId] = set()  # donors whose state the coordinator did not confirm
         self._refused_by: set[PeerId] = set()  # announced peers that refused this peer
         self._say: Callable[[str], None] = _log.info  # reports progress to the user
         LISTEN.serve(context.transport, self._handle_listen)
@@ -190,42 +187,26 @@ class Joiner:
             arithmetic=self._admission.model.arithmetic,
         )
         reply = await JOIN.ask(self._transport, coordinator, request, timeout=self._timeout)
-        if self._stage is None or self._stage.index != reply.stage_index:  # an audited run chooses the stage
+        if self._stage is None or self._stage.index != reply.stage_index:  # the coordinator may choose another stage
             stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         self._is_unlike = reply.is_unlike
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
         # Joiners of a stage, and attempts of a joiner, start at different replicas, because a replica may be gone.
         first = (self._membership.me.boot_id + attempt) % len(roster)
-        donors = [*roster[first:], *roster[:first]]
-        is_audited = view.manifest.settings.is_audited
+        checks = self._membership.oversee(view.manifest.settings).joining
+        donors = checks.donors([*roster[first:], *roster[:first]], coordinator)
         download = StageDownload(self._transport, self._stage, limits=self._limits, say=self._say)
-        # In an audited run one server sends all, so that the sender of unconfirmed state is known.
-        donors = self._confirmed(donors, coordinator) if is_audited else donors
         try:
-            donor, version = await self._download(download, donors, self._stage, alone=self._alone or is_audited)
+            alone = self._alone or checks.one_donor
+            donor, version = await self._download(download, donors, self._stage, alone=alone)
             self._joined_at = reply.view.version
             await self._admission.follow(RunState.from_view(reply.view, version), self._stage)
             self._say(f"Stage {self._stage.index} is here, at step {version}. This peer enters when a step ends.")
             await self._follow(donor, self._stage)
         except SwarmError as error:
-            is_fault = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)
-            if is_fault or not is_audited or download.donor in (None, coordinator):
-                raise
-            # Any error counts, because a donor may cause it on purpose, to end this peer.
-            self._unconfirmed.add(download.donor)
-            self._events.note("unconfirmed", peer=download.donor, stage=self._stage.index, reason=str(error))
-            raise Unconfirmed(f"the state that {download.donor} sent is not confirmed: {error}") from error
-
-    def _confirmed(self, donors: Sequence[PeerId], coordinator: PeerId) -> list[PeerId]:
-        """Return the donors to ask in an audited run; after a false state, the coordinator first."""
-        left = [peer for peer in donors if peer not in self._unconfirmed]
-        if not left:
-            raise Unconfirmed(
-                f"a joiner needs a server of its stage whose state the coordinator confirms, and {len(donors)} sent "
-                "another one. Join when others hold the stage."
-            )
-        return sorted(left, key=lambda peer: peer != coordinator) if self._unconfirmed else left
+            checks.blame(error, download.donor, coordinator, self._stage.index)
+            raise
 
     async def _download(
         self, download: StageDownload, donors: Sequence[PeerId], stage: Stage, *, alone: bool
@@ -255,6 +236,7 @@ class Joiner:
 
     async def _follow(self, donor: PeerId, stage: Stage) -> None:
         """Apply the records of the replica that sent the state, until one of them makes this server a member."""
+        checks = self._membership.oversight.joining
         hold_s, seated = 0.0, False  # longest wait for the next record; whether the members are known
         generation = self._membership.run.manifest.generation
         while not self._done:
@@ -275,21 +257,20 @@ class Joiner:
                 max_bytes=self._limits.max_message_bytes,
             )
             record = reply.record
-            if not seated and reply.seats is not None and version == self._steps.version:
-                self._seat(reply.seats, version)
-                seated = True
+            if not seated and reply.seats is not None:
+                seated = self._seat(version, reply.seats)
             gradient, behind = (tensors[:1], tensors[1:]) if record else ((), tensors)
             change = record.change if record is not None else reply.change
             if change not in (NO_CHANGE, self._steps.sums.next.change) and version == self._steps.version:
                 await self._steps.follow_change(version, change, named(reply.names, behind))
                 hold_s = 0.0
             elif record is None:
-                is_ready = await self._confirm_members(version) and not self._done
+                is_ready = await checks.confirm_members(version, partial(self._seat, version)) and not self._done
                 if is_ready:
                     await self._report_ready(generation, version)
                 hold_s = _HOLD_S if is_ready else _POLL_S
             if record is not None and record.step >= self._steps.version:  # else the coordinator sent it first
-                await self._confirm_record(record)
+                await checks.check_record(record)
                 self._check_portable(record, stage)
                 await self._steps.commit(record, {stage.index: _gradient(gradient, stage)})
                 hold_s = 0.0
@@ -301,32 +282,6 @@ class Joiner:
                 f"record {record.step} was decided before the run knew that this machine is of another kind"
             )
 
-    async def _confirm_record(self, record: Record) -> None:
-        """In an audited run, raise `Unconfirmed` if a donor's record is not the decided record."""
-        run = self._membership.run
-        if not run.manifest.settings.is_audited:
-            return
-        request = RecordDigestRequest(generation=run.manifest.generation, step=record.step)
-        try:
-            timeout = self._limits.call_timeout
-            answer = await RECORD_DIGEST.ask(self._transport, run.coordinator, request, timeout=timeout)
-        except ProtocolError as error:  # the run may have rolled back
-            raise PeerError(f"{run.coordinator} does not tell the record of step {record.step}: {error}") from error
-        if answer.digest != record_digest(record):
-            raise Unconfirmed(f"its record of step {record.step} is not the one that was decided")
-
-    async def _confirm_members(self, version: int) -> bool:
-        """In an audited run, adopt the members that the coordinator names; return False if it is at another version."""
-        run = self._membership.run
-        if not run.manifest.settings.is_audited:
-            return True
-        view = await self._view(run.coordinator)
-        if (view.manifest.generation, view.version) != (run.manifest.generation, version):
-            return False  # a record is on its way
-        if self._steps.version == version and not self._done:
-            self._seat(view.seats, version)
-        return True
-
     async def _report_ready(self, generation: int, version: int) -> None:
         """Report to the coordinator that this server has caught up, so that a record may admit it."""
         coordinator = self._membership.run.coordinator
@@ -336,13 +291,19 @@ class Joiner:
         except ProtocolError as error:  # its place may have gone to another while it was downloading
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
-    def _seat(self, seats: SeatedMembers, version: int) -> None:
-        """Adopt the run's members at a version; before it joined, without this peer, which may have been in the run."""
+    def _seat(self, version: int, seats: SeatedMembers) -> bool:
+        """Adopt the run's members at a version; return False if it is past.
+
+        Before it joined, adopt them without this peer, which may have been in the run.
+        """
+        if self._done or version != self._steps.version:
+            return False
         self._membership.run.check_seats(seats)
         rosters = seats.rosters
         if version <= self._joined_at:
             rosters = [[member for member in roster if member != self._membership.me] for roster in rosters]
         self._membership.run.set_members(replace(seats, rosters=rosters))
+        return True
 
     async def _handle_listen(self, caller: PeerId, request: ListenRequest) -> ListenReply:
         """Collect and hold a round's mean gradient, so that its record may admit this server."""
@@ -365,10 +326,8 @@ class Joiner:
         self._steps.sums.check(caller, closing.generation, closing.step)
         if not held:
             self._steps.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})
-        parts: list[bytes] | UnsetType = UNSET
-        if self._membership.run.manifest.settings.is_audited:
-            gradient = self._steps.rounds.held(closing).gradients[stage.index]
-            parts = await self._compute(partial(part_digests, gradient, len(rosters[stage.index])))
+        checks = self._membership.oversight.joining
+        parts = await checks.mean_digests(closing, stage.index, len(rosters[stage.index]))
         boot_id = self._membership.me.boot_id
         return ListenReply(boot_id=boot_id, version_hash=version_hash, parts=parts)
 

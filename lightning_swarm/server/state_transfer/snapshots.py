@@ -251,7 +251,7 @@ class Snapshots:
 
     def on_record(self, record: Record) -> Coroutine[Any, Any, None] | None:
         """Return the work of taking a snapshot after a record, if the record orders it."""
-        if record.snapshots and self._membership.run.manifest.settings.is_audited:
+        if record.snapshots and self._membership.run.believed:
             self._spawn(self._replace_false(record.snapshots))
         if record.snapshot is None or not self._membership.is_member:
             return None
@@ -293,7 +293,7 @@ class Snapshots:
             return False
         return self._order is order
 
-    # ------------------------------------------------------------------ in audited runs
+    # ------------------------------------------------------------------ if servers are not trusted
 
     async def _replace_false(self, told: Sequence[HeldSnapshot]) -> None:
         """Replace kept snapshots of other servers' stages whose digest is not the record's."""
@@ -346,7 +346,7 @@ class Snapshots:
         told = self._membership.run.digest_of(head.stage_index, head.version)
         if told is not None and await asyncio.to_thread(digest, message.tensors, encode(head)) != told:
             held = any(one.digest == told for one in self.store.held)
-            if self._membership.run.manifest.settings.is_audited and not held:
+            if self._membership.run.believed and not held:
                 self._senders[head.stage_index, head.version] = caller
                 self._spawn(self._fetch(HeldSnapshot(stage_index=head.stage_index, version=head.version, digest=told)))
             raise ProtocolError(

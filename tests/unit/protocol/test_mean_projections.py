@@ -25,15 +25,15 @@ from lightning_swarm.protocol.mean_projections import (
     same_numbers,
 )
 from lightning_swarm.protocol.messages.parts import Contradiction, PartProjections
-from lightning_swarm.server.averaging import deterministic
-from lightning_swarm.server.averaging.all_reduce import squared_norm
-from lightning_swarm.server.averaging.projection import (
+from lightning_swarm.server.audit.projection import (
     bucket_norms,
     part_digests,
     parts_of,
     project_parts,
     sum_parts,
 )
+from lightning_swarm.server.averaging import deterministic
+from lightning_swarm.server.averaging.all_reduce import squared_norm
 
 DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 WEIGHT = 12.7

@@ -19,7 +19,7 @@ def of(weight: float, trainer: PeerId = OWN) -> Origin:
 
 
 def filled(*receipts: Receipt) -> ReceiptLedger:
-    ledger = ReceiptLedger(step=3, kept_bytes=1 << 20)
+    ledger = ReceiptLedger(step=3)
     for receipt in receipts:
         assert ledger.add(receipt, of(1.0)) is True
     return ledger
@@ -69,7 +69,7 @@ def test_a_second_trainer_of_a_batch_adds_nothing_and_is_not_refused_for_what_th
 
 
 def test_what_is_named_is_added_from_its_trainer_alone() -> None:
-    ledger = ReceiptLedger(step=3, kept_bytes=1 << 20)
+    ledger = ReceiptLedger(step=3)
     ledger.freeze({ONE}, {0: of(1.0)})
     with pytest.raises(ProtocolError, match=r"the batch at 0 of step 3 was granted to own, got .* from other"):
         ledger.add(ONE, of(1.0, OTHER))
@@ -78,7 +78,7 @@ def test_what_is_named_is_added_from_its_trainer_alone() -> None:
 
 
 def test_what_is_named_is_added_with_its_weight() -> None:
-    ledger = ReceiptLedger(step=3, kept_bytes=1 << 20)
+    ledger = ReceiptLedger(step=3)
     ledger.freeze({ONE}, {0: of(2.0)})
     with pytest.raises(ProtocolError, match=r"has the weight 2\.0"):
         ledger.add(ONE, of(1.0))

@@ -56,7 +56,7 @@ def test_a_stage_that_enters_a_run_again_was_not_idle_meanwhile(make_swarm: Make
     stage = swarm.servers[PeerId("a")].steps.stage(0)
     membership = RunMembership(Member(peer_id=PeerId("a"), boot_id=0))
     membership.enter_run(RunState(swarm.manifest))
-    sums = GradientSums(membership, kept_bytes=1 << 20)
+    sums = GradientSums(membership)
     sums.enter_run({0: stage}, now_s=0.0)
     stage.load.count_samples(4, busy_s=8.0, queued=0)
     stage.load.note_step(now_s=10.0)

@@ -34,11 +34,11 @@ from lightning_swarm.coordinator.audit.policy import (
     tolerance_between_machines,
 )
 from lightning_swarm.core.errors import ProtocolError
-from lightning_swarm.model.sketch import project
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import CLAIM_BYTES
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.server.audit.handlers import magnitude_of
+from lightning_swarm.server.audit.sketch import project
 
 A, B, C, D = map(PeerId, "abcd")
 RECEIPTS: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]

@@ -79,9 +79,9 @@ def test_without_audits_a_server_commits_to_nothing_and_shows_nothing(make_swarm
     swarm = make_swarm("a", "b c")
     with pytest.raises(AssertionError):
         averaged(swarm)
-    with pytest.raises(ProtocolError, match="sums and means of this run are not checked"):
+    with pytest.raises(ProtocolError, match="is in no audited run"):
         call(swarm, A, B, PROJECT.name, ProjectRequest(closing=CLOSING, seed=7))
-    with pytest.raises(ProtocolError, match="sums and means of this run are not checked"):
+    with pytest.raises(ProtocolError, match="is in no audited run"):
         stream(swarm, A, VECTOR.name, VectorRequest(closing=CLOSING, stage_index=1, of="sum"))
 
 

@@ -8,9 +8,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.sketch import in_buckets, project
+from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.protocol.messages.parts import part_bounds
-from lightning_swarm.server.averaging.all_reduce import part_digest
+from lightning_swarm.server.audit.sketch import in_buckets, project
 from lightning_swarm.server.averaging.deterministic import quotient
 
 _SLICE: Final = 1 << 20  # elements converted at once; a multiple of any number of buckets
@@ -26,6 +26,11 @@ def sum_parts(values: Tensor, num_parts: int) -> list[Tensor]:
     if values.is_floating_point():
         return parts_of(values, num_parts)
     return [quotient(part, 1.0) for part in parts_of(values[:, :-1], num_parts)]
+
+
+def part_digest(part: Sequence[Tensor]) -> bytes:
+    """Return the BLAKE3 digest of a part of a sum or a mean."""
+    return digest(part, b"part;")
 
 
 def part_digests(mean: Tensor, num_parts: int) -> list[bytes]:

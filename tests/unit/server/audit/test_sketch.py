@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_swarm.model.sketch import NUM_BUCKETS, project
+from lightning_swarm.server.audit.sketch import NUM_BUCKETS, project
 
 LENGTH = (1 << 20) + 4099  # more than one slice, and no multiple of anything
 

@@ -1,0 +1,130 @@
+"""Hooks by which other peers can check a server's work; `Server` chooses them when it enters a run.
+
+The classes here are for runs that trust their servers, and do nothing. `server.audit` overrides them for audited runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+from torch import Tensor
+
+from lightning_swarm.core.errors import NotMember, ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt
+from lightning_swarm.protocol.messages.run import SeatedMembers
+from lightning_swarm.protocol.messages.state import StateKind
+from lightning_swarm.protocol.messages.step import Closing, Record, StageLedger
+from lightning_swarm.protocol.serialization import Tree
+from lightning_swarm.server.averaging.all_reduce import Compute, Group
+from lightning_swarm.server.averaging.averager import AveragingState
+from lightning_swarm.server.compute import CachedForward, ForwardResult, SavedGraph
+from lightning_swarm.server.gradient_buffer import ReceiptLedger
+from lightning_swarm.server.stage import Stage, StateHash
+
+KeepWork = Callable[[ReceiptLedger], None]
+"""Keeps the work on a microbatch, before its receipt enters the ledger."""
+
+
+def keep_nothing(ledger: ReceiptLedger) -> None:
+    """Keep no work."""
+
+
+class WorkLog:
+    """Records a server's work on microbatches, and shows it."""
+
+    def note_output(self, kept: CachedForward, result: ForwardResult) -> None:
+        """Record the output of a forward that is kept for its backward."""
+
+    def graph_of(self, stage: Stage, kept: CachedForward, *, adds: bool) -> SavedGraph:
+        """Return the graph for a backward, and drop it from the kept forward; `adds`: its gradients will be added."""
+        return kept.take_graph() or stage.computation.graph(kept.call)
+
+    def work(
+        self, stage: Stage, receipt: Receipt, kept: CachedForward, gradients: Tree, input_gradients: Tree
+    ) -> KeepWork:
+        """Return the function that keeps the work on a microbatch; called before its gradients are added."""
+        return keep_nothing
+
+    def commit(self, report: StageLedger, stage: Stage, ledger: ReceiptLedger, step: int) -> StageLedger:
+        """Return the report of a frozen sum, with commitments to the sum and to the work on its microbatches."""
+        return report
+
+    def borrows(self, key: CallKey, stage_index: int) -> bool:
+        """Return whether a call is computed here although this server does not hold its stage."""
+        return False
+
+    async def borrowed(self, stage_index: int, version: int) -> Stage:
+        """Return a stage that this server does not hold, with the weights of a version."""
+        raise NotMember(f"this peer does not hold stage {stage_index}, and borrows none")
+
+    def state_hash(self, stage: Stage) -> StateHash:
+        """Return the hash by which the state of a stage is compared with other replicas."""
+        return StateHash(stage)
+
+    def prover(self, challenge: int, kind: StateKind) -> Callable[[Stage], bytes]:
+        """Return the function that proves a stage's state to a peer that received it from another server."""
+        raise ProtocolError("only in audited runs, servers vouch for what other servers send")
+
+
+class RoundLog:
+    """Records the vectors of averaging rounds."""
+
+    async def digests(self, parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> Sequence[bytes]:
+        """Return digests of the members' parts that this server reduces."""
+        return ()
+
+    def offer(self, group: Group, mean: Tensor) -> None:
+        """Offer the whole mean to joiners."""
+
+    def withhold(self, group: Group, reason: str) -> None:
+        """Fail requests for the whole mean, unless it is offered already."""
+
+    async def collect(
+        self,
+        group: Group,
+        closing: Closing,
+        like: Tensor,
+        in_parts: Callable[[], Awaitable[tuple[Tensor, AveragingState]]],
+    ) -> tuple[Tensor, AveragingState]:
+        """Fetch the mean of a round without this server, and the averaging state with which it begins."""
+        return await in_parts()
+
+
+class JoinChecks:
+    """Checks what a joiner receives from servers of its stage."""
+
+    one_donor = False  # one server sends the whole state of the stage
+
+    def donors(self, servers: Sequence[PeerId], coordinator: PeerId) -> Sequence[PeerId]:
+        """Return the servers to ask for the state, in order."""
+        return servers
+
+    def blame(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
+        """Raise `Unconfirmed` instead of an error that the donor may have caused on purpose."""
+
+    async def check_record(self, record: Record) -> None:
+        """Raise `Unconfirmed` if a donor's record is not the decided record."""
+
+    async def confirm_members(self, version: int, adopt: Callable[[SeatedMembers], object]) -> bool:
+        """Have the coordinator confirm the run's members; return False if it is at another version."""
+        return True
+
+    async def mean_digests(self, closing: Closing, stage_index: int, num_parts: int) -> list[bytes] | UnsetType:
+        """Return digests of the parts of a round's mean that this joiner holds."""
+        return UNSET
+
+
+@dataclass(frozen=True)
+class Oversight:
+    """All hooks of a run."""
+
+    work: WorkLog = field(default_factory=WorkLog)
+    rounds: RoundLog = field(default_factory=RoundLog)
+    joining: JoinChecks = field(default_factory=JoinChecks)
+
+
+NO_OVERSIGHT: Final = Oversight()
