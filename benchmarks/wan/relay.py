@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline import pipeline
+from lightning_swarm.client.pipeline import call_factory
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.core.tasks import nothing
 from lightning_swarm.protocol import serialization
@@ -40,7 +40,7 @@ def install() -> Switch:
 
         relays = property(lambda self: switch.on)
 
-    pipeline.MicrobatchRun = Either  # type: ignore[attr-defined]
+    call_factory.MicrobatchRun = Either  # type: ignore[attr-defined]
     return switch
 
 
@@ -53,7 +53,7 @@ class Relayed(MicrobatchRun):
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
         if not self.relays:
             return await super()._forward()
-        calls = self._calls
+        calls = self.calls
         hidden: serialization.Tree = self.microbatch.inputs
         reports: list[StageReport] = []
         for stage in range(calls.last_stage + 1):
@@ -61,7 +61,7 @@ class Relayed(MicrobatchRun):
             (output, flags), report = await calls.fetch(stage, "forward")
             hidden = (output,)
             reports.insert(0, report)
-        self._learn(reports, took_s=float("inf"))
+        self.context.note_forward(calls.route, reports, took_s=float("inf"), step=calls.step)
         return output, flags
 
     @override
@@ -70,7 +70,7 @@ class Relayed(MicrobatchRun):
     ) -> serialization.Tree:
         if not (self.relays and adds):
             return await super().backward(gradients, adds=adds, sent=sent)
-        calls = self._calls
+        calls = self.calls
         with self.context.under_way():
             try:
                 for stage in range(calls.last_stage, -1, -1):
@@ -94,10 +94,10 @@ class Relayed(MicrobatchRun):
             stage_index=stage,
             mode=self._mode(stage),
             source=None,
-            result_key=self._calls.result_key(stage, "forward"),
+            result_key=self.calls.result_key(stage, "forward"),
             structure=structure,
         )
-        await self.context.send(self._calls.peer(stage), FORWARD, request, tensors)
+        await self.context.send(self.calls.peer(stage), FORWARD, request, tensors)
 
     async def _send_backward(self, stage: int, gradients: serialization.Tree) -> None:
         structure, tensors = serialization.flatten((gradients, None))
@@ -108,7 +108,7 @@ class Relayed(MicrobatchRun):
             weight=self.microbatch.weight,
             accumulate=True,
             source=None,
-            result_key=self._calls.result_key(stage, "backward"),
+            result_key=self.calls.result_key(stage, "backward"),
             structure=structure,
         )
-        await self.context.send(self._calls.peer(stage), BACKWARD, request, tensors)
+        await self.context.send(self.calls.peer(stage), BACKWARD, request, tensors)

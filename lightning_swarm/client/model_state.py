@@ -129,8 +129,8 @@ def no_room(error: Exception) -> SwarmError:
 async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_index: int, *, max_bytes: int) -> _Tensors:
     """Fetch a stage's snapshot from one of its holders, and check its digest.
 
-    The digest must be the recorded one. Without a record, it must be that of the servers that took the snapshot if
-    servers are strangers, and otherwise only the one that the holder itself has reported.
+    The digest must be the recorded one. Without a record, if states need a confirmation, it must be the digest of the
+    servers that took the snapshot; otherwise only the digest that the holder itself has reported.
     """
     transport, run = confirmation.transport, confirmation.run
     request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
@@ -150,7 +150,7 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
         if told is None:
             raise Unreachable(
                 f"no record has a digest of stage {stage_index} at version {version}, and too few of the servers that "
-                "took this snapshot agree on one. In an audited run an older snapshot is read."
+                "took this snapshot agree on one. An older snapshot is read."
             )
     if told is None and len(number) > 1:
         _log.warning("No record has a digest of stage %d at version %d, and %s differ.", stage_index, version, holders)
@@ -338,8 +338,8 @@ async def _states(
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
     """Send each request to its stage's servers in turn until one sends a confirmed state; return the states."""
     transport, run = confirmation.transport, confirmation.run
-    # `passing`: errors after which the next server is asked. If servers are strangers, these are all errors, not only
-    # those of servers that are gone.
+    # `passing`: errors after which the next server is asked. If states need a confirmation, these are all errors,
+    # not only those of servers that are gone.
     passing = SwarmError if confirmation.is_needed else PeerError
 
     async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
@@ -447,7 +447,7 @@ async def write_stages(
     """
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
-    # If servers are strangers, a file is written by a trusted server, or here with confirmed weights.
+    # If only some servers are trusted, one of them writes the file, or this peer with confirmed weights.
     believed = {transport.peer_id, *run.believed} if run.believed else set(run.servers)
 
     def writers(roster: Sequence[Member]) -> list[Member]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lightning_swarm.client.pipeline.call_factory import GrantedBatch
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
-from lightning_swarm.client.pipeline.pipeline import GrantedBatch, Pipeline
+from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.client.run_generation import DecidedRecord, Metrics, NextGrant
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import PeerError, StepError
@@ -61,7 +62,7 @@ class Session:
         self.pipeline = pipeline
         self.local_layers = local_layers
         if not is_lead:
-            pipeline.number_evaluations(steps.peer_id)
+            pipeline.factory.number_evaluations(steps.peer_id)
         self._steps = steps
         self._stages = manifest.stages
         self._select(manifest.selection)
@@ -128,7 +129,7 @@ class Session:
     def _select(self, selection: Selection | None) -> None:
         """Record which parameters the optimizer has now."""
         self.selection = selection
-        self.pipeline.first_trained = first_trained(selection, self._stages)
+        self.pipeline.factory.first_trained = first_trained(selection, self._stages)
         if self.local_layers is not None:
             self.local_layers.selection = selection
 
@@ -158,7 +159,7 @@ class Session:
                     before_record()
                     self._runtime.run(self._steps.wait_closed(found))
         finally:
-            self.pipeline.version = self._steps.version
+            self.pipeline.factory.version = self._steps.version
         if self.local_layers is not None:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
         taken = self.pipeline.begin_batch(grant)
@@ -218,12 +219,12 @@ class Session:
             return
         batch.counts = True
         # Within an accumulation window, plain Lightning would also count changes that user code made to gradients.
-        if not self.pipeline.clears_gradients:
+        if not self.pipeline.marks.clears_gradients:
             self.pipeline.marks.check()
             if self.local_layers is not None:
                 self.local_layers.check_clear()
         self.pipeline.marks.clear()
-        self.pipeline.clears_gradients = False
+        self.pipeline.marks.clears_gradients = False
         if logs is not None and self.num_trainers > 1 and self.local_layers is None:
             batch.arm = partial(self._arm, batch, logs)
 
@@ -271,7 +272,7 @@ class Session:
         batch = self._current_batch()  # it stays current if `LeaseRevoked` is raised
         self.pipeline.count_statistics()
         if self.local_layers is not None:
-            self.local_layers.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
+            self.local_layers.add(self.pipeline.factory.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
         closing = self._runtime.run(
@@ -335,9 +336,9 @@ class Session:
     def _set_pipeline_version(self) -> None:
         """Set the weights of calls that add to no step: the newest, or with delayed steps, in a batch, the batch's."""
         batch = self.pipeline.batch
-        self.pipeline.version = self._steps.version
+        self.pipeline.factory.version = self._steps.version
         if batch is not None and self.delays:
-            self.pipeline.version = self.run.weights_version(batch.grant.step)
+            self.pipeline.factory.version = self.run.weights_version(batch.grant.step)
 
     @property
     def completed_places(self) -> Sequence[int]:

@@ -403,10 +403,10 @@ class StepClient:
         if not record.goes_back or self.can_go_back is None:
             return
         reasons = [f"{one.peer} {one.reason}" for one in record.convicted or ()]
-        text = f"work counted unaudited of servers that were convicted: {'; '.join(reasons)}"
+        error = FalseWorkCounted(reasons, self.run.sound_version_after(record.step))
         if await self.can_go_back():
-            raise FalseWorkCounted(text, self.run.sound_version_after(record.step))
-        _log.warning("The run goes on with what came of it, for there is no snapshot to go back to: %s.", text)
+            raise error
+        _log.warning("The run goes on with what came of it, for there is no snapshot to go back to: %s.", error)
 
     async def _confirm(self, leases: Sequence[Lease]) -> None:
         """Ask whether finished batches still count, by reporting them again."""

@@ -39,6 +39,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_swarm.core.readable import printable, printable_lines
@@ -100,12 +101,12 @@ class FalseWorkCounted(StepError):
     """Unaudited work of a convicted server counted in earlier steps. The lead rolls the run back.
 
     Args:
-        message: Names the server and the reason.
+        reasons: Names each server, and the reason of its conviction.
         sound: The newest version of the weights that, as far as is known, contains none of that work.
     """
 
-    def __init__(self, message: str, sound: int) -> None:
-        super().__init__(message)
+    def __init__(self, reasons: Sequence[str], sound: int) -> None:
+        super().__init__(f"work counted unaudited of servers that were convicted: {'; '.join(reasons)}")
         self.sound = sound
 
 

@@ -11,12 +11,12 @@ from typing import Final
 import torch
 
 from lightning_swarm.client.coordinator_client import CoordinatorTimeouts
-from lightning_swarm.client.pipeline.audits import AuditSender
+from lightning_swarm.client.pipeline.call_factory import PipelineConfig
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
-from lightning_swarm.client.pipeline.microbatch_run import Replayer
-from lightning_swarm.client.pipeline.pipeline import Pipeline, PipelineConfig
+from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
+from lightning_swarm.client.pipeline.replayer import Replayer, avoid_when_asked
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.client.step_client import StepClient
@@ -126,11 +126,16 @@ class TrainerRole:
             self._events,
             self._copies,
             limits.stage_timeout,
-            judge=(lambda: run.coordinator) if run.manifest.settings.is_audited else None,
         )
-        # Both register handlers with the transport, which keep them alive.
+        # These register handlers with the transport, which keep them alive.
+        avoid_when_asked(context, run)
         Replayer(context, run, max_in_flight=limits.max_in_flight)
-        AuditSender(context, run, max_in_flight=limits.max_in_flight)
+        if run.manifest.settings.is_audited:
+            from lightning_swarm.client.audit.checked_results import CheckedResults
+            from lightning_swarm.client.audit.sender import AuditSender
+
+            context.results = CheckedResults(lambda: run.coordinator)
+            AuditSender(context, run, max_in_flight=limits.max_in_flight)
         return context
 
     async def leave_run(self) -> None:

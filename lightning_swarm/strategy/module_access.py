@@ -224,7 +224,7 @@ class ModuleAccess:
         # From the step that begins, these are the run's own weights, and no longer weights for evaluations only.
         self._before.update((name, tensor) for name, tensor in written.items() if name in self._own)
         self._evaluation_weights = {}
-        session.pipeline.evaluation_number = 0
+        session.pipeline.factory.evaluation_number = 0
         if local is not None:
             local.accept(written)
 
@@ -245,7 +245,8 @@ class ModuleAccess:
             self._drop_evaluation_weights()
             return
         self._set_evaluation_weights([stage.spec.index for stage in self._stages if not stage.spec.on_trainers])
-        self._session.pipeline.evaluation_number, self._evaluation_weights = self._evaluation_number, written
+        self._session.pipeline.factory.evaluation_number = self._evaluation_number
+        self._evaluation_weights = written
 
     def _set_evaluation_weights(self, stages: Collection[int]) -> None:
         """Send the servers of some stages the module's weights, which they keep beside the run's under a new number."""
@@ -263,8 +264,8 @@ class ModuleAccess:
 
     def _drop_evaluation_weights(self) -> None:
         """Make servers forget the written weights, and evaluate with the run's again."""
-        pipeline = self._session.pipeline
-        number, pipeline.evaluation_number, self._evaluation_weights = pipeline.evaluation_number, 0, {}
+        factory = self._session.pipeline.factory
+        number, factory.evaluation_number, self._evaluation_weights = factory.evaluation_number, 0, {}
         if number:
             dropping = model_state.drop_evaluation_weights(
                 self._peer.transport, self._session.run, number, timeout=self._limits.call_timeout

@@ -166,7 +166,7 @@ class SwarmOptimization:
             self._num_trained = self._num_ready()
             self.logs.replay()
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-            self._session.pipeline.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)
+            self._session.pipeline.marks.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)
 
     def _clears_gradients(self, batch_idx: int) -> bool:
         """Return whether Lightning clears gradients between the batch's `training_step` and its backward."""
@@ -238,7 +238,7 @@ class SwarmOptimization:
         zero_grad = closure._zero_grad_fn
         if zero_grad is not None:
             closure._zero_grad_fn = partial(self._zero_grad, zero_grad)
-        self._session.pipeline.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
+        self._session.pipeline.marks.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
         try:
             with self._session.counting(), self._counters.of_run(batch.number):
                 closure()

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from benchmarks.wan import relay
 from benchmarks.wan.utilisation import PAPER, ROUND_TRIPS_S, derive
-from lightning_swarm.client.pipeline import pipeline
+from lightning_swarm.client.pipeline import call_factory
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.network import PeerId
 from lightning_swarm.testing import local_swarm
@@ -39,7 +39,7 @@ class _Net(L.LightningModule):
 
 def _trained(monkeypatch: pytest.MonkeyPatch, *, relays: bool) -> tuple[list[Tensor], Counter[frozenset[PeerId]]]:
     """Return the final weights, and the bytes between each two peers."""
-    monkeypatch.setattr(pipeline, "MicrobatchRun", MicrobatchRun)  # restored at the end
+    monkeypatch.setattr(call_factory, "MicrobatchRun", MicrobatchRun)  # restored at the end
     relay.install().on = relays
     moved: Counter[frozenset[PeerId]] = Counter()
     with local_swarm(4, num_stages=3, role="trainer", microbatch_size=16) as swarm:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline.audits import AuditSender
+from lightning_swarm.client.audit.sender import AuditSender
 from lightning_swarm.client.pipeline.context import PipelineContext
-from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, Replayer
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
+from lightning_swarm.client.pipeline.replayer import Replayer, avoid_when_asked
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.run_generation import NextGrant
 from lightning_swarm.client.step_client import StepClient
@@ -176,6 +177,7 @@ class Trainer:
             transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies
         )
         self.steps = steps
+        avoid_when_asked(self.link, self.steps.run)
         Replayer(self.link, self.steps.run, max_in_flight=swarm.limits.max_in_flight)
         AuditSender(self.link, self.steps.run, max_in_flight=swarm.limits.max_in_flight)
         self.steps._on_record = self._follow

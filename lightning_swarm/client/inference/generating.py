@@ -11,8 +11,8 @@ from torch import nn
 from lightning_swarm.client.inference.forwards import SessionForwards
 from lightning_swarm.client.inference.routes import RunRoutes
 from lightning_swarm.client.inference.session import SessionWeights
+from lightning_swarm.client.pipeline.call_factory import by_stage
 from lightning_swarm.client.pipeline.differentiation import trained
-from lightning_swarm.client.pipeline.pipeline_call import by_stage
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.fidelity.hooks import check_global, describe
@@ -32,7 +32,7 @@ class TextGeneration:
     def _forwards(self) -> SessionForwards:
         pipeline, config = self._pipeline, self._pipeline.config
         return SessionForwards(
-            pipeline.runtime,
+            pipeline.factory.runtime,
             RunRoutes(pipeline.context),
             codec=config.codecs.activations,
             device=config.device,
@@ -54,14 +54,15 @@ class TextGeneration:
     def step(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
         pipeline = self._pipeline
-        states = [one.read() for one in pipeline.states]
+        factory = pipeline.factory
+        states = [one.read() for one in factory.states]
         training = any(training for training, _ in states)
         self._check_generates(training=training)
         pipeline.check_transforms(serialization.flatten((hidden, extras))[1])
         if pipeline.before_call is not None:
             pipeline.before_call(pipeline.batch is None)
         weights = SessionWeights(
-            generation=pipeline.generation, version=pipeline.version, number=pipeline.evaluation_number
+            generation=factory.generation, version=factory.version, number=factory.evaluation_number
         )
         mode = capture(pipeline.config.device.type, training=training, grad=False, input_grad=False)
         return self._forwards.step(hidden, extras, cache, weights=weights, modes=by_stage(mode, states))

@@ -209,7 +209,7 @@ class InferenceSession:
         """Wait for the output or a failure; return the stages that need another server or another replay."""
         while not output.done():
             if self._failures:
-                return self._judge(self._failures.popleft())
+                return self._remedied(self._failures.popleft())
             if self._looking is not None and self._looking.done():
                 alive, self._looking = self._looking.result(), None
                 if silent := self._ban_all_but(alive, Unreachable("it does not answer")):
@@ -232,7 +232,7 @@ class InferenceSession:
             self._looking = asyncio.ensure_future(looking)
             self._looking.add_done_callback(lambda _: self._news.set())
 
-    def _judge(self, failed: SessionFailed) -> set[int]:
+    def _remedied(self, failed: SessionFailed) -> set[int]:
         """Choose the remedy for a failure, and return its stage. A server that has lost steps only gets them again."""
         stage = failed.stage_index
         if failed.kind == "refused":

@@ -16,16 +16,17 @@ from typing import TypeVar
 from torch import Tensor
 
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
-from lightning_swarm.client.pipeline.router import PeerCharge, PeerLoad, StageRouter
+from lightning_swarm.client.pipeline.result_check import ResultCheck
+from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, OutOfMemory, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather, nothing
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
-from lightning_swarm.protocol.messages.calls import TicketKey
+from lightning_swarm.protocol.messages.calls import StageReport, TicketKey
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
-from lightning_swarm.protocol.patience import MOST_SLOWER, UNFAMILIAR_S, Durations, deadline_s
+from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations, deadline_s
 from lightning_swarm.protocol.rpc import A, Q, TypedRpc, packed
 from lightning_swarm.protocol.tickets import TicketStore
 
@@ -92,8 +93,7 @@ class PipelineContext:
     events: EventLog
     replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # replay copies
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if longer than `timeout`
-    # Only in audited runs: returns the coordinator, whose own computation decides if servers' answers are in doubt.
-    judge: Callable[[], PeerId] | None = None
+    results: ResultCheck = field(default_factory=ResultCheck)
     check: Callable[[], Awaitable[None]] = nothing  # raises the run's error; enlists a removed trainer again
     fault_counts: Counter[str] = field(default_factory=Counter)  # busy peers, repeated calls and replaced peers
     # Servers that cannot be reached from here -> (candidate, time of the last attempt). They get no microbatch while
@@ -235,32 +235,9 @@ class PipelineContext:
         is_familiar = self.durations.usual_s is not None and shapes in load.shapes
         whole_s = 0.0 if self.durations.usual_s is None else self.durations.deadline_s(longest_s=self.timeout)
         least_s = whole_s if is_familiar else max(whole_s, UNFAMILIAR_S)
-        return deadline_s(self._usual_s(stage, charge, load), longest_s=self.timeout, least_s=least_s)
-
-    def _usual_s(self, stage: int, charge: PeerCharge, load: PeerLoad) -> float:
-        """Return the usual seconds of a microbatch at a peer, including the work that may be ahead of it."""
-        if self.judge is None:
-            return charge.expected_s * (1 + self.num_under_way + load.queued)
-        # If servers may report false rates and queues, bound both by the medians, so that a server gains little time.
-        router = self.routers[stage]
-        rate, queued = router.median_rate(), min(load.queued, MOST_SLOWER * (1 + router.median_queued()))
-        expected_s = (
-            charge.expected_s if rate is None else min(charge.expected_s, MOST_SLOWER * charge.num_samples / rate)
-        )
-        return expected_s * (1 + self.num_under_way + queued)
-
-    def audit_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
-        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it.
-
-        These are more if the audited server may be convicted for its silence, because its link may be the slowest.
-        """
-        rate, whole_s = self.routers[stage].median_rate(), self.durations.usual_s
-        if rate is None or whole_s is None:
-            return self.timeout
-        usual_s = max(MOST_SLOWER * num_rows / rate, whole_s) * (1 + num_ahead)
-        if convicts:
-            return deadline_s(MOST_SLOWER * usual_s, longest_s=self.timeout, least_s=UNFAMILIAR_S)
-        return deadline_s(usual_s, longest_s=self.timeout)
+        expected_s, queued = self.results.expected(self.routers[stage], charge)
+        usual_s = expected_s * (1 + self.num_under_way + queued)  # with the work that may be ahead of it
+        return deadline_s(usual_s, longest_s=self.timeout, least_s=least_s)
 
     def has_other_peer(self, stage: int, peer: PeerId) -> bool:
         """Return whether a stage has another peer that may replace `peer`."""
@@ -269,6 +246,18 @@ class PipelineContext:
     def is_banned(self, stage: int, peer: PeerId) -> bool:
         """Return whether a stage's router avoids `peer`, because it failed recently."""
         return self.routers[stage].is_banned(peer, now_s=now_s())
+
+    def note_forward(
+        self, route: Sequence[PeerCharge], reports: Sequence[StageReport], *, took_s: float, step: int
+    ) -> None:
+        """Record a microbatch's forward, with the reports of all stages, the last first; empty if they are unknown."""
+        # Reported now, for the next microbatch, because backwards may end much later. No stage can have taken longer
+        # than the whole forward.
+        known = len(reports) == len(route)
+        times = [min(report.busy_s, took_s) for report in reversed(reports)] if known else [None] * len(route)
+        for router, charge, busy_s in zip(self.routers, route, times, strict=True):
+            self.note_answer(charge.peer, step=step)
+            router.note_forward(charge, busy_s=busy_s)
 
     def note_answer(self, peer: PeerId, *, step: int) -> None:
         """Record that a peer answered. If it was silent before, stages without servers are no longer waited for."""

@@ -159,6 +159,8 @@ class GradientMarks:
         self._weights = weights
         self._marks: dict[int, Tensor] = {}  # index of the weight -> mark
         self._of_window: list[nn.Parameter] = []  # weights whose mark must stay until Lightning clears gradients
+        # Lightning will clear gradients before its next backward, so a user's own `.backward()` adds to no step.
+        self.clears_gradients = True
 
     def set(self) -> None:
         """Mark the weights that train."""
@@ -171,11 +173,27 @@ class GradientMarks:
                         self._marks[place] = nothing.as_subclass(GradientElsewhere)
                     weight.grad = self._marks[place]
 
+    def refuse_or_set(self) -> None:
+        """Allow a user's own backward only if Lightning will clear the gradients that it leaves at the weights."""
+        if not self.clears_gradients:
+            raise ConfigError(
+                "only the backward that Lightning runs adds to a step. Got a `.backward()` of your own after it, or "
+                "within an accumulation window; plain Lightning would add its gradients to the step's. Return the sum "
+                "of all losses from `training_step`; for the input's gradient use `torch.autograd.grad`."
+            )
+        self.set()
+
     def set_for_step(self) -> None:
         """Mark the weights whose gradients are in the step's sum."""
         self.set()
         with unwatched():
             self._of_window = [weight for weight in self._weights if type(weight.grad) is GradientElsewhere]
+
+    def expect_backward(self, *, clears_gradients: bool) -> None:
+        """Prepare for a batch's backward, before which Lightning clears gradients or keeps them."""
+        self.clears_gradients = clears_gradients
+        if clears_gradients:
+            self.begin_window()
 
     def begin_window(self) -> None:
         """Forget the gradients of earlier steps, because Lightning clears gradients."""

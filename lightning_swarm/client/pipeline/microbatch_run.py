@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from msgspec.structs import replace as replaced
-from torch import Tensor
 
 from lightning_swarm.client.pipeline.context import PipelineContext, Refusal
 from lightning_swarm.client.pipeline.recovery import (
@@ -15,21 +14,14 @@ from lightning_swarm.client.pipeline.recovery import (
     LONGEST_PAUSE_S,
     BackwardRecovery,
     ForwardRecovery,
-    GradientHolderGone,
 )
-from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch, ReplayCopy
-from lightning_swarm.client.pipeline.router import PeerCharge
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, PeerError, ProtocolError, SwarmError, TicketGone
-from lightning_swarm.core.tasks import gather, gather_bounded, nothing
-from lightning_swarm.model.fingerprint import tree_digest
+from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, TicketGone
+from lightning_swarm.core.tasks import gather, nothing
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.calls import CallKey, Direction, Receipt, StageReport
-from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRequest
-from lightning_swarm.protocol.rpc import REPLAY
-from lightning_swarm.protocol.run_state import RunState
 
 _MOMENT_S = 1.0  # last wait for a receipt that is overdue
 
@@ -40,13 +32,12 @@ class MicrobatchRun:
     def __init__(self, context: PipelineContext, microbatch: Microbatch) -> None:
         self.context = context
         self.microbatch = microbatch
-        self._calls = StageCalls(context, microbatch)
+        self.calls = StageCalls(context, microbatch)
         self._num_backwards = 0
-        self._given: dict[Direction, GivenResult] = {}  # in audited runs: results that this trainer received
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Return the last stage's output, in wire form, and which of its tensors require grad."""
-        calls, context = self._calls, self.context
+        calls, context = self.calls, self.context
         await context.wait_for_room()
         needs_backward = False
         with context.under_way():
@@ -61,32 +52,23 @@ class MicrobatchRun:
 
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Send the forwards of all stages, and replace peers that fail, until the last stage's result has come."""
-        calls, context = self._calls, self.context
+        calls, context = self.calls, self.context
         began_s = now_s()
         recovery = ForwardRecovery(calls)
         while True:
             try:
                 await _send_forwards(calls, in_order=recovery.num_failures > 0)
                 result, report = await calls.fetch(calls.last_stage, "forward")
-                for charge in calls.route:
-                    context.note_answer(charge.peer, step=calls.step)
+                took_s = now_s() - began_s
                 if not recovery.num_failures:
-                    context.durations.note(now_s() - began_s)
+                    context.durations.note(took_s)
                 # After a failure it is uncertain which peers these reports come from.
-                self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
-                await self._note_given("forward", calls.last_stage, result[0], result[1])
+                reports = () if recovery.num_failures else (report, *report.others)
+                context.note_forward(calls.route, reports, took_s=took_s, step=calls.step)
+                await calls.note_given("forward", calls.last_stage, result)
                 return result
             except StageCallFailed as failure:
                 await recovery.mend(failure)
-
-    def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
-        """Report the forwards' times to the routers now, for the next microbatches; backwards may end much later."""
-        route = self._calls.route
-        known = len(reports) == len(route)
-        # The last stage's server reports for the other stages, too. None can have taken longer than the whole forward.
-        times = [min(report.busy_s, took_s) for report in reversed(reports)] if known else [None] * len(route)
-        for router, charge, busy_s in zip(self.context.routers, route, times, strict=True):
-            router.note_forward(charge, busy_s=busy_s)
 
     async def backward(
         self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
@@ -96,7 +78,7 @@ class MicrobatchRun:
         With `adds`, every stage that trains adds the gradients of its weights to its sum.
         """
         self._num_backwards += 1
-        calls, context = self._calls if adds else self._calls.input_only(self._num_backwards), self.context
+        calls, context = self.calls if adds else self.calls.input_only(self._num_backwards), self.context
         calls.gradients = gradients
         wants_input_gradient, again = self.microbatch.input_grad, self._num_backwards > 1
         began_s = now_s()
@@ -117,81 +99,37 @@ class MicrobatchRun:
             finally:
                 calls.release()
         if adds and calls.gradient_end <= calls.last_stage:
-            if wants_input_gradient:
-                await self._note_given("backward", 0, found)
             await context.replay_buffer.keep(
                 ReplayCopy(
                     microbatch=self.microbatch,
                     gradients=gradients,
                     route=[charge.peer for charge in calls.route],
-                    given=self._given,
-                    replaced=frozenset(self._calls.replaced),
+                    given=calls.given,
+                    replaced=frozenset(calls.replaced),
                 )
             )
         return found
-
-    async def _note_given(
-        self, direction: Direction, stage: int, result: serialization.Tree, flags: Sequence[bool] = ()
-    ) -> None:
-        """In audited runs: record a result's server and digest, which only the trainer can report."""
-        if self.context.judge is not None and self.microbatch.key.adds:
-            server = self._calls.peer(stage)
-            digest = await asyncio.to_thread(tree_digest, result, flags)
-            self._given[direction] = GivenResult(server, digest)
-
-    async def forward_anew(self, error: PeerError) -> tuple[serialization.Tree, list[bool]]:
-        """Compute the output again on another route, because one of the servers sent a wrong result."""
-        self._calls.release()
-        for stage, charge in enumerate(self._calls.route):
-            self.context.ban(stage, charge.peer, self.microbatch.key.step, error)
-        return await self.forward()
 
     def want_no_gradient(self) -> None:
         """Prepare a backward that only adds running statistics: servers repeat the forward, and get no gradients."""
         own = self.microbatch
         # `grad=True`, although no gradient is computed: servers refuse a backward without it.
         modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
-        self.microbatch = self._calls.microbatch = replace(own, modes=modes)
+        self.microbatch = self.calls.microbatch = replace(own, modes=modes)
         self._num_backwards += 1  # as after another backward, send the inputs again: peers may have no graph
 
     def release(self) -> None:
         """No longer count the microbatch as work of its peers, because no backward will come."""
-        self._calls.release()
+        self.calls.release()
 
     async def _account_forward(self, stage: int) -> None:
         """Wait for the forward's report of a stage without a backward. A failure now does not fail the microbatch."""
         try:
-            report = await self._calls.wait(stage, "forward")
+            report = await self.calls.wait(stage, "forward")
         except StageCallFailed as failure:
             self.context.ban(stage, failure.peer, self.microbatch.key.step, failure.error)
         else:
-            self._calls.settle(stage, report)
-
-
-def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
-    """Return whether there is a gradient or None for each input, of its shape and dtype if neither is compressed."""
-    leaves = serialization.leaves(inputs)
-    if not isinstance(gradients, list) or len(gradients) != len(leaves):
-        return False
-    pairs = zip(gradients, leaves, strict=True)
-    plain = [(one, leaf) for one, leaf in pairs if isinstance(one, Tensor) and isinstance(leaf, Tensor)]
-    return all((one.shape, one.dtype) == (leaf.shape, leaf.dtype) for one, leaf in plain)
-
-
-async def judged(runs: Sequence[MicrobatchRun], judge: PeerId) -> list[tuple[serialization.Tree, list[bool]]]:
-    """Have the coordinator compute forwards that change nothing at servers, and return their outputs, or raise."""
-    # Stage by stage, because the coordinator loads one at a time of the stages that it does not hold. No router has
-    # booked these charges, because no router chose the coordinator.
-    calls = [run._calls for run in runs]
-    for one in calls:
-        one.route = [PeerCharge(judge, 0, 0.0) for _ in one.context.routers]
-    try:
-        for stage in range(calls[0].last_stage + 1):
-            await gather(_send_forward(one, stage) for one in calls)
-            await gather(one.wait(stage, "forward", timeout=one.context.timeout) for one in calls)
-        return [found for found, _ in await gather(one.fetch(one.last_stage, "forward") for one in calls)]
-    except StageCallFailed as failure:
-        raise failure.error from failure
+            self.calls.settle(stage, report)
 
 
 async def replay(
@@ -243,7 +181,7 @@ async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
         stages = sorted({*busy, *(stage + 1 for stage in busy if stage < calls.last_stage)})
 
 
-async def _send_forward(calls: StageCalls, stage: int) -> None:
+async def send_until_accepted(calls: StageCalls, stage: int) -> None:
     """Send a forward to the route's peer, again until it is not busy."""
     pause_s = FIRST_PAUSE_S
     deadline = now_s() + calls.context.timeout
@@ -308,10 +246,7 @@ class _BackwardRun:
                         await self._receive(stage)
                 if not self._wants_input_gradient:
                     return None
-                (gradients, _), _ = await calls.fetch(0, "backward")
-                if calls.context.judge is not None and not _fit(gradients, calls.microbatch.inputs):
-                    raise StageCallFailed(0, calls.peer(0), PeerError("its gradients are not like the inputs"))
-                return gradients
+                return await calls.fetch_gradients()
             except StageCallFailed as failure:
                 await recovery.mend(failure)
 
@@ -325,7 +260,7 @@ class _BackwardRun:
         # A peer that begins again needs the output of the stage before it, which may never have been requested.
         recovery.forwards.update(self._calls.unsent(max(recovery.backwards, default=0)))
         for stage in sorted(recovery.forwards):
-            await _send_forward(self._calls, stage)
+            await send_until_accepted(self._calls, stage)
             recovery.forwards.discard(stage)
         for stage in sorted(recovery.backwards, reverse=True):
             await self._calls.send_backward(stage, recompute=True)
@@ -365,50 +300,3 @@ class _BackwardRun:
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
         calls.settle(stage, report)
         self._recovery.done.add(stage)
-
-
-class Replayer:
-    """Replays microbatches from this trainer's copies when a server asks, independently of the main thread."""
-
-    def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
-        self._context = context
-        self._run = run
-        self._max_in_flight = max_in_flight
-        self._lock = asyncio.Lock()
-        REPLAY.serve(context.transport, self._handle)
-
-    async def _handle(self, caller: PeerId, request: ReplayRequest) -> ReplayReply:
-        if caller not in self._run.servers:
-            raise ProtocolError(f"only servers of the run ask for replays, and {caller} is none")
-        self._run.check_generation(request.generation)
-        for work in request.work:
-            if not work.holders or max(work.holders) >= len(self._context.routers):
-                raise ProtocolError(
-                    f"a replay must name holders in some of the {len(self._context.routers)} stages, got {work.holders}"
-                )
-        # The lock is held for whole replays, so that a repeated request finds all done. Two replays of one microbatch
-        # at once would cancel each other's calls. Each replay has its deadline, and waits for nothing that asks for a
-        # replay.
-        async with self._lock:
-            lost, unreached = set[Receipt](), set[PeerId]()
-            works = [self._replay(request, work, lost, unreached) for work in request.work]
-            await gather_bounded(works, self._max_in_flight)
-        return ReplayReply(lost=sorted(lost), unreached=sorted(unreached))
-
-    async def _replay(self, request: ReplayRequest, work: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
-        """Replay one microbatch; if that fails, add it to `lost`, or its holder to `unreached`."""
-        copy = await self._context.replay_buffer.find(CallKey.of(request.generation, request.step, work.receipt))
-        if copy is None:
-            lost.add(work.receipt)
-            return
-        try:
-            await replay(self._context, copy, work.holders, frozenset(request.avoid))
-        except GradientHolderGone as error:
-            unreached.add(error.peer)
-        except SwarmError as error:
-            self._context.events.note("retry", step=request.step, reason=str(error))
-            # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which asks again for
-            # missing microbatches. Otherwise no route leads through the other stages, and the microbatch will not count
-            # in this step.
-            if not isinstance(error, LeaseRevoked):
-                lost.add(work.receipt)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import argument_of
 from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import to_cpu
 
 _REDUCED = (
     "Return per-sample losses (reduction='none') from the last block and reduce them in training_step, "
@@ -95,6 +96,20 @@ def _lengths_differ(arguments: CallArguments, rows: int, length: int, where: str
         "tensors that are split must have the same length in dimension 0, got "
         f"{rows} in {arguments.where(0)} and {length} in {where}. Make them agree, or {remedy}."
     )
+
+
+def detached(arguments: CallArguments) -> CallArguments:
+    """Detach a call's tensors from autograd; also copy the tensors of keyword arguments to the CPU, to send them."""
+    if any(tensor.requires_grad for _, tensors in arguments.keywords.values() for tensor in tensors):
+        raise ConfigError(
+            "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
+            "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
+        )
+    keywords = {
+        name: (structure, [to_cpu(tensor.detach(), copy=True) for tensor in tensors])
+        for name, (structure, tensors) in arguments.keywords.items()
+    }
+    return replace(arguments, tensors=[tensor.detach() for tensor in arguments.tensors], keywords=keywords)
 
 
 def take_rows(arguments: CallArguments, indices: Tensor, shared: Collection[str]) -> CallArguments:

@@ -8,10 +8,14 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from lightning_swarm.model.tensor_file import TensorFile, TensorPlace
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.tensors import TensorSpec, spec_of
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Direction, Receipt
 
@@ -35,6 +39,29 @@ class Microbatch:
         """True if the pipeline's own input wants a gradient."""
         return self.modes[0].input_grad
 
+    def own_input(self, stage: int) -> serialization.Tree:
+        """Return the input that the trainer itself sends to a stage: the first one's positional inputs, and extras."""
+        return (None if stage else self.inputs, self.extras[stage])
+
+    @cached_property
+    def sent(self) -> Sequence[tuple[serialization.Structure, list[Tensor]]]:
+        """Each stage's `own_input`, flattened once for all forwards that bring it."""
+        return [serialization.flatten(self.own_input(stage)) for stage in range(len(self.extras))]
+
+    @cached_property
+    def shapes(self) -> Sequence[int]:
+        """For each stage, a hash of the shapes, dtypes and modes of its computation, for which code may be compiled."""
+        inputs = _specs(self.inputs)  # the inputs of later stages follow from the first stage's
+        return [
+            hash((mode.training, mode.grad, mode.autocast, inputs + _specs(extras)))
+            for mode, extras in zip(self.modes, self.extras, strict=True)
+        ]
+
+
+def _specs(tree: serialization.Tree) -> tuple[TensorSpec, ...]:
+    leaves = serialization.leaves(tree)
+    return tuple(leaf.spec if isinstance(leaf, serialization.Encoded) else spec_of(leaf) for leaf in leaves)
+
 
 class GivenResult(NamedTuple):
     """A server, and the digest of a result that the trainer received from it."""
@@ -50,7 +77,7 @@ class ReplayCopy:
     microbatch: Microbatch
     gradients: serialization.Tree  # one or None for each tensor of the last stage's output, in wire form
     route: Sequence[PeerId]  # peers that computed each stage; they may still hold its activations
-    # In audited runs: the pipeline's output, and the gradient of its input if the trainer requested it.
+    # As recorded by a `ResultCheck`: the pipeline's output, and the gradient of its input if the trainer requested it.
     given: Mapping[Direction, GivenResult] = field(default_factory=dict)
     replaced: Collection[tuple[int, PeerId]] = ()  # (stage, peer) that failed and was replaced
 
@@ -73,7 +100,7 @@ class ReplayBuffer:
         self._max_bytes = max_bytes
         self._in_memory: dict[CallKey, tuple[ReplayCopy, int]] = {}  # key -> (copy, bytes of its tensors)
         self._spilled: dict[CallKey, _SpilledCopy] = {}
-        # For audits: results and replaced servers of each microbatch, kept even if its copy is lost.
+        # Results and replaced servers of each microbatch, kept even if its copy is lost.
         self._given: dict[CallKey, tuple[Mapping[Direction, GivenResult], Collection[tuple[int, PeerId]]]] = {}
         self._file = TensorFile()
         self._using_file = asyncio.Lock()

@@ -10,12 +10,12 @@ from typing import Final
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.pipeline.context import PipelineContext, Refusal, answers_of
-from lightning_swarm.client.pipeline.replay_buffer import Microbatch
+from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
+from lightning_swarm.client.pipeline.result_check import Result
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, LeaseRevoked, OutOfMemory, PeerError, StageError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.tensors import spec_of
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import (
@@ -67,6 +67,7 @@ class StageCalls:
     holders: Mapping[int, PeerId] | None = None
     route: list[PeerCharge] = field(default_factory=list)  # for each stage, the peer that computes it
     gradients: serialization.Tree = field(default_factory=list)  # one or None for each output tensor, in wire form
+    given: dict[Direction, GivenResult] = field(default_factory=dict)  # as recorded by the context's `ResultCheck`
     replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that failed
     _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)  # sent and not cancelled
     # (stage, direction) -> servers that answered with an error; and the number of all such answers.
@@ -121,21 +122,14 @@ class StageCalls:
 
     def patience_s(self, stage: int) -> float:
         """Return the seconds that a stage's peer may take once it has its input."""
-        return self.context.patience_s(stage, self.route[stage], self._shapes(stage))
-
-    def _shapes(self, stage: int) -> int:
-        """Hash the shapes, dtypes and modes of a stage's computation, for which a peer may have to compile code."""
-        # The inputs of later stages follow from the first stage's.
-        leaves = serialization.leaves((self.microbatch.inputs, self.microbatch.extras[stage]))
-        specs = tuple(leaf.spec if isinstance(leaf, serialization.Encoded) else spec_of(leaf) for leaf in leaves)
-        mode = self.microbatch.modes[stage]
-        return hash((mode.training, mode.grad, mode.autocast, specs))
+        return self.context.patience_s(stage, self.route[stage], self.microbatch.shapes[stage])
 
     def settle(self, stage: int, report: StageReport) -> None:
         """Record that a stage's peer has finished the microbatch, and the time that it reports."""
-        self.context.routers[stage].settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
+        router = self.context.routers[stage]
+        router.settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
+        router.note_shapes(self.peer(stage), self.microbatch.shapes[stage])
         self.context.note_answer(self.peer(stage), step=self.step)
-        self.context.routers[stage].note_shapes(self.peer(stage), self._shapes(stage))
 
     def unsent(self, end: int) -> list[int]:
         """Return the stages before `end` whose present peers were never sent the forward."""
@@ -149,7 +143,7 @@ class StageCalls:
         now = _InputSource(self.peer(stage), self.peer(stage - 1) if stage else None)
         await self._cancel_other(stage, "forward", now)
         microbatch = self.microbatch
-        structure, tensors = serialization.flatten(self._own_input(stage))
+        structure, tensors = microbatch.sent[stage]
         request = ForwardRequest(
             key=microbatch.key,
             stage_index=stage,
@@ -174,7 +168,7 @@ class StageCalls:
         now = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
         await self._cancel_other(stage, "backward", now)
         microbatch = self.microbatch
-        again = self._own_input(stage) if recompute else None
+        again = microbatch.own_input(stage) if recompute else None
         structure, tensors = serialization.flatten((None if source else self.gradients, again))
         request = BackwardRequest(
             key=microbatch.key,
@@ -190,10 +184,6 @@ class StageCalls:
         self._sent[stage, "backward"] = now
         with self._blaming(stage, "backward"):
             await self.context.send(now.peer, BACKWARD, request, tensors)
-
-    def _own_input(self, stage: int) -> serialization.Tree:
-        """Return the input that the trainer itself sends to a stage: the first one's positional inputs, and extras."""
-        return (None if stage else self.microbatch.inputs, self.microbatch.extras[stage])
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
         """Cancel a call; True if that is too late, because the gradient is in the peer's sum."""
@@ -218,13 +208,27 @@ class StageCalls:
         with self._blaming(stage, direction), answers_of(self.peer(stage)):
             return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
-    async def fetch(self, stage: int, direction: Direction) -> tuple[tuple[serialization.Tree, list[bool]], CallReport]:
+    async def fetch(self, stage: int, direction: Direction) -> tuple[Result, CallReport]:
         """Wait for a call's result and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
         timeout = min(sum(map(self.patience_s, stages)), self.context.timeout)
         with self._blaming(stage, direction), answers_of(self.peer(stage)):
             message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
             return from_message(message), decode(report, CallReport)
+
+    async def fetch_gradients(self) -> serialization.Tree:
+        """Wait for the gradients of the pipeline's input, in wire form."""
+        result, _ = await self.fetch(0, "backward")
+        with self._blaming(0, "backward"):
+            self.context.results.check_gradients(result[0], self.microbatch.inputs)
+        await self.note_given("backward", 0, result)
+        return result[0]
+
+    async def note_given(self, direction: Direction, stage: int, result: Result) -> None:
+        """Let the context's `ResultCheck` record a result that only this trainer received."""
+        given = await self.context.results.digested(self.peer(stage), result, self.microbatch)
+        if given is not None:
+            self.given[direction] = given
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
         name = self._name(stage, direction)
@@ -264,14 +268,11 @@ class StageCalls:
         lacks_memory = isinstance(refusal.error, OutOfMemory)
         if isinstance(refusal.error, StageError) and not lacks_memory and self.microbatch.key.is_probe:
             return refusal.error  # probes may fail legitimately
-        routers = self.context.routers
         if not refused >= self.context.peers_of(stage):
             return StageCallFailed(stage, self.peer(stage), refusal)
-        sender = stage - 1 if direction == "forward" else stage + 1
-        most = _MAX_REFUSALS * sum(len(router.peers) for router in routers)
-        if self.context.judge is None or not 0 <= sender <= self.last_stage or self._num_refusals >= most:
-            refused.clear()  # after `OutOfMemory` the microbatch is sent once more, alone
+        refused.clear()  # after `OutOfMemory` the microbatch is sent once more, alone
+        suspect = self.context.results.suspect(stage, direction, self.last_stage)
+        most = _MAX_REFUSALS * sum(len(router.peers) for router in self.context.routers)
+        if suspect is None or self._num_refusals >= most:
             return refusal.error
-        # If servers may send false results, the input that all of them received may be wrong.
-        refused.clear()
-        return self._refused_by(sender, direction, Refusal(self.peer(sender), refusal.error))
+        return self._refused_by(suspect, direction, Refusal(self.peer(suspect), refusal.error))

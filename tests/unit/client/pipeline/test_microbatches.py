@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_swarm.client.pipeline.call_factory import turns_apart
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
     concat,
@@ -14,7 +15,6 @@ from lightning_swarm.client.pipeline.microbatches import (
     split,
     split_gradients,
 )
-from lightning_swarm.client.pipeline.pipeline_call import turns_apart
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol.serialization import Tree, unflatten

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lightning_swarm.client.pipeline.context import PipelineContext
-from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, Replayer
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
+from lightning_swarm.client.pipeline.replayer import Replayer
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.core.errors import ProtocolError, StageLost, StepError
 from lightning_swarm.core.limits import Limits

@@ -18,14 +18,14 @@ from lightning_swarm.protocol.messages.audits import (
     AuditOrderReply,
     AuditRequest,
     AuditWork,
-    AvoidRequest,
     GivenResults,
     ReplacedServer,
     ResultsReply,
     ResultsRequest,
 )
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack
-from lightning_swarm.protocol.rpc import AUDIT, AVOID, ORDER_AUDITS, RESULTS
+from lightning_swarm.protocol.patience import MOST_SLOWER, UNFAMILIAR_S, deadline_s
+from lightning_swarm.protocol.rpc import AUDIT, ORDER_AUDITS, RESULTS
 from lightning_swarm.protocol.run_state import RunState
 
 
@@ -45,7 +45,6 @@ class AuditSender:
         self._num_audits: Counter[PeerId] = Counter()  # auditor -> audits under way, of all orders
         ORDER_AUDITS.serve(context.transport, self._handle_order, admit=run.check_coordinator)
         RESULTS.serve(context.transport, self._handle_results, admit=run.check_coordinator)
-        AVOID.serve(context.transport, self._handle_avoid, admit=run.check_coordinator)
 
     async def _handle_order(self, caller: PeerId, order: AuditOrder) -> AuditOrderReply:
         """Send an order's microbatches to their auditors; report the microbatches that no auditor computed."""
@@ -89,7 +88,7 @@ class AuditSender:
         """Send a microbatch to its auditor; raise the auditor's error, or `_AuditorSilent` if it does not answer."""
         context = self._context
         # Twice the time if the audited server computes its part again, too, or if its silence may convict it.
-        patience_s = (1 + (order.compare or convicts)) * context.audit_patience_s(
+        patience_s = (1 + (order.compare or convicts)) * self._auditor_patience_s(
             work.stage_index, copy.microbatch.num_rows, num_ahead, convicts=convicts
         )
         structure, tensors = serialization.flatten(_brought(copy, work.stage_index))
@@ -113,6 +112,20 @@ class AuditSender:
                 raise  # the auditor reports a late audited server
             raise _AuditorSilent(str(error)) from error
 
+    def _auditor_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
+        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it.
+
+        These are more if the audited server may be convicted for its silence, because its link may be the slowest.
+        """
+        context = self._context
+        rate, whole_s = context.routers[stage].median_rate(), context.durations.usual_s
+        if rate is None or whole_s is None:
+            return context.timeout
+        usual_s = max(MOST_SLOWER * num_rows / rate, whole_s) * (1 + num_ahead)
+        if convicts:
+            return deadline_s(MOST_SLOWER * usual_s, longest_s=context.timeout, least_s=UNFAMILIAR_S)
+        return deadline_s(usual_s, longest_s=context.timeout)
+
     async def _handle_results(self, caller: PeerId, request: ResultsRequest) -> ResultsReply:
         self._run.check_generation(request.generation)
         given = self._context.replay_buffer.given(request.generation, request.step)
@@ -132,10 +145,6 @@ class AuditSender:
             ).items()
         ]
         return ResultsReply(results=results, replaced=replaced)
-
-    async def _handle_avoid(self, caller: PeerId, request: AvoidRequest) -> None:
-        self._run.check_generation(request.generation)
-        self._context.avoid(request.peers, request.lost, step=request.step, reason=request.reason)
 
 
 def _brought(copy: ReplayCopy, stage: int) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:

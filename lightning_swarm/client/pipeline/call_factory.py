@@ -1,0 +1,217 @@
+"""Makes the microbatches of calls: their numbers and keys, their tensors in wire form, and their runs."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from msgspec.structs import replace as replace_fields
+from torch import Tensor, nn
+
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
+from lightning_swarm.client.pipeline.microbatches import CallArguments, MicrobatchInput, split
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch
+from lightning_swarm.client.pipeline.result_check import Forwards, Result
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.tasks import gather, gather_bounded
+from lightning_swarm.model.fidelity.module_states import TrainerStates
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.network import SMALL_BYTES
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, encoded, on_cpu
+from lightning_swarm.protocol.messages.batches import Grant
+from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode, ModuleStates, Receipt
+
+if TYPE_CHECKING:
+    from lightning_swarm.client.pipeline.pipeline_call import PipelineCall
+
+# Turns of the event loop between the starts of two microbatches, so that the first stage can begin as soon as the first
+# of them has arrived. Microbatches small enough to travel inside of calls are sent all at once, which is cheaper.
+_TURNS_APART: Final = 4
+
+
+@dataclass
+class GrantedBatch:
+    """The current batch, from its grant to its end."""
+
+    grant: Grant
+    trained: list[nn.Parameter] = field(default_factory=list)  # weights of the pipeline that require a gradient
+    num_calls: int = 0
+    num_microbatches: int = 0  # sum over its calls
+    sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
+    completed: list[Receipt] = field(default_factory=list)
+    calls: list[PipelineCall] = field(default_factory=list)
+    counts: bool = False  # Lightning's own backward is under way, so its gradients count
+    backward_begun: bool = False  # servers may have added gradients
+    # Called together with its first microbatches.
+    begin: Callable[[], Coroutine[Any, Any, None]] | None = None
+    # Called when all stages have accepted all of its backwards, and no other is to come.
+    arm: Callable[[list[Receipt]], Awaitable[None]] | None = None
+    # Set when it is armed: asks whether the batch counts although the servers no longer know it.
+    confirm: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Settings that all calls of a pipeline share."""
+
+    stages: Sequence[StageModule]  # this trainer's copy of the model, without the layers that trainers compute
+    shared: tuple[str, ...]  # extras that each microbatch gets whole
+    microbatch_size: int | None  # rows; None: each batch is cut into `wanted_microbatches` parts
+    wanted_microbatches: Callable[[], int]  # number that keeps the servers of the open step busy
+    max_in_flight: int  # microbatches under way at once
+    device: torch.device  # device of the trainer's tensors
+    codecs: Codecs = PLAIN  # codecs of tensors in transit
+
+
+@dataclass(frozen=True)
+class CallMicrobatches:
+    """The microbatches of one call."""
+
+    arguments: CallArguments
+    modes: Sequence[ComputeMode]  # one for each stage
+    sizes: Sequence[int]  # rows of each microbatch
+    runs: Sequence[MicrobatchRun]
+
+
+class CallFactory:
+    """Makes the microbatches of calls at the current place in the run, and runs them."""
+
+    def __init__(self, context: PipelineContext, runtime: Runtime, config: PipelineConfig) -> None:
+        self.context, self.runtime, self.config = context, runtime, config
+        self.generation = 0  # generation of the run
+        self.version = 0  # version of the weights for calls outside of a batch
+        self.evaluation_number = 0  # number of the evaluation weights for such calls; 0: the weights of `version`
+        self.first_trained = 0  # the first stage that trains
+        self.batch: GrantedBatch | None = None  # the current batch
+        # For each stage, the description of the trainer's hooks that goes with each microbatch; see `describe`.
+        self.hooks: list[dict[str, Any]] = [{} for _ in config.stages]
+        self.states = [TrainerStates(stage) for stage in config.stages]
+        self._evaluations = itertools.count()
+
+    def number_evaluations(self, trainer: str) -> None:
+        """On a trainer that is not the lead: number evaluations so that no two trainers name theirs alike."""
+        self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
+
+    def microbatch_size(self, rows: int) -> int:
+        """Return the rows of a microbatch for a batch of `rows`."""
+        return self.config.microbatch_size or -(-rows // self.config.wanted_microbatches())
+
+    def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
+        """Name a microbatch of a batch, or of an evaluation."""
+        if batch is None:
+            return CallKey(
+                generation=self.generation,
+                step=self.version,
+                first=0,
+                index=index,
+                call=call,
+                evaluation=True,
+                weights=self.evaluation_number,
+            )
+        grant = batch.grant
+        return CallKey(generation=grant.generation, step=grant.step, first=grant.first, index=index, call=call)
+
+    def has_weights_of(self, key: CallKey) -> bool:
+        """Return whether evaluations now compute with the weights that this key names."""
+        return (key.generation, key.step, key.weights) == (self.generation, self.version, self.evaluation_number)
+
+    def microbatches(
+        self,
+        batch: GrantedBatch | None,  # None: the call is an evaluation
+        arguments: CallArguments,
+        modes: Sequence[ComputeMode],
+        parts: Sequence[MicrobatchInput],
+    ) -> CallMicrobatches:
+        """Number a call, and prepare its microbatches."""
+        if batch is None:
+            number = next(self._evaluations)
+        else:
+            number = batch.num_calls
+            batch.num_calls += 1
+            batch.num_microbatches += len(parts)
+        weight = 1.0 if batch is None else batch.grant.weight
+        runs = [
+            self._run_of(self.key(batch, number, index), arguments.structure, part, modes, weight)
+            for index, part in enumerate(parts)
+        ]
+        return CallMicrobatches(arguments, modes, [part.num_rows for part in parts], runs)
+
+    def _run_of(
+        self,
+        key: CallKey,
+        structure: serialization.Structure,  # of the positional arguments
+        part: MicrobatchInput,
+        modes: Sequence[ComputeMode],
+        weight: float = 1.0,
+    ) -> MicrobatchRun:
+        tensors = to_send(part.tensors, self.config.codecs.activations, copy=True)
+        microbatch = Microbatch(
+            key=key,
+            num_rows=part.num_rows,
+            inputs=serialization.unflatten(structure, tensors),
+            extras=[
+                stage.extras_for(part.kwargs) | description
+                for stage, description in zip(self.config.stages, self.hooks, strict=True)
+            ],
+            modes=modes,
+            weight=weight,
+            first_trained=self.first_trained,
+        )
+        return MicrobatchRun(self.context, microbatch)
+
+    def run(
+        self, works: Sequence[Coroutine[Any, Any, Any]], first: serialization.Tree, *also: Coroutine[Any, Any, None]
+    ) -> list[Any]:
+        """Run the works of all microbatches, and also these coroutines. The first work sends the tensors in `first`."""
+        through = gather_bounded(works, self.config.max_in_flight, turns_apart=turns_apart(first))
+        both: list[Coroutine[Any, Any, Any]] = [through, *also]
+        return self.runtime.run(gather(both))[0] if also else self.runtime.run(through)
+
+    def forwards(self, runs: Sequence[MicrobatchRun], *also: Coroutine[Any, Any, None]) -> list[Result]:
+        """Run the forwards of microbatches, and also these coroutines."""
+        return self.run([run.forward() for run in runs], runs[0].microbatch.inputs, *also)
+
+    def probes(
+        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, forwards: Forwards | None = None
+    ) -> list[Result]:
+        """Compute each probe as one microbatch that leaves no trace, by usual forwards or by these.
+
+        A probe is the arguments of a call and a number. Probes of equal numbers draw the same random numbers.
+        """
+        runs = []
+        modes = by_stage(mode, [states.read() for states in self.states])
+        calls: dict[int, int] = {}  # number of a probe -> number of its call
+        for index, (arguments, number) in enumerate(probes):
+            if number not in calls:
+                calls[number] = next(self._evaluations)
+            rows = len(arguments.tensors[0])
+            (part,) = split(arguments, rows=rows, size=rows, shared=self.config.shared)
+            # Probes of one number need different keys, and servers draw by `first % PLACES`.
+            key = replace_fields(self.key(None, calls[number], 0), first=(1 + index) * PLACES)
+            runs.append(self._run_of(key, arguments.structure, part, modes))
+        return self.forwards(runs) if forwards is None else self.runtime.run(forwards(runs))
+
+
+def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
+    """Return each stage's mode; if `mode` is eval, all modules are in eval mode."""
+    if mode.training:
+        return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
+    kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
+    return [replace_fields(mode, modules=modules) for modules in kept]
+
+
+def turns_apart(sent: serialization.Tree) -> int:
+    """Return the turns of the event loop between the starts of two microbatches that send such tensors."""
+    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
+
+
+def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
+    """Encode tensors on their device, and move them to the CPU, from which they can be sent repeatedly."""
+    # `copy` is for inputs, because the user may overwrite the batch before a microbatch is sent again.
+    return list(on_cpu(encoded(list(tensors), codec), copy=copy))

@@ -1,0 +1,51 @@
+"""How far a trainer trusts the results and reports of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
+from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.calls import Direction
+
+if TYPE_CHECKING:
+    from lightning_swarm.client.pipeline.call_factory import CallMicrobatches
+    from lightning_swarm.client.pipeline.collect import Collector, Opened
+    from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
+
+Result: TypeAlias = tuple[serialization.Tree, list[bool]]
+"""A result in wire form, and which of its tensors require grad; no flags after a backward."""
+
+Forwards: TypeAlias = "Callable[[Sequence[MicrobatchRun]], Coroutine[Any, Any, list[Result]]]"
+"""Computes the forwards of microbatches, and returns their results in order."""
+
+
+class ResultCheck:
+    """Trusts all servers; subclasses trust them less."""
+
+    @property
+    def by_referee(self) -> Forwards | None:
+        """Forwards by the peer whose own computation decides in doubt; None: there is no doubt."""
+        return None
+
+    def expected(self, router: StageRouter, charge: PeerCharge) -> tuple[float, float]:
+        """Return the seconds of a microbatch at its peer, and the peer's queue, as far as its reports are trusted."""
+        return charge.expected_s, router.peers[charge.peer].queued
+
+    def suspect(self, stage: int, direction: Direction, last_stage: int) -> int | None:
+        """Return the stage whose result may be wrong if all servers of `stage` refuse a call; None: the call is."""
+        return None
+
+    async def digested(self, server: PeerId, result: Result, microbatch: Microbatch) -> GivenResult | None:
+        """Return the record of a result that only this trainer received; None: it is not recorded."""
+        return None
+
+    def check_gradients(self, gradients: serialization.Tree, inputs: serialization.Tree) -> None:
+        """Raise `PeerError` if the gradients of a microbatch's inputs have another form than the inputs."""
+
+    def opened(self, results: list[Result], call: CallMicrobatches, collector: Collector) -> list[Opened]:
+        """Open the results of a call's forwards. Results of wrong forms may be computed anew."""
+        return [collector.opened(result) for result in results]
