@@ -139,8 +139,10 @@ class ProcessSettings:
     # A full collection over all objects of torch and other libraries stops every thread for a third of a second, and
     # delays each peer that waits for this one. So objects that survive the first are excluded from later collections.
     def _freeze(self, phase: str, info: Mapping[str, int]) -> None:
-        is_full = phase == "stop" and info["generation"] == _OLDEST
-        if is_full and gc.get_freeze_count() == 0:  # otherwise other code freezes objects
+        # Counting takes tens of milliseconds once there are frozen objects, so it must not follow each collection.
+        if self._froze or phase != "stop" or info["generation"] != _OLDEST:
+            return
+        if gc.get_freeze_count() == 0:  # otherwise other code freezes objects
             self._froze = True
             gc.freeze()
 
