@@ -51,7 +51,8 @@ class KeptGraphs:
         with self._lock:
             if kept.graph is None:
                 return
-            if self.limit.allows(len(self._present())):
+            # The first number, which may be too large, is found at once; the second is counted.
+            if self.limit.allows(len(self._forwards)) or self.limit.allows(len(self._present())):
                 self._forwards.add(kept)
             else:
                 kept.graph, kept.graph_bytes = None, 0
