@@ -9,7 +9,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Final
 
@@ -106,6 +105,7 @@ TRIED_AGAIN: Final = 32.0
 _KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer without a forward is slow when another peer has done this many
 _MOST_WAITING: Final = 1024  # limits a queue's length, which another peer may have reported falsely
 _MAX_SHAPES: Final = 256  # hashes kept per peer; any further shape always counts as new to the peer
+_PARTS: Final = 1 << 1074  # every float is a whole number of such parts of one
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
 # A forward's share of a microbatch's time, until measured. The backward has twice as many matrix products.
@@ -142,8 +142,9 @@ class StageRouter:
         self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
         self._newest_num_samples = 0  # size of the newest routed microbatch
         self._is_known = False  # enough forwards are done to know which peers are slow
-        # Sum over all measured peers. Exact, because a sum of floats would keep the rounding error of a large rate.
-        self._sum_of_rates = Fraction()
+        # Sum over all measured peers, in units of the smallest float. Exact, because a sum of floats would keep the
+        # rounding error of a large rate.
+        self._sum_of_rates = 0
         self._num_measured = 0
         self._forward_share = MovingAverage(SMOOTHING)  # forward's share of a microbatch's time
 
@@ -356,7 +357,8 @@ class StageRouter:
     def _count(self, load: PeerLoad, sign: int) -> None:
         """Add a peer's rate, if it is measured, to the sum of all rates, or take it out of the sum."""
         if load.samples_per_s is not None:
-            self._sum_of_rates += sign * Fraction(load.samples_per_s)
+            numerator, denominator = load.samples_per_s.as_integer_ratio()  # the denominator is a power of two
+            self._sum_of_rates += sign * numerator * (_PARTS // denominator)
             self._num_measured += sign
 
     def median_rate(self) -> float | None:
@@ -370,7 +372,7 @@ class StageRouter:
 
     def _mean_rate(self) -> float:
         """Return the mean measured rate in samples/s, which is also assumed for unmeasured peers."""
-        return float(self._sum_of_rates / self._num_measured) if self._num_measured else 1.0
+        return self._sum_of_rates / (self._num_measured * _PARTS) if self._num_measured else 1.0
 
 
 def _retry_s(load: PeerLoad) -> float:
