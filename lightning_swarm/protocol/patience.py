@@ -38,22 +38,21 @@ def deadline_s(usual_s: float, *, longest_s: float, least_s: float = LEAST_S) ->
 class Durations:
     """Durations of one kind of work, over all peers. The median tolerates false reports from some of them."""
 
+    # The median of the newest durations; None until enough was measured.
+    usual_s: float | None = field(default=None, init=False)
     _newest: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _stretch: float = 1.0
 
     def note(self, took_s: float) -> None:
         """Add a duration, and end the extension of deadlines by `note_late`."""
         self._newest.append(took_s)
+        if len(self._newest) >= _ENOUGH:
+            self.usual_s = statistics.median(self._newest)
         self._stretch = 1.0
 
     def note_late(self) -> None:
         """Double the next deadlines, because all peers may have become slower at once."""
         self._stretch = min(2.0 * self._stretch, _MOST_STRETCHED)
-
-    @property
-    def usual_s(self) -> float | None:
-        """The median of the newest durations; None until enough was measured."""
-        return statistics.median(self._newest) if len(self._newest) >= _ENOUGH else None
 
     def deadline_s(self, *, longest_s: float, times_slower: float = 1.0) -> float:
         """Return the seconds allowed for a peer `times_slower` than usual; `longest_s` until enough was measured."""
