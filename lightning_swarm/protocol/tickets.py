@@ -216,6 +216,8 @@ class TicketStore:
         if entry is None:
             entry = self._entries[name] = self._asked_early(caller)
         self._check_reads(entry, name, caller, key)
+        if entry.done.is_set():
+            return entry
         entry.waiting += 1
         try:
             async with asyncio.timeout(timeout):

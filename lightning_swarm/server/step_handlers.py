@@ -140,6 +140,8 @@ class StepHandlers:
 
         Raises `DeadlineExceeded` after `within_s` seconds; None: after `Limits.call_timeout`.
         """
+        if self.version >= version:
+            return
         within_s = self._timeout if within_s is None else within_s
         try:
             async with asyncio.timeout(within_s), self._applied:
