@@ -111,7 +111,7 @@ def _on_cpu(leaf: Tensor | Encoded, *, copy: bool) -> Tensor | Encoded:
 def to_cpu(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Move a tensor to the CPU; with `copy`, copy it even if it is already there."""
     if tensor.device.type != "cuda":
-        return tensor.to("cpu", copy=copy)
+        return tensor.to("cpu", copy=copy) if copy or tensor.device.type != "cpu" else tensor
     # torch keeps pinned memory for reuse. New memory has to be mapped page by page, which took 40 times as long.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
