@@ -70,7 +70,7 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run all coroutines at once and return the results in order. The first failure cancels the rest and is raised."""
     # Not a TaskGroup: if the caller is cancelled while a failure is already cancelling the other tasks, a TaskGroup
     # raises the failure and swallows the cancellation. A caller that tries again after failures might then never end.
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.create_task(work) for work in works]
     try:
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

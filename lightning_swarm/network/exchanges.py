@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
 from typing import Any
 
 from lightning_swarm.core.clock import now_s
@@ -14,29 +13,29 @@ from lightning_swarm.network.rpc import Guard
 
 
 class OpenExchanges:
-    """The open exchanges that this peer has begun, each under a key."""
+    """The open exchanges that this peer has begun, each by its deadline."""
 
     def __init__(self) -> None:
-        self._open: dict[Hashable, tuple[PeerId, Callable[[], None]]] = {}  # ordered, so that a run repeats exactly
+        self._open: dict[asyncio.Timeout, PeerId] = {}  # ordered, so that a run repeats exactly
 
-    def open(self, exchange: Hashable, peer: PeerId, end: Callable[[], None]) -> None:
-        """Register an exchange until `close`. The methods `end` and `end_all` end it by the callback `end`."""
-        self._open[exchange] = peer, end
+    def open(self, limit: asyncio.Timeout, peer: PeerId) -> None:
+        """Register an exchange until `close`. The methods `end` and `end_all` expire its deadline."""
+        self._open[limit] = peer
 
-    def close(self, exchange: Hashable) -> None:
+    def close(self, limit: asyncio.Timeout) -> None:
         """Remove an exchange from the register, if it is there."""
-        self._open.pop(exchange, None)
+        self._open.pop(limit, None)
 
     def end(self, peer: PeerId) -> None:
         """End the exchanges with a peer now."""
-        for other, end in [*self._open.values()]:
+        for limit, other in [*self._open.items()]:
             if other == peer:
-                end()
+                end_now(limit)
 
     def end_all(self) -> None:
         """End all exchanges now."""
-        for _, end in [*self._open.values()]:
-            end()
+        for limit in [*self._open]:
+            end_now(limit)
 
 
 def end_now(limit: asyncio.Timeout) -> None:

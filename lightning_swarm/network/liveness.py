@@ -85,9 +85,8 @@ class Liveness:
         """Return the seconds between two checks of a peer."""
         return min(self.patience_s(peer) / PINGS_PER_SILENCE, _LONGEST_LOOK_S)
 
-    @contextmanager
-    def watching(self, peer: PeerId, exchange: Exchange) -> Iterator[None]:
-        """End `exchange` if `peer` falls silent within this context."""
+    def watch(self, peer: PeerId, exchange: Exchange) -> None:
+        """End `exchange` if `peer` falls silent before `forget`."""
         loop = asyncio.get_running_loop()
         watched = self._known(peer)
         if not watched.exchanges:
@@ -96,13 +95,16 @@ class Liveness:
         exchange.begun_s = loop.time()
         if watched.tick is None:
             self._arm(peer, watched)
-        try:
-            yield
-        finally:
-            watched.exchanges.pop(exchange, None)
-            if not watched.exchanges:
-                for ping in watched.pings:
-                    ping.cancel()
+
+    def forget(self, peer: PeerId, exchange: Exchange) -> None:
+        """Watch `exchange` no longer, if it is watched."""
+        watched = self._watched.get(peer)
+        if watched is None or exchange not in watched.exchanges:
+            return
+        del watched.exchanges[exchange]
+        if not watched.exchanges:
+            for ping in watched.pings:
+                ping.cancel()
 
     @contextmanager
     def moving(self, peer: PeerId, channel: Channel) -> Iterator[None]:

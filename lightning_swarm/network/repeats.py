@@ -9,7 +9,6 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 from lightning_swarm.core.errors import SwarmError, Unreachable
 from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.exchanges import end_now
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.liveness import Exchange
 from lightning_swarm.network.rpc import Responder
@@ -42,30 +41,36 @@ class RepeatedSend(Generic[_T]):
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._exchange, self._send, self._spawn = exchange, send, spawn
-        self._first = asyncio.timeout(None)  # ends the wait for the answer to the first request
+        self._waiting: asyncio.Task[Any] | None = None  # waits for the answer to the first request
+        self._is_ended = False  # whether that wait was ended
         self._again: list[asyncio.Task[None]] = []  # the repeats
         self._answers: list[_T | SwarmError] = []  # answers to repeats
 
     async def first_answer(self) -> _T:
         """Return the answer that comes first, or raise the error that it carries."""
         self._exchange.send_again = self._send_again
+        # Does as `asyncio.timeout`, which costs more than the rest of this method, and hardly any request is repeated.
+        self._waiting = task = _running_task()
+        num_cancels = task.cancelling()
         try:
-            async with self._first:
-                return await self._send(0)
-        except TimeoutError:
-            if not self._answers:
+            return await self._send(0)
+        except BaseException as error:
+            if not self._is_ended:
+                raise
+            # Other code may have cancelled the task, too.
+            if task.uncancel() > num_cancels or not isinstance(error, asyncio.CancelledError):
                 raise
             if isinstance(answer := self._answers[0], SwarmError):
                 raise answer from None
             return answer
         finally:
-            self._exchange.send_again = None
+            self._exchange.send_again = self._waiting = None
             if self._again:
                 await ended(self._again)
 
     def _send_again(self) -> None:
         if self._answers:  # a repeat was answered by an error, and the first request still has no answer
-            end_now(self._first)
+            self._end_wait()
         else:
             self._again.append(self._spawn(self._repeat(len(self._again) + 1)))
 
@@ -78,7 +83,22 @@ class RepeatedSend(Generic[_T]):
             # only once, the repeat gets an error instead.
             if self._exchange.is_large or isinstance(error, Unreachable):
                 return
-        end_now(self._first)
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        """End the wait for the answer to the first request, unless that answer is here already."""
+        asyncio.get_running_loop().call_soon(self._cancel_wait)
+
+    def _cancel_wait(self) -> None:
+        if self._waiting is not None and not self._is_ended:
+            self._is_ended = True
+            self._waiting.cancel()
+
+
+def _running_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 class RunningAnswers:

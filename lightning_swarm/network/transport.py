@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -39,7 +39,7 @@ from lightning_swarm.network import (
 from lightning_swarm.network.access import CERTIFY, OPEN_METHODS, PING, Ban, Credentials, Permit, Rpc
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import Certification
-from lightning_swarm.network.exchanges import OpenAnswers, OpenExchanges, end_now
+from lightning_swarm.network.exchanges import OpenAnswers, OpenExchanges
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
@@ -119,28 +119,18 @@ class BaseTransport(Transport):
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
-        message = Message(body)
-        async with self._deadline(peer, method, timeout) as exchange:
-            if peer == self._peer_id:
-                return (await self._ask_self(Kind.CALL, method, message, 0)).body
-            ask = partial(self._ask_small, exchange, peer, Kind.CALL, method, message, 0)
-            return (await (ask() if self._certification is None else self._certification.ask(peer, method, ask))).body
+        return (await self._ask(self._ask_small, peer, Kind.CALL, method, Message(body), 0, timeout)).body
 
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
     ) -> Message:
         """See `Transport`."""
-        async with self._deadline(peer, method, timeout) as exchange:
-            if peer == self._peer_id:
-                return await self._ask_self(Kind.STREAM, method, message, max_bytes)
-            if max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES:
-                ask = partial(self._ask_small, exchange, peer, Kind.STREAM, method, message, max_bytes)
-            else:
-                ask = partial(self._ask_large, exchange, peer, method, message, max_bytes)
-            return await (ask() if self._certification is None else self._certification.ask(peer, method, ask))
+        is_small = max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES
+        send = self._ask_small if is_small else self._ask_large
+        return await self._ask(send, peer, Kind.STREAM, method, message, max_bytes, timeout)
 
     async def _ask_large(
-        self, exchange: Exchange, peer: PeerId, method: str, message: Message, max_bytes: int
+        self, exchange: Exchange, peer: PeerId, _kind: Kind, method: str, message: Message, max_bytes: int
     ) -> Message:
         """Exchange messages over a separate stream; repeat a request without tensors while no bytes move."""
         exchange.is_large = True
@@ -415,20 +405,32 @@ class BaseTransport(Transport):
         if received_bytes:
             self.traffic.received_bytes[peer, method] += received_bytes
 
-    @asynccontextmanager
-    async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[Exchange]:
-        """End an exchange after `timeout` seconds, when the peer falls silent, or when this transport closes."""
+    async def _ask(
+        self,
+        send: Callable[[Exchange, PeerId, Kind, str, Message, int], Awaitable[Message]],
+        peer: PeerId,
+        kind: Kind,
+        method: str,
+        message: Message,
+        max_bytes: int,
+        timeout: float,
+    ) -> Message:
+        """Exchange messages by `send`; end it after `timeout` s, when the peer falls silent, or at this peer's end."""
         if self._closed:
             raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
         self._loop = asyncio.get_running_loop()
         limit = asyncio.timeout(timeout)
         exchange = Exchange(limit)
-        watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
         try:
             async with limit:
-                self._asking.open(limit, peer, partial(end_now, limit))
-                with watching:
-                    yield exchange
+                self._asking.open(limit, peer)
+                if peer == self._peer_id:
+                    return await self._ask_self(kind, method, message, max_bytes)
+                self._liveness.watch(peer, exchange)
+                if self._certification is None:
+                    return await send(exchange, peer, kind, method, message, max_bytes)
+                ask = partial(send, exchange, peer, kind, method, message, max_bytes)
+                return await self._certification.ask(peer, method, ask)
         except TimeoutError as error:
             if not limit.expired():  # another timeout, within the exchange
                 raise
@@ -442,6 +444,7 @@ class BaseTransport(Transport):
                 ) from error
             raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
         finally:
+            self._liveness.forget(peer, exchange)
             self._asking.close(limit)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
