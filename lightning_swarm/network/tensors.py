@@ -46,6 +46,7 @@ DTYPES: Final = {
 """Dtypes that can be sent, by their names on the wire."""
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_NUMPY_DTYPES: Final = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32})
 
 
 class TensorSpec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -84,6 +85,10 @@ def parse_spec(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
 
 def to_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous."""
+    is_plain = tensor.dtype in _NUMPY_DTYPES and not tensor.requires_grad and tensor.is_contiguous()
+    if is_plain and tensor.numel() and not tensor.is_neg():
+        # Each call below lets another thread take the interpreter's lock, and has to wait until that returns it.
+        return tensor.numpy().data.cast("B")
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

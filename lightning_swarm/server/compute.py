@@ -390,7 +390,7 @@ class Computation:
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients of the graph's inputs, and of the trainable parameters; None: not wanted, or unused."""
         used = [
-            (output, gradient.to(output))
+            (output, gradient if gradient.device == output.device else gradient.to(output))
             for output, gradient in zip(graph.outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]

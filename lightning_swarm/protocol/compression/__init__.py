@@ -129,7 +129,7 @@ def _encoded(leaf: Tensor | Encoded, by: Codec) -> Tensor | Encoded:
 
 def _decoded(leaf: Tensor | Encoded, by: Codec | None, device: torch.device) -> Tensor:
     if isinstance(leaf, Tensor):
-        return leaf.to(device)
+        return leaf if leaf.device == device else leaf.to(device)
     if by is None or leaf.codec != by.name:
         raise ProtocolError(
             f"a tensor came encoded as {leaf.codec!r}, and this run's are {'as they are' if by is None else by.name}"
