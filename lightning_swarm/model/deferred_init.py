@@ -70,8 +70,8 @@ class InitialWeights:
         self._views = {name: self._record.view(tensor) for name, tensor in _tensors(module) if tensor.is_meta}
         if self._views and self._trained is not None and self._trained() is module:
             raise ConfigError(
-                f"the weights of a module on meta are in no process as a whole, got {type(module).__name__} after a "
-                "run of it. Name the checkpoint to go on from: `ckpt_path=...`."
+                "after a run, the weights of a module on the meta device are in its checkpoints only; got another "
+                f"run of {type(module).__name__}. Pass the checkpoint to continue from: `ckpt_path=...`."
             )
         uninitialised = set(self._record.uninitialised(list(self._views.values())))
         if uninitialised:

@@ -37,10 +37,10 @@ class GradientClosure:
         pairs = zip(self._before, self._seen(), strict=True)
         if not all(torch.equal(old, new) if isinstance(old, Tensor) else old == new for old, new in pairs):
             raise ConfigError(
-                "an optimizer must step from one gradient, at the weights before the step, for the "
-                f"batches have passed all stages by then: {self._kind} changes weights and calls its closure again, as "
-                "sharpness-aware optimizers do. Use one that does not, such as SGD or AdamW; for flat minima there are "
-                "`StochasticWeightAveraging` and `EMAWeightAveraging`."
+                "an optimizer must compute each step from one gradient at the weights before the step, because the "
+                f"batches have already passed all stages; {self._kind} changes weights and calls its closure again, "
+                "as sharpness-aware optimizers do. Use one that does not, such as SGD or AdamW. For flat minima, use "
+                "`StochasticWeightAveraging` or `EMAWeightAveraging`."
             )
         self._called = True
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):

@@ -286,10 +286,10 @@ def check_hooks(optimizer: Optimizer) -> None:
         for found in _referred(hook):
             if found is not optimizer and not isinstance(found, _REFERABLE):
                 raise ConfigError(
-                    "hooks of an optimizer, and a function in the place of its `step`, run on servers, for the "
-                    "parameters of a stage, and what they note or change elsewhere never gets here: got one that "
-                    f"refers to a {type(found).__name__}. Use what it is called with, such as "
-                    "`optimizer.param_groups`, or write weights in `on_train_batch_end`."
+                    "an optimizer's hooks and a replaced `step` must use only their arguments, such as "
+                    "`optimizer.param_groups`, because they run on servers, for the parameters of one stage, and "
+                    f"their other effects are lost; got one that refers to a {type(found).__name__}. Write weights in "
+                    "`on_train_batch_end` instead."
                 )
 
 
@@ -382,7 +382,7 @@ def _first_state(optimizer: Optimizer, *, needed: bool) -> dict[Tensor, Any]:
         if not needed:
             return {}
         raise ConfigError(
-            f"an optimizer over a module on torch's meta device must have no state before its first step, or take its "
-            f"own `defaults` as arguments, got {kind.__name__}: {error}. Use another one, or build the module on a "
-            "device."
+            "an optimizer over a module on torch's meta device must have no state before its first step, or it must "
+            f"be possible to create it again from its `defaults`; for {kind.__name__} that failed: {error}. Use "
+            "another optimizer, or build the module on a device."
         ) from error

@@ -476,7 +476,7 @@ class LeavesEarly(NanoGPT):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (TiedToABlock, LIST, r"in the blocks .* or outside of them, not in both.*got again.weight outside.*Untie it"),
+        (TiedToABlock, LIST, r"either in .* blocks.* or outside of them.*got again.weight outside.*Untie it"),
         (SparseOutside, LIST, r"must be dense.*`sparse=True` in transformer.wte"),
         (PenalisedBlocks, LIST, r"a loss may reach the pipeline's weights.*\['transformer.h.0.*weight decay"),
         (StagedToo, LIST, r"a `ModuleList` has none: got `pipeline='transformer.h'` with `configure_stages`.*Name the"),

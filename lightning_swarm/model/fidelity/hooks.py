@@ -112,8 +112,9 @@ def check_global() -> None:
     for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
         for _, hook in _of_user(hooks):
             raise ConfigError(
-                "hooks on all modules of a process are not called where other peers compute blocks: got "
-                f"{_name(hook)}, registered by `register_module_forward_hook` or the like. Register it on modules."
+                "hooks must be registered on single modules, because other peers do not have a process's global "
+                f"hooks; got {_name(hook)}, registered by `register_module_forward_hook` or the like. Register it on "
+                "modules."
             )
 
 

@@ -242,9 +242,9 @@ class ForwardWatch:
     def _refuse(self, keys: Iterable[tuple[int, str]], what: str) -> None:
         names = [f"`{name}` of {self._names[place] or 'the model'!r}" for place, name in keys]
         raise ConfigError(
-            f"a forward may leave new tensors in attributes of its blocks, but not what the next forward goes on from, "
-            f"for each runs on another peer: a block {what} {few(names)} in its forward. Return the value from the "
-            "block, or keep it in training_step."
+            "a forward may store new tensors in attributes of its blocks, but no state for the next forward, which "
+            f"may run on another peer; a block {what} {few(names)} in its forward. Return the value from the block, "
+            "or keep it in `training_step`."
         )
 
 

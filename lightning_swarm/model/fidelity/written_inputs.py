@@ -123,8 +123,9 @@ def _check_alone(tensor: Tensor, argument: str, given: Given) -> None:
     if len(same) > 1:
         same.remove(argument)
         raise ConfigError(
-            "a block may write into an argument that the call has once, for servers get a copy of each: a block wrote "
-            f"into {text_of(argument)}, whose memory is also in {text_of(same[0])}. Pass a clone of one of them."
+            "a block must not write into memory that two arguments of its call share, because servers get a separate "
+            f"copy of each; a block wrote into {text_of(argument)}, whose memory is also in {text_of(same[0])}. Pass "
+            "a clone of one of them."
         )
 
 

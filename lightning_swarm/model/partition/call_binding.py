@@ -100,9 +100,9 @@ def call_bound(
 def _picked(output: Any, pick: Pick, name: str | None) -> Any:
     if not isinstance(output, tuple | list | dict):
         raise ConfigError(
-            f"only a tuple, a list or a dict that a block gives may be indexed between blocks, got [{pick!r}] of block "
-            f"{name!r}, which gave a {type(output).__name__}: of a tensor that would be a sample of the microbatch. "
-            "Index it in the block."
+            f"between blocks, only a tuple, list or dict that a block returned may be indexed, got [{pick!r}] of "
+            f"block {name!r}, which returned a {type(output).__name__}. The index of a tensor would select a sample "
+            "of the microbatch. Index it in the block."
         )
     values: Any = output
     if not isinstance(pick, tuple):
@@ -111,8 +111,8 @@ def _picked(output: Any, pick: Pick, name: str | None) -> Any:
     values = list(output)
     if len(values) != count:
         raise ConfigError(
-            f"what a block gives must have as many parts as it is unpacked into: {count}, got {len(values)} of block "
-            f"{name!r}. Unpack all of them."
+            f"a block must return as many values as its output is unpacked into, {count}; block {name!r} returned "
+            f"{len(values)}. Unpack all of them."
         )
     return values[place]
 

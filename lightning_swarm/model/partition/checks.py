@@ -41,9 +41,9 @@ def _refuse(guarded: int, part: nn.Module, _inputs: Any) -> None:
     # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
     if not torch.compiler.is_compiling() and id(part) == guarded:  # a copy has another id
         raise ConfigError(
-            "parts of the pipelined module must not be called by themselves while a swarm holds it, for they are "
-            f"elsewhere: got a call of {type(part).__name__}. Call the pipelined module, or for values without a "
-            "gradient a copy of the part (`copy.deepcopy`)."
+            "modules in the pipeline must not be called on their own during a run, because their weights are on the "
+            f"servers; got a call of {type(part).__name__}. Call the whole pipelined module. For values without a "
+            "gradient, call a copy of the module (`copy.deepcopy`)."
         )
 
 
@@ -112,8 +112,8 @@ def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied:
     ]
     if mixed:
         raise ConfigError(
-            f"stages that share a parameter must have float64 parameters all or none, got {few(mixed)} in stages of "
-            "which some have and some have not. Convert the model to one dtype, or choose `split` so that the blocks "
+            f"stages that share a parameter must all have float64 parameters, or none of them may, got {few(mixed)}, "
+            "shared by stages with and without. Convert the model to one dtype, or choose `split` so that the blocks "
             "that share it are in one stage."
         )
 
@@ -128,8 +128,8 @@ def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
     ]
     if shared:
         raise ConfigError(
-            "a parameter must be in the blocks of the pipeline or outside of them, not in both, for servers train the "
-            f"one and trainers the other: got {few(shared)} outside, tied to a block's. Untie it, or define "
+            "a parameter must be either in the pipeline's blocks, which servers train, or outside of them, where "
+            f"trainers train it; got {few(shared)} outside, tied to a parameter of a block. Untie it, or define "
             "`configure_stages(self)` so that all layers that share it are in one stage."
         )
 
@@ -148,8 +148,9 @@ def _refuse_generators(modules: Iterable[Named]) -> None:
     ]
     if found:
         raise ConfigError(
-            "blocks must not keep a generator of random numbers, for each peer would draw from one of its own: got "
-            f"{few(found)}. Draw without `generator`, or in training_step and pass the numbers to the blocks."
+            "blocks must not keep a random generator, because each peer would draw from its own copy; got "
+            f"{few(found)}. Draw without `generator` in the blocks, or draw in `training_step` and pass the numbers "
+            "to the blocks."
         )
 
 
@@ -176,8 +177,9 @@ def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
     ]
     if found:
         raise ConfigError(
-            "layers must change no buffers in forward, but for `BatchNorm`, whose running statistics the swarm keeps: "
-            f"got {few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`."
+            "only `BatchNorm` layers may update buffers in forward, because the swarm keeps no other running "
+            f"statistics; got {few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with "
+            "`track_running_stats=False`."
         )
 
 

@@ -79,9 +79,9 @@ def _full_name(model: nn.Module, blocks: Blocks, index: int) -> str:
     name: str | None = next((name for name, module in model.named_modules() if module is block), None)
     if name is None:
         raise ConfigError(
-            f"a boundary layer must stand after a part of the model, got block {blocks.names[index]!r}, a "
-            f"{type(block).__name__} that is none: without a swarm nobody would go through the layer. Make it an "
-            "attribute of the model, or cut elsewhere with `split=...`."
+            "a boundary layer must stand after a module that is an attribute of the model, got block "
+            f"{blocks.names[index]!r}, a {type(block).__name__} that is none. Without a swarm, the layer would not be "
+            "called. Make the block an attribute of the model, or cut elsewhere with `split=...`."
         )
     if sum(other is block for other in blocks.modules) > 1:
         raise ConfigError(

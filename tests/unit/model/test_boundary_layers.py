@@ -378,7 +378,9 @@ class Made(nn.Module):
 
 def test_blocks_that_nothing_can_stand_after_are_refused() -> None:
     made = Made()
-    with pytest.raises(ConfigError, match=r"after a part of the model, got block '0', a Sequential that is none"):
+    with pytest.raises(
+        ConfigError, match=r"after a module that is an attribute of the model, got block '0', a Sequential that is none"
+    ):
         insert_boundaries(made, find_blocks(made, None), (range(1), range(1, 2)), Bottleneck(ratio=2))
     shared = nn.Linear(8, 8)
     outer = nn.Module()

@@ -251,13 +251,13 @@ def test_what_is_unpacked(patch: Callable[..., Patched]) -> None:
         first, _, _ = blocks[0](ROWS)
         return loop(blocks[1:], first)
 
-    with pytest.raises(ConfigError, match=r"as many parts as it is unpacked into: 3, got 2 of block '0'"):
+    with pytest.raises(ConfigError, match=r"as many values as its output is unpacked into, 3; block '0' returned 2"):
         wrongly(patched.model["h"])  # type: ignore[index]
 
 
 def test_a_sample_is_not_taken_of_a_tensor(patch: Callable[..., Patched]) -> None:
     with pytest.raises(
-        ConfigError, match=r"got \[0\] of block '1', which gave a Tensor: of a tensor that would be a s"
+        ConfigError, match=r"got \[0\] of block '1', which returned a Tensor. The index of a tensor would select a s"
     ):
         patch().model(ROWS, between(lambda x: x[0]))
 

@@ -457,8 +457,12 @@ def with_layer(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "pipeline", "words"),
     [
-        (with_tied_weights(torch.float64), None, ["float64 parameters all or none", "embed.weight", "to one dtype"]),
-        (with_shared(), "net", ["or outside of them, not in both", "got other.weight outside", "Untie it"]),
+        (
+            with_tied_weights(torch.float64),
+            None,
+            ["all have float64 parameters, or none", "embed.weight", "to one dtype"],
+        ),
+        (with_shared(), "net", ["or outside of them, where", "got other.weight outside", "Untie it"]),
         (with_outside(nn.LazyLinear(4)), "net", ["know their shapes", "other (LazyLinear)"]),
         (with_outside(Rotate(trained=True)), "net", ["must be real", "other.turns"]),
         (
@@ -468,9 +472,9 @@ def with_layer(layer: nn.Module) -> nn.Module:
         ),
         (with_layer(nn.Embedding(3, 4, sparse=True)), None, ["dense", "`sparse=True` in 1.1", "`sparse=False`"]),
         (with_layer(Rotate(trained=True)), None, ["must be real", "1.1.turns", "torch.view_as_real", "or freeze them"]),
-        (with_layer(Keeping(torch.Generator())), None, ["not keep a generator", "1.1.kept", "training_step and pass"]),
-        (with_layer(nn.SyncBatchNorm(4)), None, ["no buffers in forward", "1.1 (SyncBatchNorm)", "Use BatchNorm"]),
-        (with_layer(nn.InstanceNorm1d(4, track_running_stats=True)), None, ["no buffers in", "(InstanceNorm1d)"]),
+        (with_layer(Keeping(torch.Generator())), None, ["not keep a random generator", "1.1.kept", "pass the numbers"]),
+        (with_layer(nn.SyncBatchNorm(4)), None, ["update buffers in forward", "1.1 (SyncBatchNorm)", "Use BatchNorm"]),
+        (with_layer(nn.InstanceNorm1d(4, track_running_stats=True)), None, ["update buffers", "(InstanceNorm1d)"]),
         (with_layer(nn.LazyLinear(4)), None, ["know their shapes", "1.1 (LazyLinear)", "Give them their input sizes"]),
     ],
     ids=lambda value: "",
