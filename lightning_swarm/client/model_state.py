@@ -121,8 +121,8 @@ def _on_disk(fetched: _Tensors) -> _Tensors:
 def no_room(error: Exception) -> SwarmError:
     """Return the error for a rollback that cannot write its checkpoint."""
     return SwarmError(
-        "the way back leads through a checkpoint, which must be written to the folder for temporary files: "
-        f"{error}. Make room in {tempfile.gettempdir()}, or name another folder in the variable TMPDIR."
+        f"a rollback must write a checkpoint into {tempfile.gettempdir()}, the folder for temporary files, and could "
+        f"not: {error}. Free space there, or set the environment variable TMPDIR to another folder."
     )
 
 

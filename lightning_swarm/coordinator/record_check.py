@@ -105,4 +105,4 @@ def _check_snapshots(run: RunState, record: Record) -> None:
             _refuse(record, f"snapshots are of {len(run.rosters)} stages and of earlier records", (index, version))
     known = [(one.stage_index, one.version) for one in run.snapshots]
     if len(set(told)) < len(told) or not set(told).isdisjoint(known):
-        _refuse(record, "the digest of a snapshot is told once", told[:2])
+        _refuse(record, "a record has the digest of each snapshot once", told[:2])

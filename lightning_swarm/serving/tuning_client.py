@@ -348,7 +348,7 @@ class Chain:
                     return await backward(peer)
                 except GraphGone:
                     continue
-            raise Busy(f"{peer} keeps no graph until its backward comes")
+            raise Busy(f"{peer} must keep the graph of a forward until its backward, and dropped it three times")
 
         return (await self.servers.ask(plan.index, both))[1]
 
@@ -358,7 +358,9 @@ def _gradients_of(tree: Any, num_inputs: int, num_own: int) -> tuple[list[Tensor
     if lengths != [num_inputs, num_own] or not all(
         one is None or isinstance(one, Tensor) for one in itertools.chain(*tree)
     ):
-        raise ProtocolError(f"a backward gives gradients of {num_inputs} inputs and {num_own} tensors, got others")
+        raise ProtocolError(
+            f"a backward must return gradients of {num_inputs} inputs and {num_own} tensors of the adapter, got others"
+        )
     return tree[0], tree[1]
 
 

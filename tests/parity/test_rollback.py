@@ -619,8 +619,8 @@ def test_a_full_disk_keeps_the_run_from_going_back(
     monkeypatch.setattr(torch, "save", save)
     _, notes = broken_off(Killing([5], [[1]]))
     assert len(written) == 1
-    assert "The run could not roll back: the way back leads through a checkpoint" in notes
-    assert f"{failure}. Make room in {tmp_path}" in notes
+    assert "The run could not roll back: a rollback must write a checkpoint" in notes
+    assert f"into {tmp_path}, the folder for temporary files, and could not: {failure}. Free space" in notes
     assert not list(tmp_path.iterdir())
 
 
