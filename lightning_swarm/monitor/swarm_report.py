@@ -224,7 +224,7 @@ def _mixed_lines(swarm: SwarmReport) -> list[str]:
             lines.append(f"{stage}: {len(kinds)} kinds of machines, stepped by portable arithmetic: {counts}")
         elif index in swarm.portable:
             lines.append(
-                f"{stage}: stepped by portable arithmetic, for a stage with which it shares parameters, or a server "
+                f"{stage}: stepped by portable arithmetic, because a stage that shares its parameters, or a server "
                 "that does not answer, is on another kind of machine"
             )
     return lines

@@ -226,14 +226,14 @@ class SwarmConfig:
             )
         if self.settings.goes_back and self.limits.snapshot_interval is None:
             raise ConfigError(
-                "a run with `trust='audited'` goes back to a snapshot where a liar's work counted, got "
-                "`Limits(snapshot_interval=None)`. Leave it out, or write "
+                "with `trust='audited'`, a run rolls back to a snapshot if false work has counted, so it must take "
+                "snapshots; got `Limits(snapshot_interval=None)`. Leave it out, or write "
                 "`trust=Trust('audited', on_conviction='go_on')`."
             )
         if self.trust == "audited" and self.role == "both":
             raise ConfigError(
-                "with `trust='audited'` one process brings the data, because nobody can check what a trainer reads: "
-                "got role 'both'. Use role 'auto', with only servers beside it."
+                "with `trust='audited'` only one process may train, because the data that a trainer reads cannot be "
+                "checked; got role 'both'. Use role 'auto', with only servers beside it."
             )
         if self.invite is None:
             return

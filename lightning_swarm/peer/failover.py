@@ -127,7 +127,7 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
     """Return why a run cannot continue with these peers; empty if it can."""
     empty = [index for index, roster in enumerate(run.rosters) if not any(peer.peer_id in alive for peer in roster)]
     if empty:
-        return f"nobody of stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} answers"
+        return f"no server of stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} answers"
     num_voters, num_left = len(run.voters), sum(voter.peer_id in alive for voter in run.voters)
     if num_left * 2 > num_voters:
         return ""
@@ -210,7 +210,7 @@ class StandbyLead:
     async def _handle_loop(self, caller: PeerId, request: LoopRequest) -> LoopReply:
         lead = self._admission.membership.lead or self._lead  # the former: a standby that took over
         if caller != lead:
-            raise ProtocolError(f"the lead {lead} sends a run back, not {caller}")
+            raise ProtocolError(f"only the lead {lead} may roll the run back, got the order of {caller}")
         versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
         return LoopReply(versions=versions, waits=self.waits)
 

@@ -280,10 +280,10 @@ class MembershipLifecycle:
         ):
             if now_s() >= since_s + timeout:
                 raise Unreachable(
-                    f"run {self._run_id!r} is over or broke off, and nobody said so: {who} "
-                    f"answered for {timeout:g} s. Start this peer again when the run goes on. Another peer can "
-                    "replace a dead lead only while a majority of the voters lives; one of two servers is no majority"
-                    f"{self._server.membership.run.electorate.remedy}."
+                    f"run {self._run_id!r} is over or broke off, and this peer was not notified: {who} answered for "
+                    f"{timeout:g} s. Start this peer again when the run goes on. Another peer can replace a dead lead "
+                    "only while a majority of the voters lives; one of two servers is no "
+                    f"majority{self._server.membership.run.electorate.remedy}."
                 )
 
     async def _is_left_out(self) -> bool:

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 _NO_CACHE: Final = (
-    "a cache of a served model holds no keys and values of a forward that may train, got a text that goes on from one. "
-    "Write texts by `generate`, under `torch.no_grad()`; or freeze the adapter, by `requires_grad_(False)`; or pass "
-    "`use_cache=False`, and the whole text each time."
+    "a forward that may train cannot continue a text from a cache, because servers keep no keys and values of such "
+    "forwards; got a cache with tokens. Generate text under `torch.no_grad()`, freeze the adapter with "
+    "`requires_grad_(False)`, or pass `use_cache=False` and the whole text each time."
 )
 _ONLY_HIDDEN: Final = (
-    "gradients of a served model's blocks flow through the hidden state alone, got another argument of blocks that "
-    "requires one. Detach what it is made of, or tune by LoRA."
+    "through a served model's blocks, gradients reach only the hidden state, got another argument of the blocks that "
+    "requires a gradient. Detach that argument, or train a LoRA adapter instead."
 )
 _WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # served weights never change
 

@@ -222,8 +222,9 @@ class Checkpoints:
             # The module's own `state_dict`, or a hook of it, may have computed such tensors from the old weights here.
             if is_on_meta(module):
                 raise ConfigError(
-                    "the `state_dict` of a module on the meta device may rename tensors and leave some out, but it "
-                    f"makes {next(key for key in own if key not in names)!r} of others. Build the module with weights."
+                    "the `state_dict` of a module on the meta device may rename and omit tensors, but must not "
+                    f"compute new ones; got {next(key for key in own if key not in names)!r}, which is no tensor of "
+                    "the module. Build the module with weights."
                 )
             run.access.refresh()
             own, names = self._state_and_names()
@@ -367,9 +368,10 @@ class Checkpoints:
         checks.check_in_memory(module, "weights are loaded in the middle of a run")
         if run.session.is_shared:
             raise ConfigError(
-                "weights are loaded in the middle of a run where one trainer is all there is, for others would go on "
-                f"from newer ones; this run has {run.session.num_trainers}, and may have more. Load them before "
-                "`fit`; look for a learning rate with `role='auto'`, and set what it finds."
+                "during a run, weights may be loaded only if the run has a single trainer and admits no others, "
+                "because other trainers would continue from the servers' weights; this run has "
+                f"{run.session.num_trainers}, and may get more. Load them before `fit`. To search a learning rate, "
+                "use `role='auto'`, and set the result."
             )
         assert strategy.weights is not None
         self._rollback.discard_snapshots()

@@ -127,8 +127,8 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
         )
     if config.settings.delay_optimizer_step and trainer.precision == "16-mixed":
         raise ConfigError(
-            "with `delay_optimizer_step` a step begins before the one before it has shown whether its gradients fit "
-            "the range of float16, which `precision='16-mixed'` needs to know. Use 'bf16-mixed', or leave out "
+            "`precision='16-mixed'` must know whether a step's gradients overflowed before the next step begins; "
+            "with `delay_optimizer_step`, the next step begins earlier. Use 'bf16-mixed', or leave out "
             "`delay_optimizer_step`."
         )
     if trainer.state.fn == TrainerFn.FITTING:
@@ -290,9 +290,9 @@ def _check_attributes(optimizer: Optimizer) -> None:
         entries = [inner for entry in value for inner in (entry if isinstance(entry, (list, tuple)) else (entry,))]
         if [getattr(entry, "shape", None) for entry in entries] == shapes:
             raise ConfigError(
-                "what an optimizer keeps of its parameters must be in its `state`, which goes with them from peer to "
-                f"peer, got a list `{name}` of {len(shapes)} tensors of their shapes in {type(optimizer).__name__}. "
-                "Keep each in `self.state[parameter]`."
+                "an optimizer must keep tensors about its parameters in its `state`, which moves with the parameters "
+                f"from peer to peer; {type(optimizer).__name__} keeps a list `{name}` of {len(shapes)} tensors of the "
+                "parameters' shapes. Keep each tensor in `self.state[parameter]`."
             )
 
 
@@ -337,8 +337,9 @@ def new_selection(
         return None
     if session.is_shared:
         raise ConfigError(
-            "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
-            "has changed. Freeze parameters and add groups before `fit`, or use `role='auto'`."
+            "in a run of several trainers, the set of trained parameters must not change, because the trainers are "
+            "at different batches; it has changed. Freeze parameters and add groups before `fit`, or use "
+            "`role='auto'`."
         )
     if pending_samples:
         assert session.selection is not None
@@ -414,14 +415,14 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
         )
     if trainer._accelerator_connector._layer_sync is not None:
         raise ConfigError(
-            "trainers do not wait for each other in the middle of a batch, as `sync_batchnorm=True` would have them: "
-            "each batch is normalized by itself, as with one trainer. Leave `sync_batchnorm` out."
+            "`sync_batchnorm` must be False, because trainers of a swarm do not wait for each other within a batch: "
+            "each batch is normalized by itself, as with one trainer; got True. Leave `sync_batchnorm` out."
         )
     if config.settings.delay_optimizer_step:
         raise ConfigError(
-            "with `delay_optimizer_step` one trainer must bring all batches, for what a trainer that dies had of a "
-            "late step could not be brought again: others have begun the next one by then; got `role='both'`. Use "
-            "`role='auto'`, or leave out `delay_optimizer_step` and raise `target_batch_size`."
+            "with `delay_optimizer_step` a run must have one trainer only; got `role='both'`. If one of several "
+            "trainers died, its batches of the late step would be lost, because the others have begun the next step. "
+            "Use `role='auto'`, or leave out `delay_optimizer_step` and raise `target_batch_size`."
         )
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS):
         raise ConfigError(

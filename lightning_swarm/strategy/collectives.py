@@ -23,10 +23,10 @@ def asks_as_user() -> bool:
 def refuse_collective(name: str) -> NoReturn:
     """Refuse an operation that needs all trainers at the same point."""
     raise ConfigError(
-        f"trainers of a swarm do not wait for each other within a step, nor for those that join, so there is nothing "
-        f"that `{name}` could collect. For a value of all batches use `self.log(..., sync_dist=True)`; have what all "
-        "trainers need follow from the script's arguments, or `broadcast` it in `setup` or `on_fit_start` of trainers "
-        "that one program starts (`devices`)."
+        f"`{name}` must not be called, because it needs all trainers at one point, and trainers of a swarm do not "
+        "wait for each other. To combine values of all batches, use `self.log(..., sync_dist=True)`. Compute what "
+        "all trainers need from the script's arguments; or, if one program starts the trainers (`devices`), call "
+        "`broadcast` in `setup` or `on_fit_start`."
     )
 
 
@@ -39,8 +39,9 @@ def said(value: object, name: str) -> bytes:
         is_same = False
     if not is_same or len(text) > MAX_SAID:
         raise ConfigError(
-            f"`{name}` brings other trainers text, numbers, truth values and None, in lists and dicts with text as "
-            f"keys, up to {MAX_SAID} characters, got a {type(value).__name__}. Send text, and make of it what you need."
+            f"`{name}` sends the other trainers text, numbers, booleans and None, in lists and in dicts with text "
+            f"keys, at most {MAX_SAID} characters as JSON; got a {type(value).__name__}. Send text, and convert it at "
+            "the receiver."
         )
     return text.encode()
 
@@ -50,4 +51,6 @@ def heard(text: bytes, name: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ProtocolError(f"what came in place of the lead's `{name}` cannot be read: {error}") from error
+        raise ProtocolError(
+            f"the lead's value for `{name}` must be JSON, and the value received is not: {error}"
+        ) from error

@@ -233,8 +233,8 @@ def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: P
             or fault.when.get("of", fault.peer) != fault.peer
         ):
             raise ConfigError(
-                f"in real processes a peer is struck by itself, in its own phase: kill, freeze, delay, drop and "
-                f"duplicate with a name, got {fault}. Use the in-memory network for the others."
+                "in real processes, a fault must name the peer that it strikes, in a phase of that peer (`of`), and "
+                f"be kill, freeze, delay, drop or duplicate; got {fault}. Use the in-memory network for other faults."
             )
 
     def write(fault: Fault, _: MessagePoint) -> None:

@@ -111,7 +111,7 @@ def test_broadcast() -> None:
     ids=["tuple", "tensor", "keys", "nan", "long"],
 )
 def test_broadcast_of_objects(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`broadcast` brings other trainers text, numbers"):
+    with pytest.raises(ConfigError, match=r"`broadcast` sends the other trainers text, numbers"):
         said(value, "broadcast")
 
 
@@ -124,7 +124,7 @@ class BroadcastsInStep(DigitsMLP):
 
 @feature("`trainer.strategy.broadcast` in a step of several trainers", REFUSED)
 def test_broadcast_in_a_step() -> None:
-    with pytest.raises(ConfigError, match=r"nothing that `broadcast` could collect"):
+    with pytest.raises(ConfigError, match=r"`broadcast` must not be called"):
         train(2, lambda seen: BroadcastsInStep(), max_steps=2)
 
 

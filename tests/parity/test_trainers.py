@@ -543,7 +543,7 @@ def test_what_would_wait_for_the_others_is_refused(name: str) -> None:
             return loss
 
     seen = train(2, Gathers, raises=False)
-    assert_refused(seen, rf"nothing that `{name}` could collect.*use `self.log\(..., sync_dist=True")
+    assert_refused(seen, rf"`{name}` must not be called.*use `self.log\(..., sync_dist=True")
 
 
 def test_freezing_in_mid_run_is_refused() -> None:
@@ -554,7 +554,7 @@ def test_freezing_in_mid_run_is_refused() -> None:
                 next(self.parameters()).requires_grad_(False)
 
     seen = train(2, Freezes, raises=False)
-    assert_refused(seen, "what trains is settled when a run of several trainers begins")
+    assert_refused(seen, "the set of trained parameters must not change")
 
 
 def test_another_trainers_own_end_is_not_its_step_count() -> None:

@@ -175,9 +175,9 @@ class LoopStates:
         valueless = next((name for name, leaf in leaves(kept) if isinstance(leaf, Tensor) and leaf.is_meta), None)
         if valueless is not None:
             raise ConfigError(
-                f"what a hook made of the weights when a checkpoint was asked for, {valueless}, has no values: they "
-                "are on the servers. Take weights as they are in `on_save_checkpoint`, and work on them when they are "
-                "loaded."
+                "hooks must not compute with weights while a checkpoint is made, because their values are on the "
+                f"servers; the entry {valueless} was computed from them and has no values. Save the weights unchanged "
+                "in `on_save_checkpoint`, and compute with them when the checkpoint is loaded."
             )
         return LoopState(
             checkpoint=kept,

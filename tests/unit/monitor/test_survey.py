@@ -129,7 +129,7 @@ def test_a_stage_on_machines_of_several_kinds_has_a_line() -> None:
 def test_a_stage_that_shares_parameters_with_a_mixed_one_has_a_line() -> None:
     newest = StepReport(num_samples=4, num_batches=1, portable=[0])
     pure = [seen(name, said(REPORT, server=said(SERVING, arithmetic="cpu", newest=newest))) for name in "ab"]
-    assert "stage 0: stepped by portable arithmetic, for a stage with which it shares parameters" in table(
+    assert "stage 0: stepped by portable arithmetic, because a stage that shares its parameters" in table(
         summarize(pure)
     )
     assert "portable" not in table(summarize([seen("b", pure[1].report), seen("a")])), "the coordinator's word counts"

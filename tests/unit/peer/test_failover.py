@@ -164,7 +164,7 @@ def test_only_the_lead_asks_for_loops(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     beside(swarm, B)
     request = encode(LoopRequest(versions=[1]))
-    with pytest.raises(ProtocolError, match="the lead trainer sends a run back"):
+    with pytest.raises(ProtocolError, match="only the lead trainer may roll the run back"):
         swarm.run(swarm.servers[A]._transport.call(B, LOOP.name, request, timeout=1.0))
 
 
@@ -245,8 +245,8 @@ def state(rosters: Sequence[str], voters: str, swarm: Swarm) -> RunState:
     ("rosters", "voters", "alive", "lost"),
     [
         (("a", "b"), "a", "a b", ""),
-        (("a", "b"), "a", "a", "nobody of stage 1 answers"),
-        (("a", "b c", "b"), "a", "a", "nobody of stages 1, 2 answers"),
+        (("a", "b"), "a", "a", "no server of stage 1 answers"),
+        (("a", "b c", "b"), "a", "a", "no server of stages 1, 2 answers"),
         (("a", "b c"), "a", "a c", ""),
         (("a b c", "a b c"), "a b c", "a", "only 1 of 3 voters answer"),
         (("a b c", "a b c"), "a b c", "a c", ""),
@@ -269,7 +269,7 @@ def test_who_is_silent_is_waited_for_unless_it_is_known_to_be_dead(
     lost = swarm.run(
         failover.what_is_lost(swarm.trainer, swarm.steps.run, lambda: num_known_dead, timeout=20.0, silence_s=1.0)
     )
-    assert lost == "nobody of stage 1 answers"
+    assert lost == "no server of stage 1 answers"
     assert waited_s <= swarm.loop.time() - begin_s < waited_s + 2.0
 
 
@@ -288,4 +288,4 @@ def test_one_that_was_started_again_is_lost(make_swarm: MakeSwarm) -> None:
     swarm.servers[PeerId("b again")] = swarm._server(B, 999, swarm._optimizer)
     swarm.run(swarm.servers[PeerId("b again")].start())
     asked = failover.what_is_lost(swarm.trainer, swarm.steps.run, lambda: 0, timeout=5.0, silence_s=1.0)
-    assert swarm.run(asked) == "nobody of stage 1 answers"
+    assert swarm.run(asked) == "no server of stage 1 answers"

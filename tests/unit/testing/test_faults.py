@@ -253,7 +253,7 @@ def test_a_process_strikes_itself(loop: VirtualLoop, tmp_path: Path, monkeypatch
     ids=lambda plan: str(plan.faults[0]),
 )
 def test_a_process_cannot_strike_others(loop: VirtualLoop, tmp_path: Path, plan: FaultPlan) -> None:
-    with pytest.raises(ConfigError, match="struck by itself"):
+    with pytest.raises(ConfigError, match="must name the peer that it strikes"):
         strike_in_process(MemoryNetwork().transport(), plan, "peer-1", tmp_path / "fired")
 
 
