@@ -66,8 +66,7 @@ def unaudited() -> set[str]:
     return imported()
 
 
-NOT_YET = pytest.mark.xfail(strict=False, reason="this side imports its audits directly")
-SIDES = ["coordinator", pytest.param("server", marks=NOT_YET), pytest.param("client", marks=NOT_YET)]
+SIDES = ["coordinator", "server", "client"]
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -77,6 +76,6 @@ def test_a_run_without_audits_imports_no_code_of_theirs(unaudited: set[str], sid
 
 
 def test_an_audited_run_imports_it() -> None:
-    modules = imported(trust="audited", audit_share=1.0)
+    modules = imported(trust={"level": "audited", "audit_share": 1.0})
     for side in ("coordinator", "server", "client"):
         assert auditing(modules, side), side
