@@ -148,7 +148,7 @@ def rates(*users: tuple[object, ...], seconds: float) -> list[dict[str, Any]]:
 
 
 def expected_bytes(width: int, num_blocks: int) -> dict[str, float]:
-    """What the design has travel in a step: the adapter once, its gradients and hidden states with each microbatch."""
+    """What the design has the user exchange in a step: the adapter once, and its gradients with each microbatch."""
     linear = [(width, width)] * 4 + [(width, 4 * width)] * 3
     adapter = 4 * num_blocks * sum(RANK * (inputs + outputs) for inputs, outputs in linear)
     hidden = 4 * ROWS * TOKENS * width
@@ -156,8 +156,8 @@ def expected_bytes(width: int, num_blocks: int) -> dict[str, float]:
     return {
         "adapter, up": adapter,
         "gradients of the adapter, down": adapter * num_microbatches,
-        "hidden states, forward": 2 * NUM_STAGES * hidden,
-        "gradients of hidden states": (2 * NUM_STAGES - 1) * hidden,
+        "hidden states, up and down": 2 * hidden,
+        "gradients of hidden states, up": hidden,
     }
 
 

@@ -281,7 +281,8 @@ MODEL_CARD: Final = Call("model.card", serving.CardRequest, serving.ModelCard, b
 MODEL_PART: Final = Download("model.part", serving.PartRequest, by=_SERVER)
 MODEL_STAY: Final = Call("model.stay", serving.StayRequest, serving.StayReply, by=_SERVER)
 TUNE_ADAPTER: Final = Upload("tune.adapter", tuning.AdapterUpload, by=_TRAINER)
-TUNE_FORWARD: Final = Upload("tune.forward", tuning.TuneForward, tuning.TuneOutput, by=_TRAINER)
+TUNE_FORWARD: Final = Upload("tune.forward", tuning.TuneForward, bytes, by=_TRAINER)
 TUNE_BACKWARD: Final = Upload("tune.backward", tuning.TuneBackward, tuning.TuneGradients, by=_TRAINER)
+TUNE_FETCH: Final = Download("tune.fetch", tuning.TuneFetch, bytes, by=_SERVER)
 
 RPCS: Final[Sequence[Call | StreamRpc]] = [one for one in globals().values() if isinstance(one, Call | StreamRpc)]

@@ -1,12 +1,14 @@
 """Forwards and backwards of a served model's blocks with this client's own adapter, as one call of autograd.
 
 Servers are pure functions: the same stage, adapter, inputs and seed give the same values on each of them. So a failed
-call is repeated on another server, and each gradient comes back once, as a return value.
+call is repeated on another server, and each gradient comes back once, as a return value. Hidden states and their
+gradients go from server to server. The client sends and receives those at both ends, and others if they got lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import secrets
@@ -14,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -35,7 +37,9 @@ from lightning_swarm.core.errors import (
     AdapterMissing,
     Busy,
     ConfigError,
+    GradientMissing,
     GraphGone,
+    InputMissing,
     PeerError,
     ProtocolError,
     StageLost,
@@ -47,14 +51,18 @@ from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.fidelity.leftovers import part as split_left
 from lightning_swarm.model.partition import CALLS, argument_of, extras_for
 from lightning_swarm.model.random.philox import key_seed
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.messages.calls import ComputeMode
-from lightning_swarm.protocol.messages.tuning import SEED_BITS, TuneBackward, TuneForward, TuneOutput
+from lightning_swarm.protocol.messages.tuning import SEED_BITS, TuneBackward, TuneForward
 from lightning_swarm.protocol.rpc import TUNE_BACKWARD, TUNE_FORWARD
 from lightning_swarm.serving.directory import ModelDirectory
 
 _T = TypeVar("_T")
+_Value: TypeAlias = tuple[serialization.Tree, Sequence[bool]]
+"""A stage's input or output, and which of its tensors require grad."""
+
 _AGAIN_S: Final = 0.5  # pause before the next attempt, if no server is free
 _AVOIDED_S: Final = 10.0  # time for which a server that failed is avoided
 _LEAST_PER_STAGE: Final = 2  # microbatches of a call, for each stage
@@ -237,11 +245,29 @@ class StageServers:
         free = [peer for peer in here if self._avoided_until_s.get(peer, 0.0) <= now_s()] or here
         return min(free, key=lambda peer: (self._under_way[peer], self._rng.random()), default=None)
 
+    def avoid(self, peer: PeerId) -> None:
+        """Avoid a server for a while, because another one could not fetch from it."""
+        self._avoided_until_s[peer] = now_s() + _AVOIDED_S
+
+    @property
+    def patience_s(self) -> float:
+        """Longest wait of a server for another one's result, so that a call fails before the client gives it up."""
+        return self._timeout / 2
+
     async def forward(
         self, peer: PeerId, request: TuneForward, tensors: Sequence[Tensor], adapter: PackedAdapter | None
-    ) -> tuple[TuneOutput, tuple[Tensor, ...]]:
-        """Send a forward to a server, and before it the adapter if the server lacks it."""
-        ask = partial(TUNE_FORWARD.ask, self._models.transport, peer, request, tensors, timeout=self._timeout)
+    ) -> _Value:
+        """Send a forward to a server, and before it the adapter if the server lacks it; return what it returns."""
+
+        async def ask() -> _Value:
+            body, found = await TUNE_FORWARD.ask(self._models.transport, peer, request, tensors, timeout=self._timeout)
+            if not request.returns:
+                return None, []
+            tree, flags = from_message(Message(body, found))
+            if len(flags) != len(found):
+                raise ProtocolError("an output has a flag for each of its tensors, got others")
+            return tree, flags
+
         if adapter is None:
             return await ask()
         uploads = self._models.uploads
@@ -258,110 +284,171 @@ class StageServers:
         return serialization.unflatten(said.structure, list(found))
 
 
-@dataclass(eq=False)
-class _StageCall:
-    """One stage's call for a microbatch."""
-
-    peer: PeerId
-    forward: TuneForward
-    tensors: Sequence[Tensor]  # of the forward; empty if no backward comes
-    num_inputs: int
-    requires_grad: Sequence[bool]  # one for each output tensor
-
-
 def seed_of(microbatch: Sequence[int], stage: int) -> int:
     """Return the seed of a stage's random draws for a microbatch, cut to `SEED_BITS`."""
     return key_seed(*microbatch, stage) >> (64 - SEED_BITS)
 
 
+class _NotFetched(Exception):
+    """A server could not fetch a result from the server of a neighbouring stage."""
+
+
 @dataclass(eq=False)
 class Chain:
-    """The calls of one microbatch through all stages."""
+    """The calls of one microbatch through all stages. Results go from server to server; see `TuneFetch`."""
 
     servers: StageServers
     plans: Sequence[StagePlan]
     key: tuple[int, ...]  # seeds all random draws of this microbatch
-    calls: list[_StageCall] = field(default_factory=list)
     id: str = field(default_factory=lambda: secrets.token_hex(16))
+    peers: dict[int, PeerId] = field(default_factory=dict)  # stage -> server that computed it
+    _extras: Mapping[str, Any] = field(default_factory=dict)
+    # Stage -> values that are here: the first stage's input, the gradients of the last one's output, and values that
+    # could not be fetched.
+    _inputs: dict[int, _Value] = field(default_factory=dict)
+    _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
+    _own: dict[int, list[Tensor | None]] = field(default_factory=dict)  # stage -> gradients of its adapter
+    _flags: Sequence[bool] = ()  # which tensors of the last stage's output require grad
+
+    @property
+    def _last(self) -> int:
+        return len(self.plans) - 1
 
     async def forward(self, hidden: serialization.Tree, extras: Mapping[str, Any], wants: Sequence[bool]) -> Any:
         """Compute all stages; return the output's tree."""
-        for plan in self.plans:
-            tree = ((hidden,), extras_for(extras, plan.block_names))
-            structure, tensors = serialization.flatten(tree)
-            request = TuneForward(
-                model=plan.model,
-                stage=plan.index,
-                call=self.id,
-                seed=seed_of(self.key, plan.index),
-                mode=plan.mode,
-                wants_grad=list(wants),
-                adapter=None if plan.adapter is None else plan.adapter.name,
-                drops=plan.drops,
-                structure=structure,
-            )
-            sent = [tensor.detach().cpu().contiguous() for tensor in tensors]
-            forward = partial(self.servers.forward, request=request, tensors=sent, adapter=plan.adapter)
-            peer, (said, found) = await self.servers.ask(plan.index, forward)
-            hidden = serialization.unflatten(said.structure, list(found))
-            if len(said.requires_grad) != len(found):
-                raise ProtocolError("an output has a flag for each of its tensors, got others")
-            kept = sent if plan.mode.grad else []
-            self.calls.append(_StageCall(peer, request, kept, len(wants), said.requires_grad))
-            wants = said.requires_grad
-        return hidden
+        structure, tensors = serialization.flatten(hidden)
+        self._inputs[0] = serialization.unflatten(structure, _to_send(tensors)), wants
+        self._extras = extras
+        for stage in range(self._last):
+            await self._computed(stage, returns=False)
+        output, self._flags = await self._computed(self._last, returns=True)
+        return output
+
+    async def _computed(self, stage: int, *, returns: bool) -> _Value:
+        """Have a server compute a stage, and return the output or hold it for the next stage's server."""
+        while True:
+            try:
+                send = partial(self._forward, stage=stage, returns=returns)
+                self.peers[stage], found = await self.servers.ask(stage, send)
+                return found
+            except _NotFetched:
+                await self._bring_input(stage)
+
+    async def _bring_input(self, stage: int) -> None:
+        """Get a stage's input here, from where it can be sent to any server."""
+        self.servers.avoid(self.peers[stage - 1])
+        self._inputs[stage] = await self._computed(stage - 1, returns=True)
+
+    async def _forward(self, peer: PeerId, *, stage: int, returns: bool) -> _Value:
+        plan, own = self.plans[stage], self._inputs.get(stage)
+        extras = extras_for(self._extras, plan.block_names)
+        structure, tensors = serialization.flatten(extras if own is None else ((own[0],), extras))
+        request = TuneForward(
+            model=plan.model,
+            stage=stage,
+            call=self.id,
+            seed=seed_of(self.key, stage),
+            mode=plan.mode,
+            wants_grad=[] if own is None else list(own[1]),
+            adapter=None if plan.adapter is None else plan.adapter.name,
+            drops=plan.drops,
+            structure=structure,
+            source=self.peers[stage - 1] if own is None else None,
+            patience_s=self.servers.patience_s,
+            returns=returns,
+        )
+        try:
+            return await self.servers.forward(peer, request, _to_send(tensors), plan.adapter)
+        except InputMissing as error:
+            if own is None:
+                raise _NotFetched from error
+            raise
 
     async def backward(
         self, gradients: Sequence[Tensor | None], own_counts: Sequence[int]
     ) -> tuple[list[Tensor | None], list[list[Tensor | None]]]:
         """Return the gradients of the input's tensors, and of each stage's adapter."""
-        own: list[list[Tensor | None]] = [[None] * count for count in own_counts]
-        for plan, call, count in reversed(list(zip(self.plans, self.calls, own_counts, strict=True))):
-            if not plan.mode.grad:
-                return [None] * self.calls[0].num_inputs, own
-            structure, tensors = serialization.flatten(
-                [
-                    gradient if wants and gradient is not None else None
-                    for gradient, wants in zip(gradients, call.requires_grad, strict=True)
-                ]
-            )
-            request = TuneBackward(model=plan.model, stage=plan.index, call=self.id, structure=structure)
-            sent = [tensor.detach().cpu().contiguous() for tensor in tensors]
-            backward = partial(self.servers.backward, request=request, tensors=sent)
-            tree = await self._backward(plan, call, backward)
-            gradients, own[plan.index] = _gradients_of(tree, call.num_inputs, count)
-        return list(gradients), own
+        self._gradients[self._last] = [
+            one if wants else None for one, wants in zip(gradients, self._flags, strict=True)
+        ]
+        self._own = {stage: [None] * count for stage, count in enumerate(own_counts)}
+        found: list[Tensor | None] = [None] * len(self._inputs[0][1])
+        for stage in reversed(range(len(self.plans))):
+            if self.plans[stage].mode.grad:  # in all stages from the first one with a gradient on
+                ends = not stage or not self.plans[stage - 1].mode.grad
+                gradients = await self._differentiated(stage, returns=ends)
+                found = found if stage else gradients
+        return found, [self._own[plan.index] for plan in self.plans]
 
-    async def _backward(
-        self, plan: StagePlan, call: _StageCall, backward: Callable[[PeerId], Coroutine[Any, Any, serialization.Tree]]
-    ) -> serialization.Tree:
-        """Request the backward from the forward's server; if that fails, have another server compute both."""
-        try:
-            return await backward(call.peer)
-        except SwarmError:
-            pass
+    async def _differentiated(self, stage: int, *, returns: bool) -> list[Tensor | None]:
+        """Have a server compute a stage's backward, at first the server that has its graph.
 
-        async def both(peer: PeerId) -> serialization.Tree:
-            for _ in range(3):  # other clients' graphs may displace this one in between
-                await self.servers.forward(peer, call.forward, call.tensors, plan.adapter)
-                try:
-                    return await backward(peer)
-                except GraphGone:
-                    continue
-            raise Busy(f"{peer} must keep the graph of a forward until its backward, and dropped it three times")
+        Return the inputs' gradients, or hold them for the server of the stage before.
+        """
+        has_graph = True
+        while True:
+            try:
+                if has_graph:
+                    with contextlib.suppress(SwarmError):
+                        return await self._backward(self.peers[stage], stage=stage, returns=returns)
+                    has_graph = False  # so another server computes both
+                both = partial(self._both, stage=stage, returns=returns)
+                self.peers[stage], found = await self.servers.ask(stage, both)
+                return found
+            except _NotFetched as error:
+                if isinstance(error.__cause__, GradientMissing):
+                    self.servers.avoid(self.peers[stage + 1])
+                    self._gradients[stage] = await self._differentiated(stage + 1, returns=True)
+                else:
+                    await self._bring_input(stage)
 
-        return (await self.servers.ask(plan.index, both))[1]
+    async def _both(self, peer: PeerId, *, stage: int, returns: bool) -> list[Tensor | None]:
+        """Have a server compute a stage's forward again, and then its backward."""
+        for _ in range(3):  # other clients' graphs may displace this one in between
+            await self._forward(peer, stage=stage, returns=False)
+            try:
+                return await self._backward(peer, stage=stage, returns=returns)
+            except GraphGone:
+                continue
+        raise Busy(f"{peer} must keep the graph of a forward until its backward, and dropped it three times")
 
-
-def _gradients_of(tree: Any, num_inputs: int, num_own: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    lengths = [len(one) if type(one) is list else -1 for one in tree] if type(tree) is list else []
-    if lengths != [num_inputs, num_own] or not all(
-        one is None or isinstance(one, Tensor) for one in itertools.chain(*tree)
-    ):
-        raise ProtocolError(
-            f"a backward must return gradients of {num_inputs} inputs and {num_own} tensors of the adapter, got others"
+    async def _backward(self, peer: PeerId, *, stage: int, returns: bool) -> list[Tensor | None]:
+        gradients = self._gradients.get(stage)
+        structure, tensors = serialization.flatten(gradients)
+        request = TuneBackward(
+            model=self.plans[stage].model,
+            stage=stage,
+            call=self.id,
+            structure=structure,
+            source=self.peers[stage + 1] if gradients is None else None,
+            patience_s=self.servers.patience_s,
+            returns=returns,
         )
-    return tree[0], tree[1]
+        try:
+            tree = await self.servers.backward(peer, request, _to_send(tensors))
+        except GradientMissing as error:
+            if gradients is None:
+                raise _NotFetched from error
+            raise
+        found, self._own[stage] = _gradients_of(tree, len(self._own[stage]))
+        if returns and stage == 0 and len(found) != len(self._inputs[0][1]):
+            raise ProtocolError(f"a backward gives gradients of {len(self._inputs[0][1])} inputs, got {len(found)}")
+        return found
+
+
+def _to_send(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().cpu().contiguous() for tensor in tensors]
+
+
+def _gradients_of(tree: Any, num_own: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    lists = list(tree) if type(tree) is list and all(type(one) is list for one in tree) else []
+    if (
+        len(lists) != 2
+        or len(lists[1]) != num_own
+        or not all(one is None or isinstance(one, Tensor) for one in itertools.chain(*lists))
+    ):
+        raise ProtocolError(f"a backward gives gradients of inputs and of {num_own} tensors, got others")
+    return lists[0], lists[1]
 
 
 @dataclass(eq=False)

@@ -10,16 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, GraphGone, ProtocolError
+from lightning_swarm.core.errors import (
+    Busy,
+    GradientMissing,
+    GraphGone,
+    InputMissing,
+    ProtocolError,
+    SwarmError,
+    TicketGone,
+)
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.compression import from_message, to_message
+from lightning_swarm.protocol.messages.calls import ComputeMode, Direction
 from lightning_swarm.protocol.messages.reports import SampleCosts
-from lightning_swarm.protocol.messages.tuning import AdapterUpload, TuneBackward, TuneForward, TuneGradients, TuneOutput
-from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD, WithTensors
+from lightning_swarm.protocol.messages.tuning import AdapterUpload, TuneBackward, TuneFetch, TuneForward, TuneGradients
+from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FETCH, TUNE_FORWARD, WithTensors
 from lightning_swarm.server.compute import Computation, ForwardCall, SavedGraph, check_gradients
 from lightning_swarm.server.executor import Executor, Priority
 from lightning_swarm.server.handlers import checked_inputs, raising_stage_errors
@@ -68,16 +78,30 @@ class TuningHost(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _KeptForward:
+class _Graph:
     """A forward whose backward may come."""
 
-    graph: SavedGraph
+    saved: SavedGraph
     adapter: Adapter | None
     mode: ComputeMode
     drops: bool  # whether the adapter's dropout is on
     stage: TunedStage
-    num_bytes: int  # bytes of graph and inputs
-    since_s: float  # time when it was kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The parts of a call that are needed later."""
+
+    direction: Direction  # of the call that computed it
+    graph: _Graph | None
+    value: Message | None  # output or gradients that a neighbouring stage's server fetches
+    graph_bytes: int = 0  # with the inputs
+    since_s: float = field(default_factory=now_s)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts; at least one, so that small parts count, too."""
+        return max(1, self.graph_bytes + (0 if self.value is None else self.value.num_tensor_bytes))
 
 
 _Key = tuple[PeerId, str, int]  # the client, its call, and the stage
@@ -86,17 +110,17 @@ _Key = tuple[PeerId, str, int]  # the client, its call, and the stage
 class TuningHandlers:
     """Handles forwards and backwards of clients' tuning.
 
-    A graph is kept for its backward while there is room. If it is gone, the client requests the forward again, here or
-    elsewhere, with the same result.
+    A graph is kept for its backward while there is room, and a result for the next stage's server, which fetches it. If
+    one of them is gone, the client requests it again, here or elsewhere, and gets the same numbers.
     """
 
     def __init__(
         self, transport: Transport, executor: Executor, limits: Limits, host: TuningHost, device: torch.device
     ) -> None:
         self._executor, self._limits, self._host, self._device = executor, limits, host, device
-        self._peer_id = transport.peer_id
+        self._transport = transport
         self.adapters = AdapterStore(limits.adapter_bytes)
-        self._kept: OrderedDict[_Key, _KeptForward] = OrderedDict()  # the oldest first
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()  # the oldest first
         self._kept_bytes = 0
         self._aging: asyncio.TimerHandle | None = None  # drops graphs that are not used any more
         self._turns = FairTurns()
@@ -104,6 +128,7 @@ class TuningHandlers:
         TUNE_ADAPTER.serve(transport, self._handle_adapter, max_bytes=limits.adapter_bytes)
         TUNE_FORWARD.serve(transport, self._handle_forward, max_bytes=limits.max_message_bytes)
         TUNE_BACKWARD.serve(transport, self._handle_backward, max_bytes=limits.max_message_bytes)
+        TUNE_FETCH.serve(transport, self._handle_fetch)
 
     @property
     def kept_bytes(self) -> int:
@@ -121,58 +146,99 @@ class TuningHandlers:
             adapter = await asyncio.to_thread(checked, upload, message.tensors, stage.layers, self._device)
         self.adapters.add(upload.digest, adapter)
 
-    async def _handle_forward(self, caller: PeerId, request: TuneForward, message: Message) -> WithTensors[TuneOutput]:
+    async def _handle_forward(self, caller: PeerId, request: TuneForward, message: Message) -> WithTensors[bytes]:
         """Compute a forward, and keep its graph for a backward."""
         stage = self._host.tuned_stage(request.model, request.stage)
         adapter = None if request.adapter is None else self.adapters.get(request.adapter, request.stage)
-        inputs, extras = checked_inputs(serialization.unflatten(request.structure, message.tensors), None)
-        if any(isinstance(leaf, serialization.Encoded) for leaf in serialization.leaves((inputs, extras))):
+        tree, wants_grad = serialization.unflatten(request.structure, message.tensors), request.wants_grad
+        if request.source is not None:
+            output, wants_grad = await self._fetch(caller, request, request.stage - 1, "forward")
+            tree = (output,), tree
+        inputs, extras = checked_inputs(tree, None)
+        leaves = serialization.leaves((inputs, extras))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(tensors) < len(leaves):
             raise ProtocolError("a forward's tensors travel as they are, got encoded ones")
-        call = ForwardCall(inputs, extras, request.wants_grad, request.mode, request.seed)
+        call = ForwardCall(inputs, extras, wants_grad, request.mode, request.seed)
 
         def compute() -> Any:
-            shapes = tuple(tensor.shape for tensor in message.tensors)
-            kind = (str(request.mode), tuple(request.wants_grad), request.drops, shapes)
+            kind = (str(request.mode), tuple(wants_grad), request.drops, tuple(one.shape for one in tensors))
             with stage.adapting(adapter, drops=request.drops, kind=kind):
                 return stage.computation.forward(call)
 
         result = await self._compute(caller, request.stage, compute)
         if self._host.tuned_stage(request.model, request.stage) is not stage:
             raise Busy("this server has moved to other stages meanwhile")
-        key = (caller, request.call, request.stage)
-        self._drop(key)
+        graph = None
         if result.graph is not None:
-            num_bytes = max(1, result.graph_bytes + message.num_tensor_bytes)  # includes the inputs
-            kept = _KeptForward(result.graph, adapter, request.mode, request.drops, stage, num_bytes, now_s())
-            self._keep(key, kept)
-        structure, tensors = serialization.flatten(result.output)
-        return TuneOutput(requires_grad=result.requires_grad, structure=structure), tensors
+            graph = _Graph(result.graph, adapter, request.mode, request.drops, stage)
+        value, key = to_message(result.output, result.requires_grad), (caller, request.call, request.stage)
+        num_bytes = 0 if graph is None else result.graph_bytes + sum(one.nbytes for one in tensors)
+        self._drop(key)
+        if graph is not None or not request.returns:
+            self._keep(key, _Kept("forward", graph, None if request.returns else value, num_bytes))
+        return (value.body, value.tensors) if request.returns else (b"", ())
 
     async def _handle_backward(
         self, caller: PeerId, request: TuneBackward, message: Message
     ) -> WithTensors[TuneGradients]:
-        """Return the gradients of a kept forward's inputs and of its adapter."""
+        """Return the gradients of a kept forward's adapter, and those of its inputs unless these are held here."""
         self._host.tuned_stage(request.model, request.stage)
         key = (caller, request.call, request.stage)
         kept = self._kept.get(key)
-        if kept is None:
-            raise GraphGone("the graph for this backward is not here (any more)")
         gradients = serialization.unflatten(request.structure, message.tensors)
-        check_gradients(kept.graph.outputs, gradients)
+        graph = None if kept is None else kept.graph
+        if request.source is not None and graph is not None:
+            gradients, _ = await self._fetch(caller, request, request.stage + 1, "backward")
+        if graph is None or self._kept.get(key) is not kept:  # it may have been dropped meanwhile
+            raise GraphGone("the graph for this backward is not here (any more)")
+        check_gradients(graph.saved.outputs, gradients)
 
         def compute() -> Any:
-            with kept.stage.adapting(kept.adapter, drops=kept.drops):
-                return kept.stage.computation.backward(kept.graph, gradients, kept.mode)
+            with graph.stage.adapting(graph.adapter, drops=graph.drops):
+                return graph.stage.computation.backward(graph.saved, gradients, graph.mode)
 
         self._drop(key)  # even if it fails, because torch frees a graph while differentiating
-        found = await self._compute(caller, request.stage, compute)
-        structure, tensors = serialization.flatten([list(found[0]), list(found[1])])
+        found = [list(one) for one in await self._compute(caller, request.stage, compute)]
+        if not request.returns:
+            self._keep(key, _Kept("backward", None, to_message(found[0])))
+            found[0] = []
+        structure, tensors = serialization.flatten(found)
         return TuneGradients(structure=structure), tensors
+
+    # ------------------------------------------------------------------ values that go from server to server
+
+    async def _fetch(
+        self, client: PeerId, request: TuneForward | TuneBackward, stage: int, direction: Direction
+    ) -> tuple[serialization.Tree, list[bool]]:
+        """Fetch a value of a neighbouring stage from the request's source, and the value's flags."""
+        assert request.source is not None
+        wanted = TuneFetch(client=client, call=request.call, stage=stage, direction=direction)
+        timeout = min(request.patience_s, self._limits.call_timeout)
+        try:
+            if request.source == self._transport.peer_id:
+                return from_message(await self._handle_fetch(client, wanted))
+            max_bytes = self._limits.max_message_bytes
+            found = await TUNE_FETCH.ask(self._transport, request.source, wanted, timeout=timeout, max_bytes=max_bytes)
+            return from_message(Message(*found))
+        except SwarmError as error:
+            missing = InputMissing if direction == "forward" else GradientMissing
+            raise missing(f"{request.source} did not send stage {stage}'s result: {error}") from error
+
+    async def _handle_fetch(self, caller: PeerId, request: TuneFetch) -> Message:
+        """Send a value; forget it unless its graph is still here, because each value is fetched once as a rule."""
+        key = (request.client, request.call, request.stage)
+        kept = self._kept.get(key)
+        if kept is None or kept.value is None or kept.direction != request.direction:
+            raise TicketGone("the result is not here (any more)")
+        if kept.graph is None:
+            self._drop(key)
+        return kept.value
 
     async def _compute(self, client: PeerId, stage: int, work: Callable[[], Any]) -> Any:
         """Compute in a client's turn, and charge it for the time."""
         future = self._executor.submit(self._turns.priority(client), work)
-        with raising_stage_errors(stage, self._peer_id):
+        with raising_stage_errors(stage, self._transport.peer_id):
             try:
                 found, busy_s = await future
             except Exception as error:
@@ -184,7 +250,7 @@ class TuningHandlers:
 
     # ------------------------------------------------------------------ kept graphs
 
-    def _keep(self, key: _Key, kept: _KeptForward) -> None:
+    def _keep(self, key: _Key, kept: _Kept) -> None:
         self._kept[key] = kept
         self._kept_bytes += kept.num_bytes
         while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # a single graph may be larger

@@ -295,13 +295,13 @@ def test_a_kill_in_mid_backward_changes_no_gradient(servers: Servers, monkeypatc
     killed: list[str] = []
     backward, num = Chain._backward, 0
 
-    async def kills(self: Chain, plan: Any, call: Any, message: Any) -> Any:
+    async def kills(self: Chain, peer: Any, **rest: Any) -> Any:
         nonlocal num
-        num += servers.names[call.peer] != "a"
+        num += servers.names[peer] != "a"
         if num == 40 and not killed:
-            killed.append(servers.names[call.peer])
+            killed.append(servers.names[peer])
             os.kill(servers.runs[killed[0]].process.pid, signal.SIGKILL)
-        return await backward(self, plan, call, message)
+        return await backward(self, peer, **rest)
 
     monkeypatch.setattr(Chain, "_backward", kills)
     strategy = AttachStrategy(servers.address, weights=servers.folder)

@@ -22,6 +22,7 @@ from lightning_swarm import AttachStrategy
 from lightning_swarm.core.errors import ConfigError, StageError
 from lightning_swarm.model.random import KeyedRandom
 from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.rpc import TUNE_FETCH, TUNE_FORWARD
 from lightning_swarm.serving.tuning_client import Chain, seed_of
 from lightning_swarm.strategy import attach
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings
@@ -212,13 +213,13 @@ def test_no_death_of_a_server_changes_a_gradient(
     killed: list[str] = []
     backward, num = Chain._backward, 0
 
-    async def kills(self: Chain, plan: Any, call: Any, message: Any) -> Any:
+    async def kills(self: Chain, peer: Any, **rest: Any) -> Any:
         nonlocal num
-        num += call.peer == victim
+        num += peer == victim
         if num == 5 and not killed:
-            killed.append(call.peer)
+            killed.append(peer)
             swarm.network.kill(PeerId(victim))
-        return await backward(self, plan, call, message)
+        return await backward(self, peer, **rest)
 
     monkeypatch.setattr(Chain, "_backward", kills)
     strategy = attached(swarm, monkeypatch)
@@ -228,6 +229,52 @@ def test_no_death_of_a_server_changes_a_gradient(
         runs.append(tune(lora(base), chosen, steps=10))
     assert killed == [victim], "the fault is due"
     assert_equal(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_death_of_a_server_that_holds_a_result_changes_no_gradient(
+    swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    """The server is killed between its call and the neighbouring stage's, whose server cannot fetch the result."""
+    killed: list[str] = []
+    call, stage_of_victim = getattr(Chain, f"_{direction}"), 0 if direction == "forward" else 1
+    victim = next(name for name in "bc" if stage_of_victim in swarm.hosts[name].span)
+
+    async def kills(self: Chain, peer: Any, *, stage: int, returns: bool) -> Any:
+        if stage != stage_of_victim and self.peers.get(stage_of_victim) == victim and not killed:
+            killed.append(victim)
+            swarm.network.kill(PeerId(victim))
+        return await call(self, peer, stage=stage, returns=returns)
+
+    strategy = attached(swarm, monkeypatch)
+    servers = [host.server for name, host in swarm.hosts.items() if name != victim and host.server is not None]
+    monkeypatch.setattr(Chain, f"_{direction}", kills)
+    runs = []
+    for base, chosen in ((plain_base(swarm), "auto"), (strategy.base_model(), strategy)):
+        torch.manual_seed(1)
+        runs.append(tune(lora(base), chosen, steps=6))
+    assert killed == [victim], "the fault is due"
+    assert_equal(runs[1], runs[0])
+    assert all(server.tuning.kept_bytes == 0 for server in servers), "a result outlived its step"
+
+
+def test_hidden_states_go_from_server_to_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the client sends and receives does not grow with the number of stages, apart from small messages."""
+    make_model("llama").save_pretrained(tmp_path)
+    received = []
+    for num_stages in (2, 4):
+        with closing(ServedSwarm(tmp_path, num_stages=num_stages)) as swarm:
+            swarm.serve("a")
+            for name in "bc":
+                swarm.serve(name, join="a", share=0.5, has_files=False)
+            strategy = attached(swarm, monkeypatch)
+            torch.manual_seed(1)
+            tune(lora(strategy.base_model()), strategy, steps=4)
+            traffic = swarm.client._models.transport.traffic.received_bytes
+            received.append(sum(number for (_, method), number in traffic.items() if method == TUNE_FORWARD.name))
+            fetched = [host._transport.traffic.received_bytes for host in swarm.hosts.values()]
+            assert any(method == TUNE_FETCH.name for one in fetched for _, method in one)
+    assert received[1] < 1.5 * received[0]
 
 
 @pytest.mark.first_cells(1)

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from lightning_swarm.protocol.messages.calls import ComputeMode, ModuleName
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.calls import ComputeMode, Direction, ModuleName
 from lightning_swarm.protocol.messages.serving import Digest
-from lightning_swarm.protocol.messages.wire import Count, WireMessage
+from lightning_swarm.protocol.messages.wire import Count, Seconds, WireMessage
 
 MAX_LORAS: Final = 1 << 14
 MAX_RANK: Final = 4096
@@ -46,17 +47,16 @@ class TuneForward(WireMessage, frozen=True):
     call: CallId
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << SEED_BITS)]  # seed of all random draws
     mode: ComputeMode
-    wants_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # one flag per tensor of the inputs
+    wants_grad: Annotated[
+        list[bool], msgspec.Meta(max_length=4096)
+    ]  # per tensor of the inputs, if the message has them
     adapter: Digest | None
     drops: bool  # the adapter's dropout is on
-    structure: Any  # tree of (inputs, extras), whose tensors come with the message
-
-
-class TuneOutput(WireMessage, frozen=True):
-    """The answer to a forward."""
-
-    requires_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]  # one flag per tensor of the output
-    structure: Any  # tree of the output, whose tensors come with the message
+    # Tree of (inputs, extras), whose tensors come with the message; with a `source`, of the extras alone.
+    structure: Any
+    source: PeerId | None = None  # server of the stage before, which holds the input
+    patience_s: Seconds = 0.0  # longest wait for the source
+    returns: bool = True  # return the output; False: hold it for the next stage's server, and return nothing
 
 
 class TuneBackward(WireMessage, frozen=True):
@@ -65,10 +65,26 @@ class TuneBackward(WireMessage, frozen=True):
     model: ModelId
     stage: Count
     call: CallId
-    structure: Any  # tree of the list of the outputs' gradients, whose tensors come with the message
+    structure: (
+        Any  # tree of the list of the outputs' gradients, whose tensors come with the message; None: see `source`
+    )
+    source: PeerId | None = None  # server of the next stage, which holds the outputs' gradients
+    patience_s: Seconds = 0.0
+    returns: bool = True  # return the inputs' gradients; False: hold them for the server of the stage before
+
+
+class TuneFetch(WireMessage, frozen=True):
+    """A server asks a neighbouring stage's server for a value that it holds, which the answer brings."""
+
+    client: PeerId
+    call: CallId  # proof that the client sent the server here, because nobody can guess it
+    stage: Count  # the stage that computed the value
+    direction: Direction  # forward: the output; backward: the inputs' gradients
 
 
 class TuneGradients(WireMessage, frozen=True):
     """The answer to a backward."""
 
-    structure: Any  # tree of the lists of the inputs' gradients and the adapter's, whose tensors come with the message
+    # Tree of the lists of the inputs' gradients and the adapter's, whose tensors come with the message. The first list
+    # is empty if the inputs' gradients are held here.
+    structure: Any

@@ -15,14 +15,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from lightning_swarm.core.errors import AdapterMissing, SwarmError
+from lightning_swarm.core.errors import AdapterMissing, InputMissing, SwarmError, TicketGone
 from lightning_swarm.model.inference.adapter_digest import adapter_digest
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
-from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora, TuneBackward, TuneForward
+from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora, TuneBackward, TuneFetch, TuneForward
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FORWARD
+from lightning_swarm.protocol.rpc import TUNE_ADAPTER, TUNE_BACKWARD, TUNE_FETCH, TUNE_FORWARD
 from lightning_swarm.server.inference.adapters import Adapter, AdapterStore
 from lightning_swarm.serving.server import ModelServer
 from tests.served import ServedSwarm, make_model
@@ -165,3 +165,32 @@ def test_flipped_bytes_harm_nothing(stranger: Stranger) -> None:
     assert tuning.adapters.num_bytes <= stranger.swarm.hosts["a"].server.tuning.adapters._max_bytes  # type: ignore[union-attr]
     stranger.send(TUNE_ADAPTER.name, message)
     assert stranger.send(TUNE_FORWARD.name, stranger.forward(name)).tensors
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_held_output_goes_to_those_who_know_its_call(stranger: Stranger, *, grad: bool) -> None:
+    message = stranger.forward(None)
+    request = decode(message.body, TuneForward)
+    returned = stranger.send(TUNE_FORWARD.name, message)
+    held = replace(request, returns=False, mode=replace(request.mode, grad=grad))
+    assert stranger.send(TUNE_FORWARD.name, Message(encode(held), message.tensors)) == Message()
+    fetch = TuneFetch(client=PeerId("stranger"), call=request.call, stage=0, direction="forward")
+    for wrong in ({"call": "1" * 32}, {"client": PeerId("a")}, {"stage": 1}, {"direction": "backward"}):
+        with pytest.raises(TicketGone):
+            stranger.send(TUNE_FETCH.name, Message(encode(replace(fetch, **wrong))))
+    for _ in range(2 if grad else 1):  # without a graph it is dropped as soon as it was fetched
+        found = stranger.send(TUNE_FETCH.name, Message(encode(fetch)))
+        assert all(map(torch.equal, found.tensors, returned.tensors))
+    if not grad:
+        assert stranger.server.tuning.kept_bytes == 0
+        with pytest.raises(TicketGone):
+            stranger.send(TUNE_FETCH.name, Message(encode(fetch)))
+
+
+def test_an_input_that_does_not_come_is_no_fault_of_the_server(stranger: Stranger) -> None:
+    structure, tensors = serialization.flatten({"attention_mask": None})
+    request = decode(stranger.forward(None).body, TuneForward)
+    for source in ("a", "nobody"):
+        asked = replace(request, stage=1, source=PeerId(source), patience_s=1.0, structure=structure)
+        with pytest.raises(InputMissing, match=f"{source} did not send stage 0's result"):
+            stranger.send(TUNE_FORWARD.name, Message(encode(asked), tuple(tensors)))
