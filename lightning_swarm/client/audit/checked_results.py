@@ -62,22 +62,15 @@ class CheckedResults(ResultCheck):
         return sender if 0 <= sender <= last_stage else None
 
     @override
-    async def digested(self, server: PeerId, result: Result, microbatch: Microbatch) -> GivenResult | None:
+    async def received(
+        self, server: PeerId, direction: Direction, result: Result, microbatch: Microbatch
+    ) -> GivenResult | None:
         """Return a result's server and digest, which only the trainer can report; None if no step counts it."""
+        if direction == "backward" and not _fit(result[0], microbatch.inputs):
+            raise PeerError("its gradients are not like the inputs")
         if not microbatch.key.adds:
             return None
         return GivenResult(server, await asyncio.to_thread(tree_digest, *result))
-
-    @override
-    def check_gradients(self, gradients: serialization.Tree, inputs: serialization.Tree) -> None:
-        """Require a gradient or None for each input, of its shape and dtype if neither is compressed."""
-        leaves = serialization.leaves(inputs)
-        if isinstance(gradients, list) and len(gradients) == len(leaves):
-            pairs = zip(gradients, leaves, strict=True)
-            plain = [(one, leaf) for one, leaf in pairs if isinstance(one, Tensor) and isinstance(leaf, Tensor)]
-            if all((one.shape, one.dtype) == (leaf.shape, leaf.dtype) for one, leaf in plain):
-                return
-        raise PeerError("its gradients are not like the inputs")
 
     @override
     def opened(self, results: list[Result], call: CallMicrobatches, collector: Collector) -> list[Opened]:
@@ -137,6 +130,16 @@ async def _forward_anew(run: MicrobatchRun, error: PeerError) -> Result:
     for stage, charge in enumerate(run.calls.route):
         run.context.ban(stage, charge.peer, run.microbatch.key.step, error)
     return await run.forward()
+
+
+def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
+    """Return whether there is a gradient or None for each input, of its shape and dtype if neither is compressed."""
+    leaves = serialization.leaves(inputs)
+    if not isinstance(gradients, list) or len(gradients) != len(leaves):
+        return False
+    pairs = zip(gradients, leaves, strict=True)
+    plain = [(one, leaf) for one, leaf in pairs if isinstance(one, Tensor) and isinstance(leaf, Tensor)]
+    return all((one.shape, one.dtype) == (leaf.shape, leaf.dtype) for one, leaf in plain)
 
 
 def _formed(result: Result, size: int, collector: Collector) -> _Formed:

@@ -98,10 +98,6 @@ class CallFactory:
         """On a trainer that is not the lead: number evaluations so that no two trainers name theirs alike."""
         self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
 
-    def microbatch_size(self, rows: int) -> int:
-        """Return the rows of a microbatch for a batch of `rows`."""
-        return self.config.microbatch_size or -(-rows // self.config.wanted_microbatches())
-
     def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
         """Name a microbatch of a batch, or of an evaluation."""
         if batch is None:

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from typing import TypeVar
 
 from torch import Tensor
@@ -23,7 +22,7 @@ from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, OutOfMemory, 
 from lightning_swarm.core.tasks import gather, nothing
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
-from lightning_swarm.protocol.messages.calls import StageReport, TicketKey
+from lightning_swarm.protocol.messages.calls import StageReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations, deadline_s
@@ -39,7 +38,6 @@ _ACCEPT_TIMEOUT_S = 10.0  # for a peer to accept a request, beside the time of t
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3  # a peer with a slower link counts as late
 _DEFAULT_COPIES_BYTES = 4 << 30
-_KEY_BYTES = 16
 
 
 class Refusal(PeerError):
@@ -102,7 +100,7 @@ class PipelineContext:
     revokers: set[PeerId] = field(default_factory=set)  # servers that reported a batch of the open step as struck
     num_under_way: int = 0  # microbatches
     durations: Durations = field(default_factory=Durations)  # microbatches, one way through all stages
-    _secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))
+    secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))  # derives the keys of results
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by a microbatch that is sent alone
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # set if a microbatch ends or the rosters change
     _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # stage -> avoided or lost servers
@@ -172,12 +170,6 @@ class PipelineContext:
                 peer,
                 error,
             )
-
-    def result_key(self, name: str) -> TicketKey:
-        """Return the key of a result. Only this trainer, the result's holder and its reader know it."""
-        # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need not
-        # learn which readers a new route has.
-        return blake2b(name.encode(), key=self._secret, digest_size=_KEY_BYTES).digest()
 
     async def send(self, peer: PeerId, method: TypedRpc[Q, A], request: Q, tensors: Sequence[Tensor]) -> A:
         """Send a call, or a stream if there are tensors; if the peer does not know this trainer, retry once."""

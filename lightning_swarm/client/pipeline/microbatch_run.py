@@ -65,7 +65,6 @@ class MicrobatchRun:
                 # After a failure it is uncertain which peers these reports come from.
                 reports = () if recovery.num_failures else (report, *report.others)
                 context.note_forward(calls.route, reports, took_s=took_s, step=calls.step)
-                await calls.note_given("forward", calls.last_stage, result)
                 return result
             except StageCallFailed as failure:
                 await recovery.mend(failure)
@@ -246,7 +245,8 @@ class _BackwardRun:
                         await self._receive(stage)
                 if not self._wants_input_gradient:
                     return None
-                return await calls.fetch_gradients()
+                (gradients, _), _ = await calls.fetch(0, "backward")
+                return gradients
             except StageCallFailed as failure:
                 await recovery.mend(failure)
 

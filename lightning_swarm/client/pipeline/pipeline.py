@@ -88,7 +88,7 @@ class Pipeline:
         with torch.inference_mode(False), torch.no_grad():  # other threads cannot use inference tensors
             arguments = detached(arguments)
             rows = num_rows(arguments, self.config.shared)
-            size = self.factory.microbatch_size(rows)
+            size = self.config.microbatch_size or -(-rows // self.config.wanted_microbatches())
             if 0 < size < rows:
                 self._row_check.check(arguments, mode, rows=rows, size=size)
                 if batch is not None:

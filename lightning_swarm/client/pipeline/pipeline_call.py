@@ -128,7 +128,7 @@ class PipelineCall:
     def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of the input's tensors, without adding to any sum."""
         self._check_current()
-        parts = self._split(gradients)
+        parts = self.output.split(gradients, self._factory.config.codecs.gradients)
         works = [run.backward(part, adds=False) for run, part in zip(self._runs, parts, strict=True)]
         return self._joined(self._factory.run(works, parts[0]))
 
@@ -137,7 +137,7 @@ class PipelineCall:
         batch = self._batch
         assert batch is not None
         batch.backward_begun = self._added = True
-        parts = self._split(gradients)
+        parts = self.output.split(gradients, self._factory.config.codecs.gradients)
         first = self._runs[0].microbatch
         no_gradients = [None] * len(serialization.leaves(first.inputs))
         works = [
@@ -163,10 +163,6 @@ class PipelineCall:
                 "a call of the pipelined module must be backpropagated in the training_step that made it; its step "
                 "has gone on. Detach what you keep from one batch to the next."
             )
-
-    def _split(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
-        """Return each microbatch's part of the outputs' gradients, ready to be sent."""
-        return self.output.split(gradients, self._factory.config.codecs.gradients)
 
     def _joined(self, found: Sequence[serialization.Tree]) -> Sequence[Tensor | None]:
         """Return the gradients of the whole batch's input from those of the microbatches."""

@@ -39,12 +39,14 @@ class ResultCheck:
         """Return the stage whose result may be wrong if all servers of `stage` refuse a call; None: the call is."""
         return None
 
-    async def digested(self, server: PeerId, result: Result, microbatch: Microbatch) -> GivenResult | None:
-        """Return the record of a result that only this trainer received; None: it is not recorded."""
-        return None
+    async def received(
+        self, server: PeerId, direction: Direction, result: Result, microbatch: Microbatch
+    ) -> GivenResult | None:
+        """Return the record of a result that only this trainer received; None: it is not recorded.
 
-    def check_gradients(self, gradients: serialization.Tree, inputs: serialization.Tree) -> None:
-        """Raise `PeerError` if the gradients of a microbatch's inputs have another form than the inputs."""
+        Raises `PeerError` if the gradients of a microbatch's inputs have another form than the inputs.
+        """
+        return None
 
     def opened(self, results: list[Result], call: CallMicrobatches, collector: Collector) -> list[Opened]:
         """Open the results of a call's forwards. Results of wrong forms may be computed anew."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Final
 
 from msgspec.structs import replace as replaced
@@ -31,6 +32,7 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD
 
+_KEY_BYTES: Final = 16
 _MAX_REFUSALS: Final = 8  # refusals per server of the run, after which an error that all servers report is raised
 
 
@@ -214,32 +216,28 @@ class StageCalls:
         timeout = min(sum(map(self.patience_s, stages)), self.context.timeout)
         with self._blaming(stage, direction), answers_of(self.peer(stage)):
             message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
-            return from_message(message), decode(report, CallReport)
-
-    async def fetch_gradients(self) -> serialization.Tree:
-        """Wait for the gradients of the pipeline's input, in wire form."""
-        result, _ = await self.fetch(0, "backward")
-        with self._blaming(0, "backward"):
-            self.context.results.check_gradients(result[0], self.microbatch.inputs)
-        await self.note_given("backward", 0, result)
-        return result[0]
-
-    async def note_given(self, direction: Direction, stage: int, result: Result) -> None:
-        """Let the context's `ResultCheck` record a result that only this trainer received."""
-        given = await self.context.results.digested(self.peer(stage), result, self.microbatch)
-        if given is not None:
-            self.given[direction] = given
+            result = from_message(message)
+            given = await self.context.results.received(self.peer(stage), direction, result, self.microbatch)
+            if given is not None:
+                self.given[direction] = given
+            return result, decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
         name = self._name(stage, direction)
-        return Ticket(peer_id=self.peer(stage), name=name, key=self.context.result_key(name))
+        return Ticket(peer_id=self.peer(stage), name=name, key=self._key_of(name))
 
     def _name(self, stage: int, direction: Direction) -> str:
         return self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
 
     def result_key(self, stage: int, direction: Direction) -> TicketKey:
         """Return the key that the readers of a call's result show to its holder."""
-        return self.context.result_key(self._name(stage, direction))
+        return self._key_of(self._name(stage, direction))
+
+    def _key_of(self, name: str) -> TicketKey:
+        """Return the key of a result. Only this trainer, the result's holder and its reader know it."""
+        # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need not
+        # learn which readers a new route has.
+        return blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
 
     @contextmanager
     def _blaming(self, stage: int, direction: Direction) -> Iterator[None]:
