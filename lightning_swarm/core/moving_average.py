@@ -10,13 +10,10 @@ class MovingAverage:
         self._smoothing = smoothing  # weight of a new measurement, from 0 to 1
         self._sum = 0.0
         self._weight = 0.0
-
-    @property
-    def value(self) -> float | None:
-        """The average; None before the first measurement."""
-        return self._sum / self._weight if self._weight else None
+        self.value: float | None = None  # the average; None before the first measurement
 
     def measure(self, value: float) -> None:
         """Add a measurement to the average."""
         self._sum += self._smoothing * (value - self._sum)
         self._weight += self._smoothing * (1.0 - self._weight)
+        self.value = self._sum / self._weight if self._weight else None

@@ -48,15 +48,19 @@ class Refusal(PeerError):
         self.error = error
 
 
-@contextmanager
-def answers_of(peer: PeerId) -> Iterator[None]:
+class AnswersOf:
     """Inside, raise `Refusal` for any error of a server's answer but a `PeerError` or a struck batch."""
-    try:
-        yield
-    except (PeerError, LeaseRevoked):
-        raise
-    except SwarmError as error:
-        raise Refusal(peer, error) from error
+
+    # A class, because each call enters it, and a generator would take three times as long.
+    def __init__(self, peer: PeerId) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, SwarmError) and not isinstance(error, PeerError | LeaseRevoked):
+            raise Refusal(self._peer, error) from error
 
 
 async def send(
@@ -73,7 +77,7 @@ async def send(
     message = Message(packed(request), tuple(tensors))
     # A peer answers as soon as it has the request, so a living peer that does not answer did not get it.
     timeout = min(timeout, accept_s + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
-    with answers_of(peer):
+    with AnswersOf(peer):
         if not message.tensors:
             return method.read_reply(await transport.call(peer, method.name, message.body, timeout=timeout))
         answer = await transport.stream(peer, method.name, message, timeout=timeout, max_bytes=0)

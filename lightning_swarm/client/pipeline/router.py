@@ -6,8 +6,7 @@ import math
 import random
 import statistics
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
@@ -185,14 +184,15 @@ class StageRouter:
         """Charge a microbatch to a given peer; a peer that left has no account."""
         if peer not in self.peers:
             return PeerCharge(peer, num_samples, 0.0)
-        with self._changing(peer) as load:
-            expected_s = num_samples / (load.samples_per_s or self._mean_rate())
-            self._given_s += expected_s / len(self.peers)
-            load.again_s = self._given_s + TRIED_AGAIN * expected_s
-            load.num_microbatches += 1
-            load.num_under_way += 1
-            load.num_forwards += 1
-            load.left_s += expected_s
+        load = self._take_out(peer)
+        expected_s = num_samples / (load.samples_per_s or self._mean_rate())
+        self._given_s += expected_s / len(self.peers)
+        load.again_s = self._given_s + TRIED_AGAIN * expected_s
+        load.num_microbatches += 1
+        load.num_under_way += 1
+        load.num_forwards += 1
+        load.left_s += expected_s
+        self._put_back(peer, load)
         return PeerCharge(peer, num_samples, expected_s, self._roster, left_s=expected_s, is_forward=True)
 
     def _first(self, avoid: frozenset[PeerId]) -> PeerId | None:
@@ -218,11 +218,12 @@ class StageRouter:
         """Take a microbatch off its peer's account, finished or not. A second call does nothing."""
         load = self.peers.get(charge.peer)
         if load is not None and charge.left_s is not None and charge.roster == self._roster:
-            with self._changing(charge.peer):
-                load.num_under_way -= 1
-                load.num_forwards -= charge.is_forward
-                # Rounding errors would break ties always in the same way.
-                load.left_s = load.left_s - charge.left_s if load.num_under_way else 0.0
+            self._take_out(charge.peer)
+            load.num_under_way -= 1
+            load.num_forwards -= charge.is_forward
+            # Rounding errors would break ties always in the same way.
+            load.left_s = load.left_s - charge.left_s if load.num_under_way else 0.0
+            self._put_back(charge.peer, load)
         charge.left_s, charge.is_forward = None, False
 
     def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
@@ -230,12 +231,13 @@ class StageRouter:
         load = self.peers.get(charge.peer)
         if load is None:
             return
-        with self._changing(charge.peer):
-            if charge.roster == self._roster:
-                load.num_forwards -= charge.is_forward
-            charge.is_forward = False
-            if busy_s is not None and _SHORTEST_S <= busy_s <= _LONGEST_S:
-                self._expect(load, charge, busy_s)
+        self._take_out(charge.peer)
+        if charge.roster == self._roster:
+            load.num_forwards -= charge.is_forward
+        charge.is_forward = False
+        if busy_s is not None and _SHORTEST_S <= busy_s <= _LONGEST_S:
+            self._expect(load, charge, busy_s)
+        self._put_back(charge.peer, load)
         self._learn(load)
 
     def _expect(self, load: PeerLoad, charge: PeerCharge, forward_s: float) -> None:
@@ -261,11 +263,12 @@ class StageRouter:
         # The peer reports its own time, so impossible values are ignored.
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
             return
-        with self._changing(charge.peer):
-            load.num_failures, load.queued, load.banned_until_s = 0, queued, None
-            load.waiting.measure(min(max(queued - load.num_under_way, 0), _MOST_WAITING))
-            load.num_done += charge.forward_s is None
-            self._measure(load, charge.num_samples / busy_s)
+        self._take_out(charge.peer)
+        load.num_failures, load.queued, load.banned_until_s = 0, queued, None
+        load.waiting.measure(min(max(queued - load.num_under_way, 0), _MOST_WAITING))
+        load.num_done += charge.forward_s is None
+        self._measure(load, charge.num_samples / busy_s)
+        self._put_back(charge.peer, load)
         if charge.forward_s is not None:
             self._forward_share.measure(min(max(charge.forward_s / busy_s, _LEAST_SHARE), 1.0))
         self._learn(load)
@@ -288,10 +291,11 @@ class StageRouter:
         """Avoid a peer that failed; False if it has left, or is banned already, perhaps for the same failure."""
         if peer not in self.peers or self.is_banned(peer, now_s=now_s):
             return False
-        with self._changing(peer) as load:
-            load.num_failures += 1
-            load.banned_until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
-            heappush(self._ban_ends, (load.banned_until_s, peer))
+        load = self._take_out(peer)
+        load.num_failures += 1
+        load.banned_until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
+        heappush(self._ban_ends, (load.banned_until_s, peer))
+        self._put_back(peer, load)
         return True
 
     def is_banned(self, peer: PeerId, *, now_s: float) -> bool:
@@ -311,20 +315,23 @@ class StageRouter:
             until_s, peer = heappop(self._ban_ends)
             load = self.peers.get(peer)
             if load is not None and load.banned_until_s == until_s:
-                with self._changing(peer):
-                    load.banned_until_s, load.again_s = None, self._given_s
+                self._take_out(peer)
+                load.banned_until_s, load.again_s = None, self._given_s
+                self._put_back(peer, load)
 
     # ------------------------------------------------------------------ the peers in order
 
-    @contextmanager
-    def _changing(self, peer: PeerId) -> Iterator[PeerLoad]:
-        """Take a peer out of its order while its account changes, and put it back at its new place."""
+    def _take_out(self, peer: PeerId) -> PeerLoad:
+        """Take a peer out of its order, because its account changes; `_put_back` must follow."""
         load = self.peers[peer]
         order = self._order(load)
         order.remove(load.place, peer)
         if order is self._measured:
             self._retries.remove(_retry_s(load), peer)
-        yield load
+        return load
+
+    def _put_back(self, peer: PeerId, load: PeerLoad) -> None:
+        """Put a peer back into its order, at its new place."""
         order, load.place = self._order(load), self._place(load)
         order.put(load.place, peer)
         if order is self._measured:

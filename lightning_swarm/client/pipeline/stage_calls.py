@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.client.pipeline.context import PipelineContext, Refusal, answers_of
+from lightning_swarm.client.pipeline.context import AnswersOf, PipelineContext, Refusal
 from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
 from lightning_swarm.client.pipeline.result_check import Result
 from lightning_swarm.client.pipeline.router import PeerCharge
@@ -57,6 +56,20 @@ class _InputSource:
     def agrees(self, now: _InputSource) -> bool:
         """Return whether a call that was sent with this source also does what `now` requires."""
         return self.source == now.source and self.recompute in (None, now.recompute)
+
+
+class _Blaming:
+    """See `StageCalls._blaming`. Each call enters it, so it is no generator."""
+
+    def __init__(self, calls: StageCalls, stage: int, peer: PeerId, direction: Direction) -> None:
+        self._calls, self._stage, self._peer, self._direction = calls, stage, peer, direction
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            self._calls._blame(self._stage, self._peer, self._direction, error)
 
 
 @dataclass
@@ -207,14 +220,14 @@ class StageCalls:
         if timeout is None:
             is_only_one = self.holders is not None and stage in self.holders  # no other peer may replace a holder
             timeout = self.context.timeout if is_only_one else self.patience_s(stage)
-        with self._blaming(stage, direction), answers_of(self.peer(stage)):
+        with self._blaming(stage, direction), AnswersOf(self.peer(stage)):
             return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
     async def fetch(self, stage: int, direction: Direction) -> tuple[Result, CallReport]:
         """Wait for a call's result and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
         timeout = min(sum(map(self.patience_s, stages)), self.context.timeout)
-        with self._blaming(stage, direction), answers_of(self.peer(stage)):
+        with self._blaming(stage, direction), AnswersOf(self.peer(stage)):
             message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
             result = from_message(message)
             given = await self.context.results.received(self.peer(stage), direction, result, self.microbatch)
@@ -239,23 +252,23 @@ class StageCalls:
         # learn which readers a new route has.
         return blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
 
-    @contextmanager
-    def _blaming(self, stage: int, direction: Direction) -> Iterator[None]:
+    def _blaming(self, stage: int, direction: Direction) -> _Blaming:
         """Inside, turn a failure of a stage's peer into `StageCallFailed`, if another peer may do better."""
-        peer = self.peer(stage)
-        try:
-            yield
-        except LeaseRevoked as error:
+        return _Blaming(self, stage, self.peer(stage), direction)
+
+    def _blame(self, stage: int, peer: PeerId, direction: Direction, error: BaseException) -> None:
+        """Raise the error to raise in place of a failure; return if that is the failure itself."""
+        if isinstance(error, LeaseRevoked):
             if self.holders is not None:  # a replay may rightly come too late, without a fault of the peer
-                raise
+                return
             if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
-                raise
+                return
             # A peer's second report in this step that a batch was struck may be false, so another peer is tried.
             raise self._refused_by(stage, direction, Refusal(peer, error)) from error
-        except Refusal as refusal:
-            raise self._refused_by(stage, direction, refusal) from refusal
-        except PeerError as error:
+        if isinstance(error, Refusal):
+            raise self._refused_by(stage, direction, error) from error
+        if isinstance(error, PeerError):
             raise StageCallFailed(stage, peer, error) from error
 
     def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
