@@ -17,6 +17,8 @@ html_theme = "furo"
 html_title = f"lightning_swarm {version}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+pygments_dark_style = "github-dark"  # the theme's own style underlines names of classes and modules like links
+html_theme_options = {"dark_css_variables": {"color-code-background": "#1c2128"}}  # lighter than the page
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3  # pages may link to sections of other pages
