@@ -23,6 +23,8 @@ OWN = {
     "local_swarm": {"num_peers", "faults", "unlike", "modify_peer", "seed", "latency_s"},
 }
 TESTS = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+PACKAGE = ROOT / "lightning_swarm"
+MODULES = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 PATH = re.compile(r"(?:docs|examples|tests|benchmarks|lightning_swarm|\.ci)/[\w/.-]+")
 
 
@@ -43,12 +45,20 @@ def test_named_files_and_settings_are_there(page: str) -> None:
     for text in spans(page):
         if PATH.fullmatch(text):
             assert (ROOT / text).exists(), f"{page} names {text}"
+        if re.fullmatch(r"\w+(?:/[\w.-]*)+", text) and text.partition("/")[0] in MODULES:
+            assert (PACKAGE / text).exists() or (ROOT / text).exists(), f"{page} names {text}"
         for name in re.findall(r"\bLimits\.(\w+)", text):
             assert name in Limits.__dataclass_fields__, f"{page} names Limits.{name}"
         if page.startswith("docs/") and re.fullmatch(r"test_\w+", text):
             assert any(f"def {text}(" in source for source in TESTS), f"{page} names {text}"
         unknown = unknown_arguments(text)
         assert not unknown, f"{page} says `{text}`"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_links_have_the_names_of_pages(page: str) -> None:
+    # The site shows no file names.
+    assert not re.findall(r"\[[\w/]+\.md\]\(", (ROOT / page).read_text())
 
 
 def unknown_arguments(text: str) -> set[str]:
@@ -69,6 +79,20 @@ def test_unknown_arguments_are_found() -> None:
     assert unknown_arguments("SwarmStrategy(num_stages=2, tea=...)") == {"tea"}
     assert not unknown_arguments("FaultySwarmStrategy(faults=plan, fired=path)")
     assert set(testing.__all__) >= CALLED.keys() - {"SwarmStrategy", "Limits"}
+
+
+def test_the_page_on_hivemind_counts_its_modules() -> None:
+    files = list((PACKAGE / "network" / "hivemind").rglob("*.py"))
+    num_lines = sum(len(file.read_text().splitlines()) for file in files)
+    words = {9: "nine", 10: "ten", 11: "eleven", 12: "twelve"}
+    text = f"{words[len(files)]} modules with {round(num_lines, -2):,} lines"
+    assert text in (ROOT / "docs" / "hivemind.md").read_text()
+
+
+def test_each_invariant_has_a_test() -> None:
+    rows = re.findall(r"^\| (\d+) \| ", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
+    tests = (ROOT / "tests" / "faults" / "test_invariants.py").read_text()
+    assert re.findall(r"^def test_(\d+)_", tests, re.MULTILINE) == rows
 
 
 def test_the_reference_has_what_users_call() -> None:

@@ -1,4 +1,4 @@
-"""Table cells and lines of code on the pages are short enough to read."""
+"""Table cells and lines of code on the pages fit, so that a reader need not scroll sideways."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from tests.docs.pages import PAGES, blocks, cells
 
-MOST = 120  # characters of a cell, or of a line of code
+MOST = 120  # characters of a cell
+WIDEST = 88  # characters of a line of code, as many as a page shows on a screen of 1,280 pixels
 
-VERBATIM = ("text", "{image}")
-"""Blocks whose lines cannot be wrapped: output of a program, and the options of a directive."""
+VERBATIM = ("text", "none", "diff")
+"""Blocks whose lines the page does not choose: output of a program, and a diff."""
 
 
 def long_cells(page: str) -> list[str]:
@@ -26,7 +27,7 @@ def long_lines(page: str) -> list[str]:
         for block in blocks(page)
         if block.kind not in VERBATIM
         for line in block.text.splitlines()
-        if len(line) > MOST
+        if len(line) > WIDEST
     ]
 
 

@@ -301,7 +301,7 @@ def test_resuming(first: Any, then: Any, tmp_path: Path) -> None:
     "a folder to which each server writes its part: `SwarmStrategy(state_dict_type='sharded')`",
     WORKS,
     "as with `FSDPStrategy`; a plain Trainer can resume from it after `lightning-swarm export`: "
-    "[checkpoints.md](checkpoints.md)",
+    "[checkpoints](checkpoints.md)",
 )
 def test_sharded(tmp_path: Path) -> None:
     save = {"filename": "{step}", "every_n_train_steps": 4, "save_top_k": 2, "save_last": "link", "monitor": "step"}

@@ -53,7 +53,7 @@ def test_configured_stages() -> None:
 @feature(
     "a `ModuleList` cut by its name (`pipeline='transformer.h'`)",
     WORKS,
-    "the model's own forward stays unedited; it calls the blocks one after the other: [models.md](models.md)",
+    "the model's own forward stays unedited; it calls the blocks one after the other: [models](models.md)",
 )
 def test_a_list_in_a_forward() -> None:
     fit_both(NanoGPT, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)
@@ -80,7 +80,7 @@ class Llama(L.LightningModule):
 @feature(
     "Hugging Face models (`pipeline='model.model.layers'`)",
     WORKS,
-    "unedited, with masks, rotary tables and keyword arguments: [models.md](models.md)",
+    "unedited, with masks, rotary tables and keyword arguments: [models](models.md)",
 )
 def test_hugging_face() -> None:
     fit_both(Llama, data=lambda: loader(sentences()), max_steps=STEPS, swarm={"pipeline": "model.model.layers"})
@@ -191,7 +191,7 @@ class InMemory(OnMeta):
     "`trainer.init_module(empty_init=True)`",
     WORKS,
     "initial weights equal the plain Trainer's without meta; trained weights are only in checkpoints: "
-    "[large.md](large.md)",
+    "[large models](large.md)",
 )
 def test_on_meta() -> None:
     plain, swarm = (

@@ -68,7 +68,7 @@ def test_one_device() -> None:
 @feature(
     "a model without blocks, with several trainers (`num_stages=1`, `role='both'`, `target_batch_size`)",
     WORKS,
-    "each computes the whole model; losses over a batch and layers that compare samples work: [whole.md](whole.md)",
+    "each computes the whole model; losses over a batch and layers comparing samples work: [without a cut](whole.md)",
 )
 def test_several_trainers() -> None:
     seen = train(2, lambda seen: Branches(), max_steps=6, swarm=WHOLE)
@@ -264,7 +264,7 @@ class Stream(IterableDataset[Any]):
     "an `IterableDataset` with several trainers, for an uncut model",
     PARTLY,
     "each reads its own part, of which every sample counts once. Samples that a dead trainer had read are lost, "
-    "and no trainer takes a dead lead's place: [data.md](data.md#where-each-trainer-reads-its-own-data)",
+    "and no trainer takes a dead lead's place: [data](data.md#where-each-trainer-reads-its-own-data)",
 )
 def test_a_stream() -> None:
     seen = train(2, lambda seen: Branches(), data=lambda: DataLoader(Stream(), batch_size=4), max_steps=6, swarm=WHOLE)
