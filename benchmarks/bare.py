@@ -7,7 +7,7 @@ run. Every peer of the swarm runs this module and counts the steps by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from benchmarks import train
 from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer, ReplayCopy
@@ -32,15 +32,16 @@ def is_bare(step: int) -> bool:
 @contextmanager
 def taking_turns() -> Iterator[None]:
     """Make the bare steps keep no copies of microbatches, ping no peer, and have the coordinator vote alone."""
-    keep, watch, apply, number = ReplayBuffer.keep, Liveness.watching, RunState.apply, rosters.number_of_voters
+    keep, watch, apply, number = ReplayBuffer.keep, Liveness.watch, RunState.apply, rosters.number_of_voters
     step = 0  # the open one
 
     async def keep_by_turns(self: ReplayBuffer, copy: ReplayCopy) -> None:
         if not is_bare(copy.microbatch.key.step):
             await keep(self, copy)
 
-    def watch_by_turns(self: Liveness, peer: PeerId, exchange: Exchange) -> AbstractContextManager[None]:
-        return nullcontext() if is_bare(step) else watch(self, peer, exchange)
+    def watch_by_turns(self: Liveness, peer: PeerId, exchange: Exchange) -> None:
+        if not is_bare(step):
+            watch(self, peer, exchange)
 
     def apply_and_count(self: RunState, record: Record, seats: SeatedMembers | None = None) -> None:
         nonlocal step
@@ -51,13 +52,13 @@ def taking_turns() -> Iterator[None]:
         # A record names the voters of the step after its own.
         return min(number(num_members), 1) if is_bare(step + 1) else number(num_members)
 
-    ReplayBuffer.keep, Liveness.watching = keep_by_turns, watch_by_turns  # type: ignore[method-assign, assignment]
+    ReplayBuffer.keep, Liveness.watch = keep_by_turns, watch_by_turns  # type: ignore[method-assign]
     RunState.apply = apply_and_count  # type: ignore[method-assign]
     rosters.number_of_voters = record_check.number_of_voters = number_by_turns  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        ReplayBuffer.keep, Liveness.watching = keep, watch  # type: ignore[method-assign]
+        ReplayBuffer.keep, Liveness.watch = keep, watch  # type: ignore[method-assign]
         RunState.apply = apply  # type: ignore[method-assign]
         rosters.number_of_voters = record_check.number_of_voters = number  # type: ignore[attr-defined]
 
