@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
@@ -193,3 +194,21 @@ def calling(do: Callable[[], None], *, at: int) -> Any:
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     return Calling()
+
+
+def bytes_tokenizer(*special: str, template: str = "") -> Any:
+    """Return a tokenizer of bytes, with further special tokens, whose texts can have any characters."""
+    names = ["<pad>", "<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    found = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[])
+    )
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    found.decoder = tokenizers.decoders.ByteLevel()  # type: ignore[assignment]
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=found,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=list(special),
+        chat_template=template or None,
+    )

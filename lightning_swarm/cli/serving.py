@@ -260,6 +260,8 @@ _MIN_KEY_CHARACTERS: Final = 16
 
 def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `http`."""
+    from lightning_swarm.serving.tool_formats import FORMATS
+
     parser.add_argument(
         "models",
         nargs="+",
@@ -297,6 +299,11 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the model, if there is one model and it is on this machine",
     )
     parser.add_argument(
+        "--tool-parser",
+        choices=tuple(FORMATS),
+        help="format in which the model calls tools (default: that of its chat template)",
+    )
+    parser.add_argument(
         "--invite", metavar="FILE", help="file with an invitation, where only invited peers are answered"
     )
 
@@ -327,8 +334,9 @@ def _api_key(arguments: argparse.Namespace) -> str | None:
 
 def run_http(arguments: argparse.Namespace) -> int:
     """Run `http`; returns the exit status."""
-    if arguments.weights is not None and len(arguments.models) > 1:
-        raise ConfigError(f"`--weights` is the folder of one model, got {len(arguments.models)} models. Leave it out.")
+    for option, value in (("--weights", arguments.weights), ("--tool-parser", arguments.tool_parser)):
+        if value is not None and len(arguments.models) > 1:
+            raise ConfigError(f"`{option}` is for one model, got {len(arguments.models)} models. Leave it out.")
     key = _api_key(arguments)
     say("Importing torch and transformers.")
     with collecting_rarely():
@@ -343,7 +351,7 @@ def run_http(arguments: argparse.Namespace) -> int:
             say(f"Connecting to {address}.")
             model = remote_model(address, invite=arguments.invite, weights=arguments.weights)
             name = name or model.config.model_type
-            served.append(ServedText(name, model, model.swarm.tokenizer()))
+            served.append(ServedText(name, model, model.swarm.tokenizer(), arguments.tool_parser))
             if [one.name for one in served].count(name) > 1:
                 raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
         names = ", ".join(one.name for one in served)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
-from lightning_swarm.serving.texts import TextPiece, TokenScore
+from lightning_swarm.serving.http_fields import RequestError
+from lightning_swarm.serving.pieces import CallPiece, TextPiece, TokenScore
 
 _TEXT: Final = "text_completion"
 
@@ -22,6 +23,8 @@ class Choice:
     text: str = ""
     finish_reason: str = "stop"
     scores: list[TokenScore] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
+    reasoning: str = ""
     has_begun: bool = False  # its first chunk was made
 
     def add(self, piece: TextPiece) -> None:
@@ -29,6 +32,17 @@ class Choice:
         self.text += piece.text
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.scores += piece.scores
+        self.calls = _merged([*self.calls, *piece.calls])
+        self.reasoning += piece.reasoning
+
+
+def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
+    """Join the pieces of each call."""
+    found = dict[int, CallPiece]()
+    for piece in pieces:
+        call = found.get(piece.index)
+        found[piece.index] = piece if call is None else replace(call, arguments=call.arguments + piece.arguments)
+    return [*found.values()]
 
 
 @dataclass
@@ -53,14 +67,22 @@ class AnswerForm:
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text: dict[str, Any] = {"text": choice.text}
         if self.chat:
-            text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            message = {"role": "assistant", "content": choice.text, "refusal": None, **_reasoning(choice.reasoning)}
+            if choice.calls:
+                message |= {"content": choice.text or None, "tool_calls": [_call(call) for call in choice.calls]}
+            text = {"message": message}
         return {**self._of(choice.index, choice.finish_reason, choice.scores, 0), **text}
 
     def chunk(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
         """Return the chunk of a text's next piece, which `choice` does not contain yet."""
         text: dict[str, Any] = {"text": piece.text}
         if self.chat:
-            text = {"delta": {**({} if choice.has_begun else {"role": "assistant"}), "content": piece.text}}
+            delta: dict[str, Any] = {} if choice.has_begun else {"role": "assistant"}
+            if piece.text or not (piece.calls or piece.reasoning):
+                delta["content"] = piece.text
+            if piece.calls:
+                delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in _merged(piece.calls)]
+            text = {"delta": {**delta, **_reasoning(piece.reasoning)}}
         choice.has_begun = True
         own = self._of(choice.index, piece.finish_reason, piece.scores, len(choice.text))
         return self._piece([{**own, **text}])
@@ -81,6 +103,17 @@ class AnswerForm:
         if self.has_scores:
             logprobs = {"content": [_entry(one) for one in scores]} if self.chat else _columns(scores, begin)
         return {"index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _call(call: CallPiece) -> dict[str, Any]:
+    """Return a call, or a piece of it, which has a name and an id only at its beginning."""
+    if not call.name:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return {"reasoning_content": text} if text else {}
 
 
 def _entry(score: TokenScore) -> dict[str, Any]:
@@ -106,6 +139,8 @@ def _columns(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
 
 def status_of(error: Exception) -> int:
     """Return the HTTP status of an error that occurred while a text was written."""
+    if isinstance(error, RequestError):
+        return error.status
     if isinstance(error, ConfigError):
         return 400
     return 503 if isinstance(error, SwarmError) else 500

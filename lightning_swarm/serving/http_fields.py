@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 from typing_extensions import override
 
+from lightning_swarm.serving.http_formats import NamedFunction, ResponseFormat, StructuredOutputs, Tool
+
 MAX_TOKENS: Final = 1 << 20
 MAX_CHOICES: Final = 16
 MAX_TEXTS: Final = 32  # per request, and per client at once
 MAX_LOGPROBS: Final = 20
+MAX_TOOLS: Final = 128
 _MAX_STOPS, _MAX_STOP = 16, 256  # number of stop strings, and characters of each
 
 WITHOUT_EFFECT: Final = frozenset(
     {
         *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         "prompt_cache_options",
-        *("prediction", "priority", "request_id", "cache_salt", "parallel_tool_calls"),
+        *("prediction", "priority", "request_id", "cache_salt"),
     }
 )
 """Ignored fields: they name the client or concern scheduling, and do not change the text."""
 
 MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "store": (False,),
@@ -58,7 +58,6 @@ MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "structured_outputs": (),
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
@@ -68,6 +67,11 @@ MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
     "thinking_token_budget": (),
 }
 """Unsupported fields, each with the values that request nothing. Any other value is refused."""
+
+_INSTEAD: Final = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "use `structured_outputs`"),
+    **dict.fromkeys(("functions", "function_call"), "use `tools` and `tool_choice`"),
+}
 
 
 class RequestError(Exception):
@@ -115,9 +119,12 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
     stream_options: _StreamOptions | None = None
     echo: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def check(self) -> None:
         """Refuse values that contradict each other."""
+        self._check_grammar()
         if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
             raise RequestError(400, f"`stop` has at most {_MAX_STOPS} texts of {_MAX_STOP} characters", param="stop")
         if self.best_of not in (None, self.n):
@@ -128,6 +135,27 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(400, "`logit_bias` has numbers of tokens as names", param="logit_bias")
         if self.num_tokens == 0 and not self.echo:
             raise RequestError(400, "`max_tokens` must be at least 1, but for a prompt with `echo`", param="max_tokens")
+
+    def _check_grammar(self) -> None:
+        """Refuse fields that could leave a text with a grammar without a token."""
+        if self.has_format and self.structured_outputs is not None:
+            raise RequestError(400, "`response_format` excludes `structured_outputs`", param="structured_outputs")
+        if not (self.has_grammar and (self.min_tokens or self.allowed_token_ids)):
+            return
+        name = "min_tokens" if self.min_tokens else "allowed_token_ids"
+        raise RequestError(
+            400, f"`{name}` cannot be kept in a text with a grammar or tools: leave one of both out", param=name
+        )
+
+    @property
+    def has_format(self) -> bool:
+        """Whether `response_format` asks for JSON."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar restricts the text."""
+        return self.has_format or self.structured_outputs is not None
 
     @property
     def num_tokens(self) -> int | None:
@@ -187,9 +215,13 @@ class Chat(TextFields, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
 
     @override
     def check(self) -> None:
+        self._check_tools()
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise RequestError(400, "`top_logprobs` are for `logprobs`: true", param="top_logprobs")
@@ -211,9 +243,38 @@ class Chat(TextFields, kw_only=True):
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def conversation(self) -> list[dict[str, str]]:
-        """The messages in the form that a chat template takes, each with its text."""
-        return [_message(one) for one in self.messages]
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedFunction):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def may_call_many(self) -> bool:
+        """Whether the answer may have several calls."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedFunction)
+
+    @property
+    @override
+    def has_grammar(self) -> bool:
+        return super().has_grammar or bool(self.callable_tools)
+
+    def _check_tools(self) -> None:
+        names = [tool.function.name for tool in self.tools]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise RequestError(400, f"each tool has a name of its own, got {min(twice)!r} twice", param="tools")
+        if self.must_call and not self.callable_tools:
+            wanted = "a function" if isinstance(self.tool_choice, str) else repr(self.tool_choice.function.name)
+            raise RequestError(
+                400, f"`tool_choice` asks for {wanted[:100]}, and `tools` has {names[:10]}", param="tool_choice"
+            )
 
 
 _Request = TypeVar("_Request", bound=TextFields)
@@ -231,9 +292,10 @@ def read(body: bytes, kind: type[_Request]) -> _Request:
     for name in MISSING.keys() & given.keys():
         value = given.pop(name)
         if not any(value == one and type(value) is type(one) for one in MISSING[name]):
-            raise RequestError(400, f"`{name}` is not supported here, got {_short(value)}: leave it out", param=name)
+            remedy = _INSTEAD.get(name, "leave it out")
+            raise RequestError(400, f"`{name}` is not supported here, got {short(value)}: {remedy}", param=name)
     if unknown := sorted(given.keys() - set(kind.__struct_fields__)):
-        raise RequestError(400, f"there is no field `{_short(unknown[0])}` in this request", param=unknown[0][:100])
+        raise RequestError(400, f"there is no field `{short(unknown[0])}` in this request", param=unknown[0][:100])
     try:
         asked = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -245,32 +307,11 @@ def read(body: bytes, kind: type[_Request]) -> _Request:
     return asked
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return a message in the form that a chat template takes. Raises RequestError for a part that is no text."""
-    given = {name: value for name, value in message.items() if value not in (None, [], {})}
-    role, content, name = given.pop("role", None), given.pop("content", ""), given.pop("name", None)
-    if given:
-        raise RequestError(
-            400, f"messages have a role, content and a name, got `{_short(min(given))}`", param="messages"
-        )
-    if not isinstance(role, str) or not isinstance(name, str | None):
-        raise RequestError(400, "a message's role and name are texts", param="messages")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not all(_is_text(part) for part in parts):
-        raise RequestError(
-            400, "a message's content is a text, or a list of parts of the type 'text'", param="messages"
-        )
-    return {"role": role, "content": "".join(part["text"] for part in parts)} | ({} if name is None else {"name": name})
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
 def _are(values: object, kind: type) -> bool:
     return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value as an error shows it."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

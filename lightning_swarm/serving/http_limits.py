@@ -17,6 +17,7 @@ _BODY_S: Final = 30.0  # seconds within which a body must arrive
 _SMALL_BODY_BYTES: Final = 64 << 10
 _SMALL_TEXT_TOKENS: Final = 512
 _MAX_IN_ALL: Final = 64  # texts of all clients
+_GRAMMAR_S: Final = 30.0  # seconds within which a grammar must be compiled
 
 _T = TypeVar("_T")
 
@@ -65,6 +66,7 @@ class RequestLimits:
         self._of_clients: dict[str, int] = {}  # client's address -> number of texts
         # Tokenizing a long prompt takes seconds. On the common threads it would delay all short prompts.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
+        self._grammars = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     @asynccontextmanager
     async def body(self, request: Any) -> AsyncIterator[bytes]:
@@ -96,6 +98,14 @@ class RequestLimits:
         """Run a tokenizer on a thread. Long prompts take turns, so that they do not delay short prompts."""
         pool = None if num_bytes <= _SMALL_BODY_BYTES else self._long_prompts
         return await asyncio.get_running_loop().run_in_executor(pool, tokenize)
+
+    async def compiled(self, compile_grammar: Callable[[], _T]) -> _T:
+        """Compile a grammar on a thread. A few are compiled at once; the others wait, but not for long."""
+        try:
+            async with asyncio.timeout(_GRAMMAR_S):
+                return await asyncio.get_running_loop().run_in_executor(self._grammars, compile_grammar)
+        except TimeoutError as error:
+            raise RequestError(429, "this endpoint is busy with other grammars. Try again later") from error
 
     @contextmanager
     def text(self, num_tokens: int, client: str) -> Iterator[None]:

@@ -7,17 +7,24 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.serving.grammar import Grammar, grammar_of
 from lightning_swarm.serving.http_answers import AnswerForm, Choice, error_answer, status_of
 from lightning_swarm.serving.http_fields import Chat, Completion, RequestError, TextFields, read
 from lightning_swarm.serving.http_limits import RequestLimits, names_of
-from lightning_swarm.serving.texts import PromptScores, ServedText, TextPiece, TextWriter
+from lightning_swarm.serving.http_prompts import Prompt, tokens_of_chat, tokens_of_prompt
+from lightning_swarm.serving.pieces import TextPiece
+from lightning_swarm.serving.texts import PromptScores, ServedText, TextWriter
+from lightning_swarm.serving.tool_calls import ToolUse, tool_use, with_calls
+
+if TYPE_CHECKING:
+    from lightning_swarm.serving.grammar_masks import CompiledGrammar
 
 _HEALTH_S: Final = 10.0  # seconds for which a health check is valid, and its timeout
 _MAX_CONNECTIONS: Final = 512
@@ -154,20 +161,30 @@ class TextEndpoint:
             asked = read(body, Completion)
             served = self._model(asked.model)
             given = [
-                await self._limits.tokenized(partial(_tokens_of_prompt, served, asked, prompt), len(body))
+                await self._limits.tokenized(partial(tokens_of_prompt, served, asked, prompt), len(body))
                 for prompt in asked.prompts
             ]
-        return await self._answer(request, asked, served, given, chat=False)
+        grammar = await self._compiled(served, grammar_of(asked))
+        return await self._answer(request, asked, served, given, _TextKind(grammar=grammar))
 
     async def _answer_chat(self, request: Any) -> Any:
         async with self._limits.body(request) as body:
             asked = read(body, Chat)
             served = self._model(asked.model)
-            given = await self._limits.tokenized(partial(_tokens_of_chat, served, asked), len(body))
-        return await self._answer(request, asked, served, [given], chat=True)
+            given = await self._limits.tokenized(partial(tokens_of_chat, served, asked), len(body))
+        answer = grammar_of(asked)
+        use = tool_use(served, asked, given.text, answer)
+        grammar = await self._compiled(served, answer if use is None else use.grammar)
+        return await self._answer(request, asked, served, [given], _TextKind(is_chat=True, grammar=grammar, use=use))
+
+    async def _compiled(self, served: ServedText, grammar: Grammar | None) -> CompiledGrammar | None:
+        """Compile a grammar before any token of its texts is computed. Raises RequestError if none can follow it."""
+        if grammar is None:
+            return None
+        return await self._limits.compiled(lambda: served.grammars.compile(grammar))
 
     async def _answer(
-        self, request: Any, asked: TextFields, served: ServedText, given: Sequence[_Prompt], *, chat: bool
+        self, request: Any, asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
     ) -> Any:
         """Write the texts of a request, `asked.n` for each prompt, and return the whole answer or a stream of it."""
         from lightning_swarm.serving.sampling import check_tokens
@@ -188,20 +205,22 @@ class TextEndpoint:
                     place.enter_context(self._limits.text(num_new, _client_of(request)))
                     places.push(place)
                     make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text)
+                    make = partial(make, grammar=kind.grammar, kept_tokens=kind.use.kept_tokens if kind.use else ())
                     wanted.append(partial(make, choice=choice, prompt_scores=scores, on_end=place.close))
             places.pop_all()  # each text keeps its place until its thread ends, even if the request ends earlier
         texts = [begin() for begin in wanted]
         for text in texts:
             held.callback(text.abort)
-        form = AnswerForm(served.name, chat, has_scores=asked.num_logprobs is not None)
+        pieces = [kind.pieces(text) for text in texts]
+        form = AnswerForm(served.name, kind.is_chat, has_scores=asked.num_logprobs is not None)
         if asked.stream:
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return _stream(_events(texts, form, asked.n, with_usage=with_usage), held)
+            return _stream(_events(pieces, form, partial(_usage, texts, asked.n) if with_usage else None), held)
         choices = [Choice(index) for index in range(len(texts))]
         watching = asyncio.ensure_future(_until_gone(request))
         watching.add_done_callback(lambda _: held.close())  # aborts the texts when the client leaves
         try:
-            async for index, piece in _merged(texts):
+            async for index, piece in _merged(pieces):
                 choices[index].add(piece)
         finally:
             watching.cancel()
@@ -209,55 +228,17 @@ class TextEndpoint:
         return _json(form.whole(choices, _usage(texts, asked.n)))
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt's tokens, and its text for `echo`."""
+@dataclass(frozen=True, kw_only=True)
+class _TextKind:
+    """The properties that all texts of a request share."""
 
-    tokens: dict[str, Any]
-    text: str
+    is_chat: bool = False
+    grammar: CompiledGrammar | None = None
+    use: ToolUse | None = None
 
-
-def _tokens_of_prompt(served: ServedText, asked: Completion, prompt: str | list[int]) -> _Prompt:
-    """Turn a prompt into tokens."""
-    import torch
-
-    if isinstance(prompt, list):
-        number = served.model.config.get_text_config().vocab_size
-        if not all(0 <= token < number for token in prompt):
-            raise RequestError(400, f"a prompt's tokens are below {number}, the model's number of them", param="prompt")
-        ids = torch.tensor([prompt])
-        text = served.tokenizer.decode(prompt) if asked.echo else ""
-        return _Prompt({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, text)
-    served.check_text(len(prompt.encode()))
-    special = True if asked.add_special_tokens is None else asked.add_special_tokens
-    return _Prompt(_both(served.tokenizer(prompt, return_tensors="pt", add_special_tokens=special)), prompt)
-
-
-def _tokens_of_chat(served: ServedText, asked: Chat) -> _Prompt:
-    """Turn a chat into tokens by the model's template."""
-    if getattr(served.tokenizer, "chat_template", None) is None:
-        raise RequestError(
-            400,
-            f"model {served.name!r} has no chat template, so it takes no chats. Use /v1/completions, with a prompt.",
-        )
-    said = asked.conversation
-    served.check_text(sum(len(one["content"].encode()) for one in said))
-    try:
-        text = served.tokenizer.apply_chat_template(
-            said,
-            tokenize=False,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            **asked.chat_template_kwargs,
-        )
-    except Exception as error:
-        raise RequestError(400, f"the model's chat template refuses this chat: {error}", param="messages") from error
-    special = bool(asked.add_special_tokens)  # the template adds special tokens itself
-    return _Prompt(_both(served.tokenizer(text, return_tensors="pt", add_special_tokens=special)), "")
-
-
-def _both(found: Any) -> dict[str, Any]:
-    return {name: found[name] for name in ("input_ids", "attention_mask")}
+    def pieces(self, text: TextWriter) -> AsyncIterator[TextPiece]:
+        """Return a text's pieces, with its calls apart."""
+        return text.pieces() if self.use is None else with_calls(text.pieces(), self.use.new_reader())
 
 
 def _usage(texts: Sequence[TextWriter], num_choices: int) -> dict[str, int]:
@@ -267,13 +248,13 @@ def _usage(texts: Sequence[TextWriter], num_choices: int) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
 
 
-async def _merged(texts: Sequence[TextWriter]) -> AsyncIterator[tuple[int, TextPiece]]:
+async def _merged(texts: Sequence[AsyncIterator[TextPiece]]) -> AsyncIterator[tuple[int, TextPiece]]:
     """Yield the pieces of several texts as they arrive, with the texts' indices."""
     pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
 
     async def read_one(index: int) -> None:
         try:
-            async for piece in texts[index].pieces():
+            async for piece in texts[index]:
                 pieces.put_nowait((index, piece))
         except Exception as error:  # noqa: BLE001 - raised below, from the queue
             pieces.put_nowait((index, error))
@@ -315,16 +296,16 @@ def _stream(events: AsyncIterator[str], held: ExitStack) -> Any:
 
 
 async def _events(
-    texts: Sequence[TextWriter], form: AnswerForm, num_choices: int, *, with_usage: bool
+    texts: Sequence[AsyncIterator[TextPiece]], form: AnswerForm, usage: Callable[[], dict[str, int]] | None
 ) -> AsyncIterator[str]:
-    """Yield texts as server-sent events."""
+    """Yield texts as server-sent events. `usage` counts the tokens at the end; None: they are not reported."""
     choices = [Choice(index) for index in range(len(texts))]
     try:
         async for index, piece in _merged(texts):
             yield _event(form.chunk(choices[index], piece))
             choices[index].add(piece)
-        if with_usage:
-            yield _event(form.usage_chunk(_usage(texts, num_choices)))
+        if usage is not None:
+            yield _event(form.usage_chunk(usage()))
         yield "data: [DONE]\n\n"
     except Exception as error:  # noqa: BLE001 - the status was sent already
         yield _event(error_answer(str(error), status_of(error)))
@@ -408,10 +389,11 @@ def run(
     If only this machine reaches the endpoint, requests must address it by a name of this machine or an allowed name.
     """
     try:
+        import llguidance  # noqa: F401 - texts with grammars import it
         import uvicorn
     except ModuleNotFoundError as error:
         raise ConfigError(
-            'the HTTP endpoint needs uvicorn and starlette. Run: pip install "lightning-swarm[http]"'
+            'the HTTP endpoint needs uvicorn, starlette and llguidance. Run: pip install "lightning-swarm[http]"'
         ) from error
     access = Access(key, names_of(host, allowed_hosts), allowed_origins)
     app = TextEndpoint(served).app(access)

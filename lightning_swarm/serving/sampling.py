@@ -41,13 +41,6 @@ class Sampling:
         )
 
 
-def end_tokens(config: Any, asked: TextFields) -> list[int]:
-    """Return the tokens that end a text."""
-    own = config.eos_token_id
-    own = [] if own is None else [own] if isinstance(own, int) else list(own)
-    return [*own, *asked.stop_token_ids]
-
-
 def check_tokens(asked: TextFields, num_tokens: int) -> None:
     """Refuse token numbers that the model does not have."""
     for name, ids in [
@@ -67,6 +60,7 @@ def processors(
     ends: Sequence[int],
     seed: int | None,
     see: Callable[[Tensor], None],
+    mask: transformers.LogitsProcessor | None = None,
     device: torch.device,
 ) -> list[Any]:
     """Return the logits processors after which the largest logit of a row is the drawn token.
@@ -78,9 +72,10 @@ def processors(
         ends: The tokens that end the text.
         seed: Seed of the draws; None: a new seed each time.
         see: Called with the logits of each token as the model computed them.
+        mask: Excludes the tokens that break the text's grammar.
         device: Device of the logits.
     """
-    found: list[Any] = [_Seen(see)]
+    found: list[Any] = [_Seen(see), *([] if mask is None else [mask])]
     if asked.allowed_token_ids:
         allowed = asked.allowed_token_ids
         found.append(transformers.PrefixConstrainedLogitsProcessor(lambda *_: allowed, num_beams=1))

@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_swarm.serving.http_fields import RequestError, TextFields
+from lightning_swarm.serving.pieces import StopFinder, TextPiece, TokenScore
+
+if TYPE_CHECKING:
+    from lightning_swarm.serving.grammar_masks import CompiledGrammar, GrammarCompiler, GrammarMask
 
 _CONTEXT: Final = 4  # last tokens of the prompt, decoded together with the first new tokens
 _MAX_SCORED: Final = 2048  # largest number of tokens of a prompt whose logprobs are reported
 _UNLIMITED: Final = 1 << 24  # positions; tokenizers without a limit report a huge number
+
+
+def end_tokens(config: Any) -> list[int]:
+    """Return the tokens that end a text by a model's generation config."""
+    own = config.eos_token_id
+    return [] if own is None else [own] if isinstance(own, int) else list(own)
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,7 @@ class ServedText:
     name: str
     model: Any
     tokenizer: Any
+    tool_parser: str | None = None  # name of the format of calls; None: found in the chat template
 
     @cached_property
     def turn(self) -> AbstractContextManager[Any]:
@@ -51,6 +62,19 @@ class ServedText:
     def longest_token(self) -> int:
         """The maximum number of bytes of a token, for a lower bound on a prompt's number of tokens."""
         return max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
+
+    @cached_property
+    def special_tokens(self) -> frozenset[int]:
+        """The tokens that are no part of a text, unless the request asks for them."""
+        return frozenset(number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of grammars for the model's tokens. Raises RequestError if the model can follow none."""
+        from lightning_swarm.serving.grammar_masks import GrammarCompiler
+
+        config, number = self.model.generation_config, self.model.config.get_text_config().vocab_size
+        return GrammarCompiler(self.tokenizer, num_tokens=number, ends=end_tokens(config))
 
     def check_text(self, num_bytes: int) -> None:
         """Refuse, before tokenizing, a prompt whose bytes alone show that it exceeds the context."""
@@ -85,69 +109,6 @@ class ServedText:
             f"this model's texts have at most {self.context} tokens, got {what}. Ask for fewer",
             code="context_length_exceeded",
         )
-
-
-class StopFinder:
-    """Passes text on as it arrives, but holds back a possible beginning of a stop string."""
-
-    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
-        self._stops = stops
-        self._keeps = keeps  # the stop string stays part of the text
-        self._held = ""  # text that may begin a stop string
-        self.found = False  # the text has a stop string
-
-    def take(self, text: str) -> str:
-        """Append more text, and return the part that is certainly before any stop string."""
-        self._held += text
-        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self.found = True
-            place, stop = min(places)
-            passed, self._held = self._held[: place + len(stop) * self._keeps], ""
-            return passed
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        passed = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
-        return passed
-
-    def _overlap(self, stop: str) -> int:
-        """Return the length of the longest beginning of the stop string that ends the held text."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((length for length in range(longest, 0, -1) if self._held.endswith(stop[:length])), 0)
-
-    def rest(self) -> str:
-        """Return the held text after the end of the input."""
-        held, self._held = self._held, ""
-        return held
-
-
-@dataclass(frozen=True)
-class TokenScore:
-    """A token of a text, with the log probabilities of this token and of the most probable tokens."""
-
-    text: str
-    logprob: float | None  # None: the first token of a prompt has none
-    top: Sequence[tuple[str, float]] = ()
-
-    @classmethod
-    def of(cls, tokenizer: Any, token: int, logits: Any, num_top: int) -> TokenScore:
-        """Score a token by the logits of its place; `logits` of None: without a score."""
-        if logits is None:
-            return cls(tokenizer.decode([token]), None)
-        logprobs = logits.double().log_softmax(dim=-1)
-        values, tokens = logprobs.topk(num_top)
-        top = [(tokenizer.decode([one]), value) for one, value in zip(tokens.tolist(), values.tolist(), strict=True)]
-        return cls(tokenizer.decode([token]), float(logprobs[token]), top)
-
-
-@dataclass
-class TextPiece:
-    """A piece of a text that is being written, or the text's end."""
-
-    text: str = ""
-    finish_reason: str | None = None  # only at the end
-    error: BaseException | None = None  # the error that ended the text
-    scores: Sequence[TokenScore] = ()  # scores of the piece's tokens, if requested
 
 
 class PromptScores:
@@ -192,11 +153,15 @@ class TextWriter:
         prompt: str = "",  # the prompt's text
         choice: int = 0,  # index among the choices of the prompt
         prompt_scores: PromptScores | None = None,  # None: not requested
+        grammar: CompiledGrammar | None = None,
+        kept_tokens: Collection[int] = (),  # special tokens that are part of the text
         on_end: Callable[[], None] = lambda: None,  # called on the event loop when the text's thread ends
     ) -> None:
         self._on_end = on_end
         self.served, self._given, self.asked = served, given, asked
         self.prompt, self._choice, self._prompt_scores = prompt, choice, prompt_scores
+        self._mask = None if grammar is None else grammar.new_text(int(given["input_ids"].shape[1]))
+        self.kept_tokens = kept_tokens
         self._aborted = threading.Event()
         self._pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -285,17 +250,18 @@ class TextWriter:
         if self.num_new == 0:
             return "length"
         found = self._write()
-        return "length" if int(found.shape[1]) - self.num_prompt >= self.num_new else "stop"
+        is_complete = self._mask is not None and self._mask.is_done(found)
+        return "length" if int(found.shape[1]) - self.num_prompt >= self.num_new and not is_complete else "stop"
 
     def _write(self) -> Any:
         import transformers
 
         from lightning_swarm.serving.remote_model import prefill_in_chunks
-        from lightning_swarm.serving.sampling import Sampling, end_tokens, processors
+        from lightning_swarm.serving.sampling import Sampling, processors
 
         model, asked = self.served.model, self.asked
         config = model.generation_config
-        ends = end_tokens(config, asked)
+        ends = [*end_tokens(config), *asked.stop_token_ids]
         drawing = processors(
             asked,
             Sampling.of(asked, config),
@@ -303,6 +269,7 @@ class TextWriter:
             ends=ends,
             seed=None if asked.seed is None else asked.seed + self._choice,
             see=self.see,
+            mask=self._mask,
             device=model.device,
         )
         return model.generate(
@@ -315,21 +282,22 @@ class TextWriter:
             do_sample=False,  # `processors` draw the token
             repetition_penalty=1.0,  # `processors` applies it in vLLM's order
             logits_processor=transformers.LogitsProcessorList(drawing),
-            stopping_criteria=transformers.StoppingCriteriaList([_Until(self._aborted)]),
+            stopping_criteria=transformers.StoppingCriteriaList([_Until(self._aborted, self._mask)]),
             streamer=_Streamer(self),
         )
 
 
 class _Until:
-    """Stops a text when an event is set."""
+    """Stops a text when an event is set, or when its grammar allows no more."""
 
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
+    def __init__(self, event: threading.Event, mask: GrammarMask | None) -> None:
+        self._event, self._mask = event, mask
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         import torch
 
-        return torch.full((len(input_ids),), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
+        ends = self._event.is_set() or (self._mask is not None and self._mask.is_done(input_ids))
+        return torch.full((len(input_ids),), ends, dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer:
@@ -337,8 +305,11 @@ class _Streamer:
 
     def __init__(self, writer: TextWriter) -> None:
         self._writer = writer
+        self._skips = writer.asked.skip_special_tokens and not writer.kept_tokens
+        special = writer.served.special_tokens if writer.kept_tokens else frozenset[int]()
+        self._dropped = special - {*writer.kept_tokens} if writer.asked.skip_special_tokens else frozenset[int]()
         # Decoding drops a space at the beginning of a text, so it begins with tokens of the prompt.
-        self._tokens = list(writer.prompt_end)
+        self._tokens = [token for token in writer.prompt_end if token not in self._dropped]
         self._begin, self._given = 0, len(self._tokens)  # first decoded token; first token not passed on
         self._is_prompt = True
 
@@ -348,7 +319,7 @@ class _Streamer:
             self._is_prompt = False
             return
         for token in value.flatten().tolist():
-            self._tokens.append(token)
+            self._tokens += [] if token in self._dropped else [token]
             self._writer.score(token)
         self._writer.num_tokens += value.numel()
         text = self._new_text()
@@ -367,7 +338,7 @@ class _Streamer:
     def _decoded(self, end: int) -> str:
         text: str = self._writer.served.tokenizer.decode(
             self._tokens[self._begin : end],
-            skip_special_tokens=self._writer.asked.skip_special_tokens,
+            skip_special_tokens=self._skips,
             clean_up_tokenization_spaces=False,
         )
         return text

@@ -306,9 +306,9 @@ def test_errors_have_openais_form(served: ServedText) -> None:
         assert [one.id for one in (await client.models.list()).data] == ["tiny"]
         with pytest.raises(openai.NotFoundError, match="Not Found: POST /v1/embeddings"):
             await client.embeddings.create(model="tiny", input="a")
-        with pytest.raises(openai.BadRequestError, match="`tools` is not supported here") as refused:
-            await chat(client, tools=[{"type": "function", "function": {"name": "f"}}])
-        assert refused.value.param == "tools"
+        with pytest.raises(openai.BadRequestError, match="`functions` is not supported here") as refused:
+            await chat(client, functions=[{"name": "f"}])
+        assert refused.value.param == "functions"
 
     ask(served, act)
 

@@ -38,7 +38,8 @@ LEAST: dict[Any, dict[str, Any]] = {
     Completion: {"model": "m", "prompt": "a"},
     Chat: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
 }
-SOMETHING: dict[str, Any] = {"tools": [{"type": "function"}], "response_format": {"type": "json_object"}}
+JSON: dict[str, Any] = {"response_format": {"type": "json_object"}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 
 
@@ -52,7 +53,7 @@ def test_each_field_is_honoured_or_refused(kind: Any, name: str) -> None:
     assert honoured + (name in MISSING) + (name in WITHOUT_EFFECT) == 1
     if name in MISSING:
         with pytest.raises(RequestError, match=rf"`{name}` is not supported here") as found:
-            asked(kind, **{name: SOMETHING.get(name, "something")})
+            asked(kind, **{name: "something"})
         assert found.value.param == name
         for value in MISSING[name]:
             asked(kind, **{name: value})
@@ -86,6 +87,24 @@ def test_the_page_names_each_field() -> None:
         (Completion, {"stream_options": {"include_usage": True}}, "are for `stream`"),
         (Completion, {"stream": True, "stream_options": {"other": 1}}, "unknown field `other`"),
         (Completion, {"stop": ["a"] * 17}, "at most 16 texts"),
+        (Completion, {"guided_json": {}}, "`guided_json` is not supported here, got {}: use `structured_outputs`"),
+        (Completion, {"tools": []}, "no field `tools`"),
+        (Completion, {"response_format": {"type": "json"}}, "Invalid enum value 'json'"),
+        (Completion, {"response_format": {"type": "json_schema"}}, "has a `json_schema`"),
+        (Completion, {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "field `schema`"),
+        (Completion, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of `json`"),
+        (Completion, {"structured_outputs": {"whitespace_pattern": "a"}}, "unknown field `whitespace_pattern`"),
+        (Completion, {**JSON, "structured_outputs": {"regex": "a"}}, "excludes `structured_outputs`"),
+        (Completion, {**JSON, "min_tokens": 1}, "`min_tokens` cannot be kept in a text with a grammar"),
+        (Completion, {**JSON, "allowed_token_ids": [1]}, "`allowed_token_ids` cannot be kept"),
+        (Chat, {"tools": [TOOL], "min_tokens": 1}, "`min_tokens` cannot be kept in a text with a grammar or tools"),
+        (Chat, {"tools": [TOOL, TOOL]}, "got 'f' twice"),
+        (Chat, {"tools": [{"type": "custom"}]}, "Invalid enum value 'custom'"),
+        (Chat, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "matching regex"),
+        (Chat, {"tool_choice": "required"}, r"`tool_choice` asks for a function, and `tools` has \[\]"),
+        (Chat, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "asks for 'g'"),
+        (Chat, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (Chat, {"functions": [1]}, "use `tools` and `tool_choice`"),
         (Chat, {"top_logprobs": 2}, "are for `logprobs`"),
         (Chat, {"echo": True}, "is of completions"),
         (Chat, {"continue_final_message": True}, "needs `add_generation_prompt`"),
@@ -97,27 +116,6 @@ def test_values_that_cannot_be_honoured_are_refused(kind: Any, fields: dict[str,
     with pytest.raises(RequestError, match=words) as found:
         asked(kind, **fields)
     assert found.value.status == 400
-
-
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "parts of the type 'text'"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "got `tool_calls`"),
-        ({"role": 3, "content": "a"}, "role and name are texts"),
-        ({"role": "user", "content": 3}, "content is a text"),
-    ],
-)
-def test_messages_that_are_no_text_are_refused(message: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        assert asked(Chat, messages=[message]).conversation
-
-
-def test_a_message_as_a_client_sends_it_back() -> None:
-    answer = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None, "annotations": []}
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]
-    chat = asked(Chat, messages=[{"role": "user", "content": parts, "name": "x"}, answer])
-    assert chat.conversation == [{"role": "user", "content": "ac", "name": "x"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"\xff", b"{" * 5000, b'{"model": "m"}'])

@@ -7,15 +7,17 @@ import json
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_swarm.core.clock import VirtualLoop
-from lightning_swarm.serving import http_server
+from lightning_swarm.serving import http_limits, http_server
 from lightning_swarm.serving.http_limits import MAX_BODY_BYTES, names_of
 from lightning_swarm.serving.http_server import Access, TextEndpoint
-from lightning_swarm.serving.texts import ServedText, TextPiece
+from lightning_swarm.serving.pieces import TextPiece
+from lightning_swarm.serving.texts import ServedText
 
 JSON = ("content-type", "application/json")
 SMALL = json.dumps({"model": "m", "prompt": "a", "max_tokens": 4}).encode()
@@ -248,6 +250,27 @@ def test_long_prompts_do_not_hold_up_short_ones(served: ServedText) -> None:
             writer.over.set()
         statuses = await asyncio.gather(*waiting)
         assert sorted({*statuses}) == [200, 429]
+
+    run(attack())
+
+
+def test_grammars_that_take_long_do_not_hold_up_other_requests(
+    served: ServedText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_limits, "_GRAMMAR_S", 0.3)
+    may_go = served.tokenizer.may_go
+    served.__dict__["grammars"] = SimpleNamespace(compile=lambda _: may_go.wait(60.0))
+    slow = {"model": "m", "prompt": "a", "max_tokens": 4, "structured_outputs": {"choice": ["a"]}}
+
+    async def attack() -> None:
+        app = TextEndpoint([served]).app()
+        waiting = [asyncio.ensure_future(Client(app).body(json.dumps(slow).encode()).run()) for _ in range(5)]
+        answered = asyncio.ensure_future(Client(app).body(SMALL).run())
+        await until(lambda: Writer.made)
+        Writer.made[0].over.set()
+        assert await answered == 200
+        assert await asyncio.gather(*waiting) == [429] * 5
+        assert not may_go.is_set()
 
     run(attack())
 

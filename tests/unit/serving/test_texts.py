@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_swarm.serving.texts import StopFinder
+from lightning_swarm.serving.pieces import StopFinder
 
 
 @pytest.mark.parametrize(

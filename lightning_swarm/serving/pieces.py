@@ -1,0 +1,83 @@
+"""Pieces of a text that is being written, with their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def overlap(text: str, sought: str) -> int:
+    """Return the length of the longest beginning of `sought`, short of the whole, that ends the text."""
+    longest = min(len(sought) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if text.endswith(sought[:length])), 0)
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token of a text, with the log probabilities of this token and of the most probable tokens."""
+
+    text: str
+    logprob: float | None  # None: the first token of a prompt has none
+    top: Sequence[tuple[str, float]] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Any, token: int, logits: Any, num_top: int) -> TokenScore:
+        """Score a token by the logits of its place; `logits` of None: without a score."""
+        if logits is None:
+            return cls(tokenizer.decode([token]), None)
+        logprobs = logits.double().log_softmax(dim=-1)
+        values, tokens = logprobs.topk(num_top)
+        top = [(tokenizer.decode([one]), value) for one, value in zip(tokens.tolist(), values.tolist(), strict=True)]
+        return cls(tokenizer.decode([token]), float(logprobs[token]), top)
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A piece of a tool's call: its beginning, with the function's name, or a piece of its arguments."""
+
+    index: int  # among the text's calls
+    arguments: str = ""  # JSON
+    name: str = ""  # only at the beginning, as is the id
+    id: str = ""
+
+
+@dataclass
+class TextPiece:
+    """A piece of a text that is being written, or the text's end."""
+
+    text: str = ""
+    finish_reason: str | None = None  # only at the end
+    error: BaseException | None = None  # the error that ended the text
+    scores: Sequence[TokenScore] = ()  # scores of the piece's tokens, if requested
+    calls: Sequence[CallPiece] = ()  # pieces of calls, which are no part of `text`
+    reasoning: str = ""  # the model's reasoning, if its reader separates it from `text`
+
+
+class StopFinder:
+    """Passes text on as it arrives, but holds back a possible beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
+        self._stops = stops
+        self._keeps = keeps  # the stop string stays part of the text
+        self._held = ""  # text that may begin a stop string
+        self.found = False  # the text has a stop string
+
+    def take(self, text: str) -> str:
+        """Append more text, and return the part that is certainly before any stop string."""
+        self._held += text
+        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            self.found = True
+            place, stop = min(places)
+            passed, self._held = self._held[: place + len(stop) * self._keeps], ""
+            return passed
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
+        passed = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return passed
+
+    def rest(self) -> str:
+        """Return the held text after the end of the input."""
+        held, self._held = self._held, ""
+        return held

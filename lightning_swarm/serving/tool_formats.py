@@ -1,0 +1,165 @@
+"""Formats in which families of models call tools, and the grammars of texts with such calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_swarm.serving.grammar import Grammar, json_rule, quoted
+from lightning_swarm.serving.http_fields import Chat, RequestError
+from lightning_swarm.serving.http_formats import Tool
+
+_MAX_CALLS: Final = 32  # in one text
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The format of calls: marker, opening, calls with separators between them, closing.
+
+    A call is its head, the function's name, the middle, the arguments as JSON, and the tail.
+    """
+
+    signs: tuple[str, ...]  # texts that are in the chat templates of the family
+    others: tuple[str, ...]  # texts that are in templates of other families alone
+    head: str
+    middle: str
+    tail: str
+    marker: str = ""  # empty: a text that begins with a brace is a call
+    opening: str = ""
+    separator: str = ""  # empty: a text has one call
+    closing: str = ""
+    prefix: str = ""  # special token that may precede the calls
+
+    def special_tokens(self, tokenizer: Any) -> dict[str, int]:
+        """Return the tokenizer's special tokens that occur in calls, which would be left out of texts otherwise."""
+        parts = (self.marker, self.opening, self.head, self.middle, self.tail, self.separator, self.closing)
+        return {
+            text: number
+            for text, number in all_special_tokens(tokenizer).items()
+            if any(text in part for part in parts) or text == self.prefix
+        }
+
+
+FORMATS: Final[Mapping[str, CallFormat]] = {
+    "hermes": CallFormat(
+        signs=("<tool_call>", '"arguments"'),
+        others=("<function=", "<arg_key>"),
+        marker="<tool_call>",
+        head='\n{"name": "',
+        middle='", "arguments": ',
+        tail="}\n</tool_call>",
+        separator="\n<tool_call>",
+    ),
+    "llama3_json": CallFormat(
+        signs=("<|start_header_id|>", '{"name": ', '"parameters": '),
+        others=("<tool_call>", "[TOOL_CALLS]"),
+        prefix="<|python_tag|>",
+        head='{"name": "',
+        middle='", "parameters": ',
+        tail="}",
+    ),
+    "mistral": CallFormat(
+        signs=("[TOOL_CALLS]",),
+        others=("[ARGS]",),
+        marker="[TOOL_CALLS]",
+        opening="[",
+        head='{"name": "',
+        middle='", "arguments": ',
+        tail="}",
+        separator=", ",
+        closing="]",
+    ),
+    "mistral_args": CallFormat(
+        signs=("[TOOL_CALLS]", "[ARGS]"),
+        others=("[CALL_ID]",),
+        marker="[TOOL_CALLS]",
+        head="",
+        middle="[ARGS]",
+        tail="",
+        separator="[TOOL_CALLS]",
+    ),
+}
+"""The formats by name: Hermes and Qwen, Llama 3.1 to 3.3, Mistral to v7, Mistral from v13 on."""
+
+
+def all_special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the tokens that decoding leaves out of texts, with their numbers."""
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def format_of(template: str) -> CallFormat | None:
+    """Return the format of the calls that a chat template describes, or None if it is unknown."""
+    template = template.replace('\\"', '"')
+    for form in FORMATS.values():
+        if all(sign in template for sign in form.signs) and not any(other in template for other in form.others):
+            return form
+    return None
+
+
+def grammar_with_calls(form: CallFormat, asked: Chat, special: Mapping[str, int], answer: Grammar | None) -> Grammar:
+    """Return the grammar of a text that may or must call tools.
+
+    Args:
+        form: The calls' format.
+        asked: The request.
+        special: The tokenizer's special tokens that occur in calls.
+        answer: The grammar of a text without calls. None: any text.
+    """
+
+    def literal(text: str) -> str:
+        """Return the rule of a text; special tokens in it have rules of their own."""
+        parts = re.split("|".join(f"({re.escape(one)})" for one in special) or r"(?!)", text)
+        return " ".join(f"<[{special[one]}]>" if one in special else quoted(one) for one in parts if one) or '""'
+
+    def begin_of(tool: Tool) -> str:
+        return literal(form.head + tool.function.name + form.middle)
+
+    tools = asked.callable_tools
+    more = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if form.separator and asked.may_call_many else ""
+    prefix = f"<[{special[form.prefix]}]>?" if form.prefix in special else ""
+    blank = '" "?' if form.opening else ""  # as some of the family's tokenizers have it
+    lines = [
+        f"calls: {prefix} {blank} {literal(form.opening)} call {more} {literal(form.closing)}",
+        f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
+        *(
+            f"call_{index}: {begin_of(tool)} {_arguments(tool)} {literal(form.tail)}"
+            for index, tool in enumerate(tools)
+        ),
+    ]
+    if asked.must_call:
+        start = [f"start: {literal(form.marker)} calls"]
+    elif answer is not None:
+        start = [f"start: {literal(form.marker)} calls | answer", f"answer: {_rule_beside_calls(form, answer)}"]
+    elif not form.marker:
+        start = ["start: calls | ANSWER", r"ANSWER: /[ \n]*([^{ \n](.|\n)*)?/"]
+    elif form.marker in special:
+        start = [f"start: TEXT ({literal(form.marker)} calls)?", r"TEXT: /(.|\n)*/"]
+    else:  # a lazy rule, which ends with the first marker
+        begin = [f"begin[lazy]: TEXT {literal(form.marker)}", "answer: TEXT", r"TEXT: /(.|\n)*/"]
+        start = ["start: begin calls | answer", *begin]
+    return Grammar("tools", text="\n".join(["%llguidance {}", *start, *lines]))
+
+
+def _arguments(tool: Tool) -> str:
+    """Return the rule of a function's arguments."""
+    schema = tool.function.parameters
+    if schema is None:
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    if schema.setdefault("type", "object") != "object":
+        name = tool.function.name
+        raise RequestError(400, f"the parameters of {name!r} must be an object's schema", param="tools")
+    return json_rule(schema, "tools", is_lenient=not tool.function.strict)
+
+
+def _rule_beside_calls(form: CallFormat, answer: Grammar) -> str:
+    """Return an answer's rule, if a reader can distinguish the answer from calls by its beginning."""
+    if answer.rule.startswith("%json") and form.marker:
+        return answer.rule
+    raise RequestError(
+        400,
+        f"`{answer.param}` beside `tools` is for JSON, and for models whose calls begin with a marker. Set "
+        '`tool_choice` to "none" or "required"',
+        param=answer.param,
+    )
