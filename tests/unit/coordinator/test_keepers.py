@@ -365,11 +365,11 @@ def test_a_joiner_takes_the_members_from_the_coordinator_not_from_its_donor(
     seen = []
     seat = server.joiner._seat
 
-    def lied(seats: Any, version: int) -> None:
+    def lied(version: int, seats: Any) -> bool:
         if not seen:  # the donor's statement comes first
             seats = replaced(seats, keepers=[*seats.keepers, B])
         seen.append(seats.keepers)
-        seat(seats, version)
+        return seat(version, seats)
 
     monkeypatch.setattr(server.joiner, "_seat", lied)
 
