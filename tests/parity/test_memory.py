@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 from torch.utils.data import TensorDataset
+from typing_extensions import override
 
 from lightning_swarm.core.limits import Limits
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
@@ -64,6 +68,28 @@ def assert_recomputed(swarm: SwarmRun, *, everything: bool) -> None:
         assert swarm.num_dropped_graphs >= num_calls
     else:
         assert 0 < swarm.num_dropped_graphs < num_calls
+
+
+def test_outputs_are_freed_with_their_graph() -> None:
+    """No cycle of references holds them until garbage is collected."""
+    outputs: list[weakref.ref[Tensor]] = []
+
+    class Watched(DigitsMLP):
+        @override
+        def training_step(self, *args: Any) -> Tensor:
+            hook = self.net.register_forward_hook(lambda *found: outputs.append(weakref.ref(found[2])))
+            loss: Tensor = super().training_step(*args)
+            hook.remove()
+            return loss
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_swarm(Watched, loader(digits()), num_stages=2, num_servers=2, max_steps=3)
+    finally:
+        gc.enable()
+    assert len(outputs) == 3
+    assert [output for output in outputs if output() is not None] == []
 
 
 @pytest.mark.first_cells(1)

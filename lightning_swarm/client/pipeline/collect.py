@@ -26,39 +26,37 @@ Opened: TypeAlias = tuple[Any, Left]
 """A microbatch's output, decoded, and the values that its forward left."""
 
 
+# Without the tensors: their graph holds the call, which holds this, and only garbage collection frees a cycle.
 @dataclass(frozen=True)
-class CallOutput:
-    """The output of a whole call, and the values that its forwards left on modules."""
+class OutputForm:
+    """The form of a call's tensors: those of its output, then those that its forwards left on modules."""
 
-    structure: serialization.Structure
-    tensors: Sequence[Tensor]  # of the output, then those that were left
-    flags: Sequence[bool]  # which tensors have a gradient
+    structure: serialization.Structure  # of the output
+    num_own: int  # tensors of the output
     sizes: Sequence[int]  # rows of each microbatch
     collected: Collected | None  # None: nothing was left
     leftovers: Leftovers
 
     @property
-    def _num_own(self) -> int:
-        return len(self.tensors) - (0 if self.collected is None else len(self.collected.tensors))
+    def num_tensors(self) -> int:
+        """The number of all tensors."""
+        return self.num_own + (0 if self.collected is None else len(self.collected.tensors))
 
     def placed(self, tensors: Sequence[Tensor], given: Given) -> Any:
-        """Set the values that forwards left on modules and in the call's arguments; return the output.
-
-        `tensors` take the place of the output's own, with autograd's graph.
-        """
+        """Set the values that forwards left on modules and in the call's arguments; return the output."""
         if self.collected is not None:
-            left = tensors[self._num_own :]
+            left = tensors[self.num_own :]
             for argument, written in self.leftovers.set_on_modules(self.collected, left):
                 write_back(given, argument, written, _not_here)
-        return serialization.unflatten(self.structure, tensors[: self._num_own])
+        return serialization.unflatten(self.structure, tensors[: self.num_own])
 
     def split(self, gradients: Sequence[Tensor | None], codec: Codec | None) -> list[list[Any]]:
         """Return each microbatch's part of the tensors' gradients, ready to be sent."""
-        parts = split_gradients(gradients[: self._num_own], self.sizes)
+        parts = split_gradients(gradients[: self.num_own], self.sizes)
         own = [to_send(part, codec, copy=False) for part in parts]
         if self.collected is None:
             return own
-        left = self.collected.gradients(gradients[self._num_own :])
+        left = self.collected.gradients(gradients[self.num_own :])
         return [[*part, *to_send(more, None, copy=False)] for part, more in zip(own, left, strict=True)]
 
 
@@ -76,15 +74,18 @@ class Collector:
         left.take_output_note()  # there is no next stage
         return output, left
 
-    def join(self, results: list[Result], call: CallMicrobatches) -> CallOutput:
-        """Join the results of a call's forwards."""
+    def join(
+        self, results: list[Result], call: CallMicrobatches
+    ) -> tuple[OutputForm, Sequence[Tensor], Sequence[bool]]:
+        """Join the results of a call's forwards: their form, the tensors, and which of them have a gradient."""
         opened = self.factory.context.results.opened(results, call, self)
         structure, tensors = concat([output for output, _ in opened], call.sizes)
-        flags = results[0][1][: len(tensors)]
+        num_own = len(tensors)
+        flags = results[0][1][:num_own]
         collected = self.leftovers.collect([left for _, left in opened], call.sizes, partial(self._trial, call))
         if collected is not None:
             tensors, flags = [*tensors, *collected.tensors.values()], [*flags, *collected.flags()]
-        return CallOutput(structure, tensors, flags, call.sizes, collected, self.leftovers)
+        return OutputForm(structure, num_own, call.sizes, collected, self.leftovers), tensors, flags
 
     def _trial(self, call: CallMicrobatches, training: bool) -> tuple[list[Left], Sequence[int]]:
         """Compute the first two microbatches apart, then as one; return the values that they leave, and their sizes."""

@@ -110,10 +110,10 @@ class Pipeline:
             # Without an input that requires a gradient, autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
             found = PipelineFunction.apply(call, leaf, weights_node(wanted), *tensors)  # type: ignore[no-untyped-call]
-            return call.output.placed(found, given)
-        with torch.no_grad():
-            output = call.forward()
-        return output.placed(output.tensors, given)
+        else:
+            with torch.no_grad():
+                found, _ = call.forward()
+        return call.form.placed(found, given)
 
     def check_transforms(self, tensors: Iterable[Tensor]) -> None:
         """Refuse a call under a functional transform, or with other weights in the blocks than the run's."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.client.pipeline.call_factory import CallMicrobatches, GrantedBatch
-from lightning_swarm.client.pipeline.collect import CallOutput, Collector
+from lightning_swarm.client.pipeline.collect import Collector, OutputForm
 from lightning_swarm.client.pipeline.differentiation import GradientMarks, reaches_weights
 from lightning_swarm.client.pipeline.microbatches import concat_gradients
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
@@ -27,9 +27,9 @@ class PipelineFunction(torch.autograd.Function):
         """Compute the call's outputs. `leaf` and `weights` later show the purpose of a backward."""
         ctx.call = call
         ctx.set_materialize_grads(False)
-        output = call.forward()
-        ctx.mark_non_differentiable(*(o for o, has in zip(output.tensors, output.flags, strict=True) if not has))
-        return tuple(output.tensors)
+        outputs, have_gradient = call.forward()
+        ctx.mark_non_differentiable(*(o for o, has in zip(outputs, have_gradient, strict=True) if not has))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -64,24 +64,24 @@ class PipelineCall:
         self._changes_statistics = changes_statistics
         self._counted = False  # a backward that counts has begun
         self._added = False  # servers were asked to add gradients or statistics
-        self._output: CallOutput | None = None
+        self._form: OutputForm | None = None
         if batch is not None:
             batch.calls.append(self)
 
     @property
-    def output(self) -> CallOutput:
-        """The output, after the forward."""
-        assert self._output is not None
-        return self._output
+    def form(self) -> OutputForm:
+        """The form of the output, after the forward."""
+        assert self._form is not None
+        return self._form
 
-    def forward(self) -> CallOutput:
-        """Compute the output for the whole batch."""
+    def forward(self) -> tuple[Sequence[Tensor], Sequence[bool]]:
+        """Return the output's tensors for the whole batch, and which of them have a gradient."""
         begin, batch = [], self._batch
         if batch is not None and batch.begin is not None:  # announced together with the first microbatches
             begin, batch.begin = [batch.begin()], None
         results = self._factory.forwards(self._runs, *begin)
-        self._output = self._collector.join(results, self._microbatches)
-        return self._output
+        self._form, tensors, flags = self._collector.join(results, self._microbatches)
+        return tensors, flags
 
     def release(self) -> None:
         """No longer count the call as work of its peers, because no backward will come."""
@@ -123,12 +123,12 @@ class PipelineCall:
         if self._changes_statistics and trains and not self._added:
             for run in self._runs:
                 run.want_no_gradient()
-            self.backward([None] * len(self.output.tensors))
+            self.backward([None] * self.form.num_tensors)
 
     def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients of the input's tensors, without adding to any sum."""
         self._check_current()
-        parts = self.output.split(gradients, self._factory.config.codecs.gradients)
+        parts = self.form.split(gradients, self._factory.config.codecs.gradients)
         works = [run.backward(part, adds=False) for run, part in zip(self._runs, parts, strict=True)]
         return self._joined(self._factory.run(works, parts[0]))
 
@@ -137,7 +137,7 @@ class PipelineCall:
         batch = self._batch
         assert batch is not None
         batch.backward_begun = self._added = True
-        parts = self.output.split(gradients, self._factory.config.codecs.gradients)
+        parts = self.form.split(gradients, self._factory.config.codecs.gradients)
         first = self._runs[0].microbatch
         no_gradients = [None] * len(serialization.leaves(first.inputs))
         works = [
