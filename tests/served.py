@@ -120,6 +120,7 @@ class ServedSwarm:
         limits: Limits = LIMITS,
         moves: MovePolicy | None = None,
         say: Callable[[str], None] = lambda _: None,
+        quantize: str | None = None,
     ) -> ModelHost:
         """Start a server with memory for a share of the blocks."""
         transport = self.network.transport(name)
@@ -128,6 +129,7 @@ class ServedSwarm:
             hosts=[PeerId(join)] if join else [],
             weight_bytes=None if share == 1.0 else self._bytes_of(share),
             num_stages=None if join else self.num_stages,
+            quantize=quantize,
             moves=moves,
         )
         host = ModelHost(transport, self.network.directory(transport), InlineExecutor, limits, options)

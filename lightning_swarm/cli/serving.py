@@ -113,6 +113,7 @@ def _serve(chosen: argparse.Namespace) -> int:
         weight_bytes=weight_bytes,
         num_stages=chosen.stages,
         dtype=chosen.dtype,
+        quantize=chosen.quantize,
         blocks=chosen.blocks,
         device=chosen.device,
         batches_texts=not chosen.apart,
@@ -194,6 +195,11 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype", help="dtype of the weights, like bfloat16; the first server sets it (default: as saved)"
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=("nf4", "int8"),
+        help="quantise the weights by bitsandbytes; the first server sets it (default: as saved)",
     )
     parser.add_argument("--blocks", metavar="NAME", help="name of the list of blocks in the model (default: found)")
     parser.add_argument("--device", default="cpu", help="device that computes (default: %(default)s)")

@@ -64,6 +64,11 @@ def export_folder(checkpoint: Path, folder: Path) -> int:
     from lightning_swarm.model.pretrained import PretrainedModel, read_config, read_generation_config
 
     model = PretrainedModel(read_config(folder), read_generation_config(folder), dtype="float32")
+    if model.quantization is not None:
+        raise ConfigError(
+            f"a checkpoint is exported with plain weights, and {folder / 'config.json'} has `quantization_config`. "
+            "Write it without; `serve --quantize` quantises the weights."
+        )
     own = model.module.state_dict()
     wanted = model.saved(own)
     weights = _weights(_read(checkpoint), checkpoint)

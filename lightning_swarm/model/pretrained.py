@@ -20,6 +20,8 @@ from lightning_swarm.model.deferred_init import put_tensors
 from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.model.init_record import InitRecord
 from lightning_swarm.model.partition import Blocks, StageModule, build_stages, find_blocks
+from lightning_swarm.model.quantization import Quantization
+from lightning_swarm.model.quantized_reader import QuantizedReader
 from lightning_swarm.protocol.messages.serving import (
     MAX_FILE_BYTES,
     CardFile,
@@ -76,7 +78,15 @@ def check_version(card: ModelCard) -> None:
 class PretrainedModel:
     """A Hugging Face model on meta, in eval mode, and the blocks between which it is cut."""
 
-    def __init__(self, config: str, generation_config: str, *, dtype: str, blocks: str | None = None) -> None:
+    def __init__(
+        self,
+        config: str,
+        generation_config: str,
+        *,
+        dtype: str,
+        blocks: str | None = None,
+        computes_blocks: bool = True,
+    ) -> None:
         """Build the model of a config.
 
         Args:
@@ -84,13 +94,18 @@ class PretrainedModel:
             generation_config: The contents of generation_config.json; empty if there is none.
             dtype: The name of the weights' dtype, such as ``bfloat16``.
             blocks: The name of the model's list of blocks; None: search for it.
+            computes_blocks: False: blocks get no weights here, so their layers need not be quantised.
         """
         require_transformers()
         import transformers
 
+        settings = json.loads(config)
+        plain = _plain(settings)
+        self.quantization = Quantization.of(settings)
+        self._unquantized = json.dumps(_without_quantization(settings)), generation_config, dtype, blocks
         self._record = InitRecord(draws=False)  # weights come from files
         try:
-            self.config = transformers.AutoConfig.for_model(**_plain(json.loads(config)))
+            self.config = transformers.AutoConfig.for_model(**plain)
             if dtype == "float64":  # for which there are no grouped products of experts
                 self.config._experts_implementation = "eager"
             with self._record.recording(torch.device("cpu")), torch.device("meta"):
@@ -105,13 +120,41 @@ class PretrainedModel:
                 f"for generating text, and it says: {error}. Use another version, or another model."
             ) from error
         self._keep_in_float32(dtype_of(dtype))
+        root = blocks or _find_list(self.module, self.config)
+        # The names of layers whose weights are quantised, and those layers that have weights here.
+        self.quantized, self.quantized_here = self._replace_layers(None if computes_blocks else root)
         self.module.eval().requires_grad_(False)
         if generation_config:
             self.module.generation_config = transformers.GenerationConfig.from_dict(json.loads(generation_config))
-        self.blocks: Blocks = find_blocks(self.module, blocks or _find_list(self.module, self.config))
+        self.blocks: Blocks = find_blocks(self.module, root)
         # Keep all tensors alive, because they are identified by `id`, even after they have been replaced.
         self._on_meta = [*self.module.parameters(), *self.module.buffers()]
         self._views = {id(tensor): self._record.view(tensor) for tensor in self._on_meta if tensor.is_meta}
+
+    def _replace_layers(self, left_plain: str | None) -> tuple[frozenset[str], dict[str, nn.Module]]:
+        """Replace layers by quantised layers, except in the module `left_plain`.
+
+        Return the names of all layers that are quantised, and the new layers by name.
+        """
+        if self.quantization is None:
+            return frozenset(), {}
+        if self.module.dtype == torch.float64:
+            raise ConfigError(
+                "a quantised model computes in float32, bfloat16 or float16, got `--dtype float64`. Serve it by "
+                "`--dtype bfloat16`, say."
+            )
+        names, made = self.quantization.layers(self.module), {}
+        for name in names:
+            if left_plain is None or not name.startswith(f"{left_plain}."):
+                made[name] = self.quantization.layer_like(self.module.get_submodule(name))
+                self.module.set_submodule(name, made[name])
+        return frozenset(names), made
+
+    @cached_property
+    def unquantized(self) -> PretrainedModel:
+        """This model as it was before its weights were quantised."""
+        config, generation_config, dtype, blocks = self._unquantized
+        return PretrainedModel(config, generation_config, dtype=dtype, blocks=blocks)
 
     def _keep_in_float32(self, dtype: torch.dtype) -> None:
         """Keep tensors in float32 that `from_pretrained` keeps in float32, because building from a config does not."""
@@ -168,15 +211,21 @@ class PretrainedModel:
             if isinstance(tensor, nn.Parameter):
                 made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=False)
         put_tensors(self.module, made)
+        for name, layer in self.quantized_here.items():
+            if f"{name}.weight" in tensors and self.quantization is not None:
+                self.quantization.bind(layer)
         return values
 
     def hold_places(self, device: torch.device) -> list[Tensor]:
         """Replace the blocks' tensors by zeros of equal shapes that take no memory, and return these placeholders."""
-        # Not on meta, because an adapter is made on the device of its layer, and needs values.
+        # Not on meta, because an adapter is made on the device of its layer, and needs values. In place of quantised
+        # weights there are integers, too: peft rounds a new adapter to the dtype of its layer if that is a float.
+        integers = {id(self.module.get_submodule(name).weight) for name in self.quantized}
         made: dict[int, Tensor] = {}
         for block in self.blocks.modules:
             for tensor in (*block.parameters(), *block.buffers()):
-                place = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+                dtype = torch.uint8 if id(tensor) in integers else tensor.dtype
+                place = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(place, requires_grad=False) if is_parameter else place
         put_tensors(self.module, made)
@@ -193,10 +242,11 @@ class PretrainedModel:
 
 def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
     """Convert a tensor of a file to the dtype of the model's tensor; refuse encodings such as int8."""
-    if like.is_floating_point() and (not value.is_floating_point() or value.element_size() < 2):
+    is_encoded = not value.is_floating_point() or value.element_size() < 2
+    if is_encoded if like.is_floating_point() else value.dtype != like.dtype:
         raise ConfigError(
-            f"a served model must have plain weights, and {name!r} is saved in {value.dtype}. Save the model without "
-            "quantization, and serve it with `--dtype bfloat16`, say."
+            f"a served model's weights must be as its config.json describes them, {like.dtype} for {name!r}, and the "
+            f"file has {value.dtype}. Save the model without quantization, and serve it by `--quantize nf4`, say."
         )
     return value.to(like.dtype)
 
@@ -219,15 +269,16 @@ def _plain(settings: Any) -> dict[str, Any]:
     """
     if not isinstance(settings, dict):
         raise ConfigError(f"a model's config must be a JSON object, got a {type(settings).__name__}.")
-    if settings.get("quantization_config"):
-        raise ConfigError(
-            "a served model must have plain weights, got a config with `quantization_config`. Save it without, and "
-            "serve it with `--dtype bfloat16`, say."
-        )
     return {
         name: _floats(value)
-        for name, value in settings.items()
+        for name, value in _without_quantization(settings).items()
         if not (name.startswith("_") or name.endswith("_implementation") or name == "auto_map")
+    }
+
+
+def _without_quantization(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in settings.items() if name not in ("quantization_config", "compression_config")
     }
 
 
@@ -326,6 +377,7 @@ class PretrainedFolder:
         require_transformers()
         self.path = path
         self.config, self.generation_config = read_config(path), read_generation_config(path)
+        self.quantization = Quantization.of(json.loads(self.config))  # None: its weights are plain
         self._files = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -340,6 +392,11 @@ class PretrainedFolder:
         except RuntimeError as error:  # torch cannot map the file into memory
             raise ConfigError(_too_large(self.path / _WEIGHTS, error)) from error
         except (OSError, ValueError, KeyError, SafetensorError) as error:
+            if found := sorted(self.path.glob("*.gguf")):
+                raise ConfigError(
+                    f"a served model's weights must be in safetensors, and {str(self.path)!r} has GGUF, as in "
+                    f"{found[0].name}. Name the folder of the model from which it was made, with `--quantize nf4`, say."
+                ) from error
             raise ConfigError(
                 f"a served model's folder must have {_WEIGHTS}, or several such files and {_INDEX}, and "
                 f"{str(self.path)!r} has none that can be read: {error}. Write it by `save_pretrained`."
@@ -360,9 +417,15 @@ class PretrainedFolder:
                 raise ConfigError(f"{self.path / name} must have at most {MAX_FILE_BYTES} bytes, got {len(content)}.")
         return found
 
-    def reader(self, model: PretrainedModel) -> _FolderReader:
-        """Return a function that reads tensors by the model's names."""
-        return _FolderReader(self, model)
+    def reader(self, model: PretrainedModel) -> _FolderReader | QuantizedReader:
+        """Return a function that reads tensors by the model's names, and quantises them if the model needs it."""
+        if model.quantization is None:
+            return _FolderReader(self, model)
+        is_stored = self.quantization is not None
+        plain = _FolderReader(self, model.unquantized, model.quantized if is_stored else ())
+        return QuantizedReader(
+            model.quantization, model.quantized_here, plain, dtype=model.module.dtype, is_stored=is_stored
+        )
 
     def has(self, name: str) -> bool:
         """Return whether a file has a tensor of this name."""
@@ -417,8 +480,14 @@ class PretrainedFolder:
 class _FolderReader:
     """Reads a model's tensors by the module's names, which may differ from the names in its files."""
 
-    def __init__(self, folder: PretrainedFolder, model: PretrainedModel) -> None:
+    def __init__(
+        self,
+        folder: PretrainedFolder,
+        model: PretrainedModel,
+        quantized: Iterable[str] = (),  # layers whose weights in the files are quantised
+    ) -> None:
         self._folder, self._model = folder, model
+        self._left_out = tuple(f"{layer}." for layer in quantized)
         self._prefix = f"{model.module.base_model_prefix}."
         # `id` of a parameter -> its names. A tied one has several, of which the files may have only some.
         self._aliases: dict[int, list[str]] = {}
@@ -443,6 +512,14 @@ class _FolderReader:
                 "If they are not tied, set `tie_word_embeddings` to false in config.json."
             )
         return found[0]
+
+    def find(self, name: str) -> Tensor | None:
+        """Read a tensor by its name in the files, with or without the base model's prefix; None if there is none."""
+        for one in (name, name.removeprefix(self._prefix)):
+            if self._folder.has(one):
+                self._read.add(one)
+                return self._folder.tensor(one)
+        return None
 
     def _converted(self, name: str) -> Tensor:
         """Return a tensor that has another name in the files, converted by Hugging Face's own loader."""
@@ -490,11 +567,12 @@ class _FolderReader:
         """
         root = f"{self._model.blocks.root_name}."
         if index < 0:
-            return {name: name for name in self._folder.names if not self._named(name).startswith(root)}
+            left_out = root, *self._left_out
+            return {name: name for name in self._folder.names if not self._named(name).startswith(left_out)}
         own, place = self._model.blocks.names[index], f"{root}{self._model.blocks.names[index]}."
         found = {}
         for name in self._folder.names:
-            if not self._named(name).startswith(place):
+            if not self._named(name).startswith(place) or self._named(name).startswith(self._left_out):
                 continue
             # Another part of the name may equal the block's number. Take the replacement that gives a name in block 0.
             parts = name.split(".")

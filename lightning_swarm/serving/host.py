@@ -23,6 +23,7 @@ from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
+from lightning_swarm.model.quantization import check_same, with_quantization
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.peer.trial_call import ModelForm, servable
 from lightning_swarm.protocol.messages.serving import ModelCard, ServerOffer
@@ -52,6 +53,7 @@ class ServeOptions:
         weight_bytes: Most bytes of weights that the server holds; None: all stages.
         num_stages: Number of stages into which the first server cuts the model; None: one for each block, up to 16.
         dtype: Dtype of the weights, at the first server; None: as they were saved.
+        quantize: The kind of quantised weights, ``nf4`` or ``int8``, at the first server; None: as they were saved.
         blocks: The name of the list of blocks, at the first server; None: it is found.
         device: The device that computes.
         batches_texts: Compute steps of several texts together, which may change their last bits.
@@ -63,6 +65,7 @@ class ServeOptions:
     weight_bytes: int | None = None
     num_stages: int | None = None
     dtype: str | None = None
+    quantize: str | None = None
     blocks: str | None = None
     device: str = "cpu"
     batches_texts: bool = True
@@ -97,6 +100,7 @@ class ModelHost:
         if options.hosts:
             card = await self._card_of_hosts()
             check_version(card)
+            check_same(card.config, None if self._folder is None else self._folder.config, options.quantize)
             model = await self._build(card)
         elif self._folder is None:
             raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
@@ -118,7 +122,7 @@ class ModelHost:
             card,
             parts,
             torch.device(options.device),
-            batches_texts=options.batches_texts,
+            batches_texts=options.batches_texts and not (model.quantization and model.quantization.rows_depend),
         )
         await self._serve(self.span)
         self._tasks.spawn(self._keep_announcing())
@@ -325,9 +329,8 @@ def _cut_model(
 ) -> tuple[PretrainedModel, ModelCard]:
     """On the first server: build the model without weights, and return it with a card that says how it is cut."""
     dtype = options.dtype or folder.dtype
-    given = ModelForm(
-        config=folder.config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks
-    )
+    config = with_quantization(folder.config, options.quantize, dtype)
+    given = ModelForm(config=config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks)
     form, reason = servable(given)
     if reason:
         say(
@@ -351,8 +354,9 @@ def _cut_model(
 def _parts(model: PretrainedModel, stages: Mapping[int, StageModule], folder: PretrainedFolder | None) -> ServedParts:
     """Return the parts that other peers may fetch: from the folder, or of the stages that are loaded here."""
     if folder is not None:
-        known = {*model.module.state_dict()}
-        dtypes = {name: tensor.dtype for name, tensor in model.module.state_dict().items()}
+        tensors = [*model.module.named_parameters(remove_duplicate=False), *model.module.named_buffers()]
+        dtypes = {name: tensor.dtype for name, tensor in tensors}
+        known = set(model.saved(dtypes))
         read = folder.reader(model)
 
         def from_folder(name: str) -> Tensor:

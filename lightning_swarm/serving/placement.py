@@ -23,9 +23,11 @@ def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[floa
     """
     fitting = [_longest_from(first, sizes, capacity) for first in range(len(sizes))]
     if not any(fitting):
+        assert capacity is not None
         raise ConfigError(
             f"a server must have room for one stage at least, got {capacity} bytes for weights, and the smallest stage "
-            f"has {min(sizes)}. Give it more by `--memory`, or cut the model into more stages where it is first served."
+            f"has {min(sizes)}: {min(sizes) - capacity} more are missing. Give it more by `--memory`; or, where the "
+            "model is first served, cut it into more stages by `--stages`, or quantise it by `--quantize nf4`."
         )
 
     def served(span: range) -> list[float]:

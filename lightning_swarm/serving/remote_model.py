@@ -132,7 +132,8 @@ class ServedModelClient:
         self._models = ModelDirectory(transport, directory, self.card)
         runtime.run(self._models.refresh())
         card = self.card
-        pretrained = PretrainedModel(card.config, card.generation_config, dtype=card.dtype, blocks=card.blocks)
+        form = card.config, card.generation_config
+        pretrained = PretrainedModel(*form, dtype=card.dtype, blocks=card.blocks, computes_blocks=False)
         self._fill(pretrained, weights, device)
         self.model: Any = pretrained.module
         self.model.swarm = self

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_swarm.core.errors import AdapterMissing, ProtocolError
 from lightning_swarm.model.inference.adapter_digest import adapter_digest
 from lightning_swarm.model.inference.joint_attention import CannotJoin
+from lightning_swarm.model.quantization import is_conv1d, is_quantized, linear_shape
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -117,9 +118,7 @@ class LayersOfStage:
 
     def shape(self, block: int, name: str) -> tuple[int, int]:
         """Return the numbers of a layer's inputs and outputs."""
-        layer = self._find(block, name)
-        outputs, inputs = layer.weight.shape
-        return (inputs, outputs) if isinstance(layer, nn.Linear) else (outputs, inputs)
+        return linear_shape(self._find(block, name))
 
     def _find(self, block: int, name: str) -> Any:
         layer = self._layers.get((block, name))
@@ -170,8 +169,7 @@ class LayersOfStage:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    # `Conv1D` of GPT-2 is a linear layer whose weight is transposed.
-    return isinstance(layer, nn.Linear) or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
+    return isinstance(layer, nn.Linear) or is_conv1d(layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +190,7 @@ class _LowRank:
 
 @dataclass(frozen=True, eq=False)
 class _Added:
-    """Adds the products of all of a text's adapters to a layer's output, and rounds once."""
+    """Adds the products of all of a text's adapters to a layer's output, and rounds where peft does."""
 
     products: Sequence[_LowRank]
 
@@ -200,7 +198,8 @@ class _Added:
         hidden, dtype = args[0], output.dtype
         for product in self.products:
             hidden = hidden.to(product.down.dtype)
-            output = output + product.of(hidden)
+            added = product.of(hidden)
+            output = output + (added.to(dtype) if is_quantized(layer) else added)
         return output.to(dtype)
 
 

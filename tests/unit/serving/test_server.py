@@ -139,7 +139,7 @@ def test_a_file_of_a_forged_card_is_no_path(swarm: ServedSwarm, tmp_path: Path) 
     [
         ({"model_type": "no such"}, "must be one that transformers"),
         ({"hidden_size": "many"}, "must be one that transformers"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "must have plain weights"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "must be plain, or quantised"),
     ],
 )
 def test_a_config_that_builds_no_model_is_refused(swarm: ServedSwarm, changes: dict[str, Any], refusal: str) -> None:

@@ -1,0 +1,285 @@
+"""Quantised weights of served models, in the layers and formats of bitsandbytes: NF4, FP4 and int8."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError
+
+KINDS: Final = ("nf4", "int8")
+"""The kinds of quantisation in which a plain model can be served."""
+
+BLOCK: Final = 64
+"""Number of 4-bit weights with one scale."""
+
+NESTED_BLOCK: Final = 256
+"""Number of nested scales with one scale of their own."""
+
+_PIECE: Final = 1 << 22  # weights that are quantised at once, because bitsandbytes needs 20 bytes for each
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_PACKAGE: Final = "bitsandbytes"
+_VERSION: Final = "0.50"  # has all kernels on CPUs, too
+
+
+def _require_bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(
+            f"quantised weights need bitsandbytes, which cannot be imported here: {error}. Run: pip install "
+            f"'bitsandbytes>={_VERSION}'"
+        ) from error
+    if Version(bitsandbytes.__version__) < Version(_VERSION):
+        raise ConfigError(
+            f"quantised weights need bitsandbytes {_VERSION} or newer, got {bitsandbytes.__version__}. Run: "
+            f"pip install 'bitsandbytes>={_VERSION}'"
+        )
+    # int8 layers log this for each product in another dtype than float16.
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    if _is_no_cast not in logger.filters:
+        logger.addFilter(_is_no_cast)
+    return bitsandbytes
+
+
+def _is_no_cast(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Return whether a layer computes with quantised weights."""
+    return type(layer).__module__.partition(".")[0] == _PACKAGE
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Return whether a layer is GPT-2's `Conv1D`, a linear layer whose weight is transposed."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def linear_shape(layer: Any) -> tuple[int, int]:
+    """Return the numbers of a linear layer's inputs and outputs."""
+    if is_conv1d(layer):
+        inputs, outputs = layer.weight.shape
+        return inputs, outputs
+    return layer.in_features, layer.out_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """The form of a model's quantised weights, as `quantization_config` in its config.json describes it."""
+
+    kind: str  # nf4, fp4 or int8
+    dtype: torch.dtype  # of the weights before they were quantised
+    compute_dtype: torch.dtype = torch.float32  # of the products, with 4 bits
+    storage: torch.dtype = torch.uint8  # of the tensor that holds 4-bit weights
+    is_nested: bool = False  # the scales of 4-bit weights are quantised, too
+    threshold: float = 6.0  # int8: columns with larger inputs are computed in the inputs' dtype
+    skipped: tuple[str, ...] | None = None  # modules that stay plain; None: as transformers chooses them
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Quantization | None:
+        """Return the form that a config describes; None if its weights are plain."""
+        given = settings.get("quantization_config") or settings.get("compression_config")
+        if not given:
+            return None
+        kind = _kind_of(given)
+        skipped = given.get("llm_int8_skip_modules")
+        # The names are patterns of transformers. They may come from another peer, so only plain names are accepted.
+        if skipped is not None and not all(isinstance(one, str) and re.fullmatch(r"[\w.-]+", one) for one in skipped):
+            raise ConfigError(
+                f"`llm_int8_skip_modules` must be names of modules, got {str(skipped)[:200]}. Correct config.json."
+            )
+        dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+        return cls(
+            kind=kind,
+            dtype=_dtype("dtype", dtype),
+            compute_dtype=_dtype("bnb_4bit_compute_dtype", given.get("bnb_4bit_compute_dtype") or "float32"),
+            storage=_dtype("bnb_4bit_quant_storage", given.get("bnb_4bit_quant_storage") or "uint8", torch.uint8),
+            is_nested=kind != "int8" and bool(given.get("bnb_4bit_use_double_quant")),
+            threshold=float(given.get("llm_int8_threshold", 6.0)),
+            skipped=None if skipped is None else tuple(skipped),
+        )
+
+    @property
+    def rows_depend(self) -> bool:
+        """Whether a row's result depends on the other rows of a forward, by more than rounding."""
+        return self.kind == "int8" and self.threshold > 0.0  # a column is large if it is so in any row
+
+    # ------------------------------------------------------------------ layers
+
+    def layers(self, model: Any) -> list[str]:
+        """Return the names of the linear layers that transformers quantises in a model."""
+        from transformers.quantizers.base import HfQuantizer
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        skipped = None if self.skipped is None else list(self.skipped)
+        plain = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
+        return [
+            name
+            for name, layer in model.named_modules()
+            if (type(layer) is nn.Linear or is_conv1d(layer)) and should_convert_module(name, plain)
+        ]
+
+    def layer_like(self, layer: Any) -> nn.Module:
+        """Return a quantised layer on meta in place of a plain layer.
+
+        Its scales are buffers, so that they are loaded, compared and sent with the other tensors.
+        """
+        bnb = _require_bitsandbytes()
+        inputs, outputs = linear_shape(layer)
+        sizes = inputs, outputs, layer.bias is not None
+        with torch.device("meta"):
+            if self.kind == "int8":
+                made = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=self.threshold)
+                weight = torch.empty(outputs, inputs, dtype=torch.int8)
+            else:
+                made = bnb.nn.Linear4bit(*sizes, self.compute_dtype, self.is_nested, self.kind, self.storage)
+                # On some CPUs bitsandbytes would rewrite the weights for a kernel in bfloat16 in the first forward
+                # without gradients, after which no gradient flows. Numbers must not depend on earlier forwards.
+                made.support_avx512bf16_for_cpu = False
+                num_bytes = (inputs * outputs + 1) // 2
+                weight = torch.empty(num_bytes // self.storage.itemsize, 1, dtype=self.storage)
+            if layer.bias is not None:
+                # The dtype to which the layer would convert the bias in its first forward.
+                dtype = layer.bias.dtype if self.kind == "int8" else self.compute_dtype
+                made.bias = nn.Parameter(torch.empty(outputs, dtype=dtype), requires_grad=False)
+            made.weight = nn.Parameter(weight, requires_grad=False)
+            for name, scales in self._scales(inputs * outputs, outputs).items():
+                made.register_buffer(name, scales)
+        made.was_transposed = is_conv1d(layer)
+        return made  # type: ignore[no-any-return]  # bitsandbytes is imported where it is needed
+
+    def _scales(self, num_weights: int, num_rows: int) -> dict[str, Tensor]:
+        """Return empty tensors for a layer's scales."""
+        if self.kind == "int8":
+            return {"SCB": torch.empty(num_rows)}
+        num_scales = -(-num_weights // BLOCK)
+        found = {"absmax": torch.empty(num_scales, dtype=torch.uint8 if self.is_nested else torch.float32)}
+        found["quant_map"] = torch.empty(16)
+        if self.is_nested:
+            found["nested_absmax"] = torch.empty(-(-num_scales // NESTED_BLOCK))
+            found["nested_quant_map"] = torch.empty(256)
+            found["nested_offset"] = torch.empty(())
+        return found
+
+    def bind(self, layer: Any) -> None:
+        """Make a quantised layer compute with its tensors, after they were loaded."""
+        weight = layer.weight
+        if self.kind == "int8":
+            weight.CB = None
+            layer.state.CB, layer.state.SCB = weight.data, layer.SCB
+            return
+        make = _require_bitsandbytes().functional.QuantState
+        shape = torch.Size((layer.out_features, layer.in_features))
+        settings: dict[str, Any] = {"quant_type": self.kind, "dtype": self.dtype, "blocksize": BLOCK, "shape": shape}
+        if self.is_nested:
+            nested = make(layer.nested_absmax, None, layer.nested_quant_map, NESTED_BLOCK, dtype=torch.float32)
+            settings |= {"offset": layer.nested_offset, "state2": nested}
+        weight.quant_state = layer.quant_state = make(layer.absmax, code=layer.quant_map, **settings)
+
+    # ------------------------------------------------------------------ weights
+
+    def quantized(self, weight: Tensor) -> dict[str, Tensor]:
+        """Quantise a weight ``[outputs, inputs]`` on the CPU; return the tensors of the layer by their names in it.
+
+        The result is that of bitsandbytes for the whole weight, but is computed in pieces.
+        """
+        functional = _require_bitsandbytes().functional
+        if self.kind == "int8":
+            rows = weight.split(max(1, _PIECE // weight.shape[1]))
+            made = [functional.int8_vectorwise_quant(piece.contiguous().to(torch.float16))[:2] for piece in rows]
+            codes, scales = zip(*made, strict=True)
+            return {"weight": torch.cat(codes), "SCB": torch.cat(scales)}
+        pieces = weight.contiguous().view(-1).split(_PIECE)
+        found = [functional.quantize_4bit(piece, blocksize=BLOCK, quant_type=self.kind) for piece in pieces]
+        packed = torch.cat([piece for piece, _ in found])
+        absmax, quant_map = torch.cat([state.absmax for _, state in found]), found[0][1].code
+        weights = packed.view(-1).view(self.storage).unsqueeze(1)
+        tensors = {"weight": weights, "absmax": absmax, "quant_map": quant_map}
+        if not self.is_nested:
+            return tensors
+        offset = absmax.mean()
+        nested, state = functional.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCK)
+        tensors |= {"absmax": nested, "nested_absmax": state.absmax, "nested_quant_map": state.code}
+        return {**tensors, "nested_offset": offset}
+
+
+def _kind_of(given: Any) -> str:
+    """Return the kind that a `quantization_config` names; refuse those that are not read here."""
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if method == _PACKAGE and not given.get("llm_int8_has_fp16_weight"):
+        bits = [number for number in (4, 8) if given.get(f"load_in_{number}bit") is True]
+        kind = {(4,): given.get("bnb_4bit_quant_type", "fp4"), (8,): "int8"}.get(tuple(bits))
+        if kind in ("nf4", "fp4", "int8"):
+            return str(kind)
+    found = f"bitsandbytes with {given}" if method == _PACKAGE else repr(method)
+    raise ConfigError(
+        "a served model's weights must be plain, or quantised by bitsandbytes to NF4, FP4 or int8, got "
+        f"{found[:300]} in config.json. Name the folder of the plain model, with `--quantize nf4`, say."
+    )
+
+
+def _dtype(name: str, value: object, *others: torch.dtype) -> torch.dtype:
+    found: Any = getattr(torch, str(value).removeprefix("torch."), None)
+    if found not in (*_DTYPES, *others):
+        raise ConfigError(
+            f"a quantised model computes in float32, bfloat16 or float16, got {value!r} as `{name}`. Serve it by "
+            "`--dtype bfloat16`, say."
+        )
+    dtype: torch.dtype = found
+    return dtype
+
+
+def with_quantization(config: str, kind: str | None, dtype: str) -> str:
+    """Return the config.json of a model that is quantised when it is loaded, in a dtype; None: as it is."""
+    settings = json.loads(config)
+    own = Quantization.of(settings)
+    if kind is None or (own is not None and own.kind == kind):
+        return config
+    if own is not None:
+        raise ConfigError(
+            f"only plain weights can be quantised, and those in the folder are {own.kind} already, got "
+            f"`--quantize {kind}`. Leave it out, or name the folder of the plain model."
+        )
+    form: dict[str, Any] = {"quant_method": _PACKAGE}
+    if kind == "int8":
+        form |= {"load_in_8bit": True}
+    elif kind == "nf4":
+        form |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    else:
+        raise ConfigError(f"`--quantize` must be one of {', '.join(KINDS)}, got {kind!r}. Correct it.")
+    settings.pop("torch_dtype", None)  # the former name of `dtype`
+    found = {**settings, "dtype": dtype, "quantization_config": form}
+    Quantization.of(found)  # checks the dtype
+    return json.dumps(found, sort_keys=True)
+
+
+def check_same(served: str, folder: str | None, kind: str | None) -> None:
+    """Refuse to join a model that is quantised in another form than a folder or `--quantize` demands.
+
+    Args:
+        served: The config.json of the served model.
+        folder: The config.json of the folder at hand, if there is one.
+        kind: The kind that the user chose; None: that of the served model.
+    """
+    there, here = (None if one is None else Quantization.of(json.loads(one)) for one in (served, folder))
+    name = "plain" if there is None else there.kind
+    if kind not in (None, name):
+        raise ConfigError(
+            f"all servers of a model must hold the same weights: those at `--join` are {name}, got "
+            f"`--quantize {kind}`. Leave it out: then this server follows them. For another form, start another first "
+            "server."
+        )
+    if here is not None and (there is None or (here.kind, here.is_nested) != (there.kind, there.is_nested)):
+        raise ConfigError(
+            f"all servers of a model must hold the same weights: those at `--join` are {name}, and those in "
+            f"`--weights` are {here.kind}. Name the folder of the plain model, or leave `--weights` out."
+        )

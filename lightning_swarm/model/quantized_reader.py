@@ -1,0 +1,122 @@
+"""Reads the tensors of quantised layers: stored ones as they are, plain ones quantised one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.quantization import BLOCK, NESTED_BLOCK, Quantization
+
+# Tensors of a quantised layer -> their names in files, after the layer's name.
+_IN_FILES: Final = {
+    "weight": "weight",
+    "SCB": "SCB",
+    "absmax": "weight.absmax",
+    "quant_map": "weight.quant_map",
+    "nested_absmax": "weight.nested_absmax",
+    "nested_quant_map": "weight.nested_quant_map",
+}
+
+
+class PlainReader(Protocol):
+    """Reads plain tensors of a folder."""
+
+    def __call__(self, name: str) -> Tensor:
+        """Read a tensor by its name in the module."""
+        ...
+
+    def find(self, name: str) -> Tensor | None:
+        """Read a tensor by its name in the files; None if there is none."""
+        ...
+
+    def warn_of_unread(self) -> None:
+        """After the whole model was read: warn of other tensors in the files."""
+        ...
+
+
+class QuantizedReader:
+    """Reads the tensors of quantised layers from a folder, and quantises a plain folder's weights one by one."""
+
+    def __init__(
+        self,
+        quantization: Quantization,
+        layers: Mapping[str, nn.Module],
+        plain: PlainReader,
+        *,
+        dtype: torch.dtype,  # of the plain tensors
+        is_stored: bool,  # the weights in the folder are quantised
+    ) -> None:
+        self._form, self._layers, self._dtype = quantization, layers, dtype
+        self._plain, self._is_stored = plain, is_stored
+        self._last: tuple[str, Mapping[str, Tensor]] = ("", {})  # the layer that was read last, and its tensors
+
+    def __call__(self, name: str) -> Tensor:
+        """Read a tensor by its name in the module."""
+        where, _, part = name.rpartition(".")
+        layer = self._layers.get(where)
+        if layer is None:
+            return self._plain(name)
+        if part == "bias":
+            return self._plain(name).to(self._dtype)
+        if self._last[0] != where:
+            self._last = ("", {})  # frees the former layer's tensors first
+            self._last = where, self._stored(where, layer) if self._is_stored else self._quantized(where, layer)
+        return self._last[1][part]
+
+    def warn_of_unread(self) -> None:
+        """See `PlainReader`."""
+        self._plain.warn_of_unread()
+
+    def _quantized(self, where: str, layer: Any) -> Mapping[str, Tensor]:
+        weight = self._plain(f"{where}.weight").to(self._form.dtype)
+        # float16 is the dtype in which bitsandbytes finds the scales of int8.
+        checked = weight.to(torch.float16) if self._form.kind == "int8" else weight
+        if num_others := int((~torch.isfinite(checked)).sum()):
+            raise ConfigError(
+                f"a model's weights must be finite numbers, and {num_others} of {weight.numel()} in "
+                f"{f'{where}.weight'!r} are not, in {checked.dtype}. Save the model again from a sound checkpoint, or "
+                "serve it without `--quantize`."
+            )
+        return self._form.quantized(weight.T if layer.was_transposed else weight)
+
+    def _stored(self, where: str, layer: nn.Module) -> Mapping[str, Tensor]:
+        """Return a layer's tensors from a folder whose weights are quantised."""
+        found = {part: self._plain.find(f"{where}.{name}") for part, name in _IN_FILES.items()}
+        if self._form.kind == "int8":
+            self._plain.find(f"{where}.weight_format")  # counts as read; all versions since 0.45 have one format
+        else:
+            packed = self._plain.find(f"{where}.weight.quant_state.bitsandbytes__{self._form.kind}")
+            settings = {} if packed is None else json.loads(bytes(packed.tolist()))
+            self._check(where, layer, settings)
+            if self._form.is_nested:
+                found["nested_offset"] = torch.tensor(float(settings["nested_offset"]))
+        wanted = ["weight", *(name for name, _ in layer.named_buffers())]
+        if lacking := [part for part in wanted if found.get(part) is None]:
+            raise ConfigError(
+                f"the files of a quantised model must have all tensors of its layers, and {where!r} has no "
+                f"{lacking[0]!r} there, under the name that transformers gives it today. Save the model again by "
+                "`save_pretrained`, or serve the plain model by `--quantize`."
+            )
+        return {part: tensor for part in wanted if (tensor := found[part]) is not None}
+
+    def _check(self, where: str, layer: Any, settings: Mapping[str, Any]) -> None:
+        """Check that a layer was quantised in the form that its config describes."""
+        wanted = {
+            "quant_type": self._form.kind,
+            "blocksize": BLOCK,
+            "dtype": str(self._form.dtype).removeprefix("torch."),
+            "shape": [layer.out_features, layer.in_features],
+        }
+        if self._form.is_nested:
+            wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+        for name, value in wanted.items():
+            if settings.get(name) != value:
+                raise ConfigError(
+                    f"the layers of a quantised model must have the form in its config.json: {where!r} has `{name}` "
+                    f"{settings.get(name)}, and {value} was expected. Serve the plain model by `--quantize`."
+                )
