@@ -251,10 +251,10 @@ def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
     return value.to(like.dtype)
 
 
-def _finite(name: str, like: Tensor, value: Tensor) -> Tensor:
-    """Convert a weight to the model's dtype; refuse values that are infinite or NaN there."""
+def _finite(name: str, like: Tensor, value: Tensor, *, is_checked: bool) -> Tensor:
+    """Convert a weight to the model's dtype; if `is_checked`, refuse values that are infinite or NaN there."""
     value = in_dtype_of(like, name, value)
-    if isinstance(like, nn.Parameter) and (num_others := int((~torch.isfinite(value)).sum())):
+    if is_checked and (num_others := int((~torch.isfinite(value)).sum())):
         raise ConfigError(
             f"a model's weights must be finite numbers, and {num_others} of {value.numel()} in {name!r} are not, in "
             f"{value.dtype}. Save the model again from a sound checkpoint, or serve it in another `--dtype`."
@@ -454,7 +454,14 @@ class PretrainedFolder:
         read = self.reader(model)
 
         def described(tensors: Mapping[str, Tensor]) -> WeightsDigest:
-            return _digest_of(model.saved(tensors), lambda name: _finite(name, tensors[name], read(name)))
+            def checked(name: str) -> Tensor:
+                like, layer = tensors[name], name.rpartition(".")[0]
+                # A quantised layer's numbers are its scales. Its weight is packed bits, whatever the dtype.
+                is_weight = isinstance(like, nn.Parameter)
+                is_checked = is_weight != (layer in model.quantized_here and not name.endswith(".bias"))
+                return _finite(name, like, read(name), is_checked=is_checked)
+
+            return _digest_of(model.saved(tensors), checked)
 
         stages = [
             ServedStage(num_blocks=len(blocks), weights=described(stage.named_stage_tensors()))
