@@ -29,7 +29,7 @@ NUM_TOKENS = 128
 TEXTS = 256 << 20  # bytes for texts, at each server
 
 
-def save(folder: Path, num_blocks: int, width: int) -> Any:
+def save(folder: Path, num_blocks: int, width: int, *, dtype: torch.dtype = torch.float32) -> Any:
     """Save a model with random weights, which never comes to an end by itself, and return it."""
     import transformers
 
@@ -44,7 +44,7 @@ def save(folder: Path, num_blocks: int, width: int) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
     model.save_pretrained(folder, max_shard_size="200MB")
     return model
 

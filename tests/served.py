@@ -121,6 +121,7 @@ class ServedSwarm:
         moves: MovePolicy | None = None,
         say: Callable[[str], None] = lambda _: None,
         quantize: str | None = None,
+        dtype: str | None = None,
     ) -> ModelHost:
         """Start a server with memory for a share of the blocks."""
         transport = self.network.transport(name)
@@ -130,6 +131,7 @@ class ServedSwarm:
             weight_bytes=None if share == 1.0 else self._bytes_of(share),
             num_stages=None if join else self.num_stages,
             quantize=quantize,
+            dtype=dtype,
             moves=moves,
         )
         host = ModelHost(transport, self.network.directory(transport), InlineExecutor, limits, options)

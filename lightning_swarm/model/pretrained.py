@@ -138,10 +138,11 @@ class PretrainedModel:
         """
         if self.quantization is None:
             return frozenset(), {}
-        if self.module.dtype == torch.float64:
+        if self.module.dtype != self.quantization.dtype:
             raise ConfigError(
-                "a quantised model computes in float32, bfloat16 or float16, got `--dtype float64`. Serve it by "
-                "`--dtype bfloat16`, say."
+                "a folder with quantised weights is served in the dtype in which it was saved, "
+                f"{self.quantization.dtype}, got {self.module.dtype}. Leave out `--dtype`, or name the folder of the "
+                "plain model with `--quantize`."
             )
         names, made = self.quantization.layers(self.module), {}
         for name in names:
@@ -199,6 +200,7 @@ class PretrainedModel:
 
         The values of tensors that no file has follow from the config, and are computed.
         """
+        self.check_device(device)
         values = {name: self._checked(name, tensors[name], read(name)) for name in self.saved(tensors)}
         made: dict[int, Tensor] = {}
         for name, tensor in tensors.items():
@@ -215,6 +217,11 @@ class PretrainedModel:
             if f"{name}.weight" in tensors and self.quantization is not None:
                 self.quantization.bind(layer)
         return values
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device on which quantised layers would be computed wrongly."""
+        if self.quantization is not None:
+            self.quantization.check_device(self.quantized_here, device)
 
     def hold_places(self, device: torch.device) -> list[Tensor]:
         """Replace the blocks' tensors by zeros of equal shapes that take no memory, and return these placeholders."""
@@ -423,9 +430,7 @@ class PretrainedFolder:
             return _FolderReader(self, model)
         is_stored = self.quantization is not None
         plain = _FolderReader(self, model.unquantized, model.quantized if is_stored else ())
-        return QuantizedReader(
-            model.quantization, model.quantized_here, plain, dtype=model.module.dtype, is_stored=is_stored
-        )
+        return QuantizedReader(model.quantization, model.quantized_here, plain, is_stored=is_stored)
 
     def has(self, name: str) -> bool:
         """Return whether a file has a tensor of this name."""

@@ -24,7 +24,7 @@ BLOCK: Final = 64
 NESTED_BLOCK: Final = 256
 """Number of nested scales with one scale of their own."""
 
-_PIECE: Final = 1 << 22  # weights that are quantised at once, because bitsandbytes needs 20 bytes for each
+_PIECE: Final = 1 << 18  # weights that are quantised at once, because bitsandbytes needs 20 bytes for each
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE: Final = "bitsandbytes"
 _VERSION: Final = "0.50"  # has all kernels on CPUs, too
@@ -77,7 +77,7 @@ class Quantization:
     """The form of a model's quantised weights, as `quantization_config` in its config.json describes it."""
 
     kind: str  # nf4, fp4 or int8
-    dtype: torch.dtype  # of the weights before they were quantised
+    dtype: torch.dtype  # of the weights before they were quantised, and of those that stay plain
     compute_dtype: torch.dtype = torch.float32  # of the products, with 4 bits
     storage: torch.dtype = torch.uint8  # of the tensor that holds 4-bit weights
     is_nested: bool = False  # the scales of 4-bit weights are quantised, too
@@ -169,6 +169,17 @@ class Quantization:
             found["nested_quant_map"] = torch.empty(256)
             found["nested_offset"] = torch.empty(())
         return found
+
+    def check_device(self, layers: Mapping[str, Any], device: torch.device) -> None:
+        """Refuse layers that bitsandbytes computes wrongly on a device."""
+        # On a CPU with AVX-512, version 0.50.2 applies scales to other weights than theirs if rows share them.
+        odd = [name for name, layer in layers.items() if layer.in_features % BLOCK] if self.kind != "int8" else []
+        if odd and device.type == "cpu":
+            raise ConfigError(
+                f"on a CPU, 4-bit layers must have a multiple of {BLOCK} inputs, because bitsandbytes computes others "
+                f"wrongly there, and {odd[0]!r} has {layers[odd[0]].in_features}. Serve the model by "
+                "`--quantize int8`, or on GPUs."
+            )
 
     def bind(self, layer: Any) -> None:
         """Make a quantised layer compute with its tensors, after they were loaded."""

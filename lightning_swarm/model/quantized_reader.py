@@ -48,10 +48,9 @@ class QuantizedReader:
         layers: Mapping[str, nn.Module],
         plain: PlainReader,
         *,
-        dtype: torch.dtype,  # of the plain tensors
         is_stored: bool,  # the weights in the folder are quantised
     ) -> None:
-        self._form, self._layers, self._dtype = quantization, layers, dtype
+        self._form, self._layers = quantization, layers
         self._plain, self._is_stored = plain, is_stored
         self._last: tuple[str, Mapping[str, Tensor]] = ("", {})  # the layer that was read last, and its tensors
 
@@ -62,7 +61,7 @@ class QuantizedReader:
         if layer is None:
             return self._plain(name)
         if part == "bias":
-            return self._plain(name).to(self._dtype)
+            return self._plain(name).to(self._form.dtype)
         if self._last[0] != where:
             self._last = ("", {})  # frees the former layer's tensors first
             self._last = where, self._stored(where, layer) if self._is_stored else self._quantized(where, layer)

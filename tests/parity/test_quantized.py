@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64},
     # With linear layers around the blocks, which transformers quantises, too.
-    "opt": {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 32, "num_attention_heads": 4},
+    "opt": {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 128, "num_attention_heads": 4},
 }
 FORMS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -114,6 +114,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServedSwarm]]:
         swarm.close()
 
 
+def refuse(folder: Path, message: str, **options: Any) -> None:
+    """Check that a first server of a folder's model is refused."""
+    with pytest.raises(ConfigError, match=message), closing(ServedSwarm(folder, num_stages=2)) as swarm:
+        swarm.serve("a", **options)
+
+
 @pytest.mark.first_cells(0, 20, 7)
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,11 +145,13 @@ def test_a_folder_whose_weights_are_quantised_is_served_as_it_is(
     serve: Callable[..., ServedSwarm], tmp_path: Path, form: str
 ) -> None:
     base("qwen2", torch.bfloat16).save_pretrained(tmp_path / "plain")
-    stored = quantized(tmp_path / "plain", torch.bfloat16, **STORED[form])
-    swarm = serve(stored, None, servers="")
+    swarm = serve(quantized(tmp_path / "plain", torch.bfloat16, **STORED[form]), None, servers="")
     for name in "abc":
         swarm.serve(name, join="" if name == "a" else "a", has_files=name != "c")
-    assert torch.equal(write(swarm.connect(), "greedy"), write(quantized(swarm.folder, torch.bfloat16), "greedy"))
+    remote, plain = swarm.connect(), quantized(swarm.folder, torch.bfloat16)
+    assert torch.equal(write(remote, "greedy"), write(plain, "greedy"))
+    assert torch.equal(remote(PROMPTS, use_cache=False).logits, plain(PROMPTS, use_cache=False).logits)
+    refuse(swarm.folder, r"dtype in which it was saved, torch\.bfloat16, got torch\.float32", dtype="float32")
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -237,8 +245,7 @@ def test_servers_of_one_model_have_one_quantisation(serve: Callable[..., ServedS
         plain.folder = tmp_path / "int8"
         with pytest.raises(ConfigError, match=r"are plain, and those in `--weights` are int8\. Name the folder"):
             plain.serve("d", join="a")
-        with pytest.raises(ConfigError, match=r"are int8 already, got `--quantize nf4`\. Leave it out"):
-            ServedSwarm(plain.folder, num_stages=2).serve("a", quantize="nf4")
+    refuse(plain.folder, r"are int8 already, got `--quantize nf4`\. Leave it out", quantize="nf4")
 
 
 def test_blocks_from_another_server_are_compared(serve: Callable[..., ServedSwarm]) -> None:
@@ -270,15 +277,13 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path, settings: dict[
     base("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    with pytest.raises(ConfigError, match=refusal), closing(ServedSwarm(tmp_path, num_stages=2)) as swarm:
-        swarm.serve("a")
+    refuse(tmp_path, refusal)
 
 
 def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
     base("llama").config.save_pretrained(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=r"has GGUF, as in model-Q4_K_M\.gguf.*--quantize nf4"):
-        ServedSwarm(tmp_path, num_stages=2).serve("a")
+    refuse(tmp_path, r"has GGUF, as in model-Q4_K_M\.gguf.*--quantize nf4")
 
 
 def test_a_stored_layer_must_be_complete_and_in_the_form_of_its_config(tmp_path: Path) -> None:
@@ -295,8 +300,7 @@ def test_a_stored_layer_must_be_complete_and_in_the_form_of_its_config(tmp_path:
     for message, changed in changes.items():
         folder = shutil.copytree(tmp_path / "whole", tmp_path / "changed", dirs_exist_ok=True)
         save_file(changed, folder / file, {"format": "pt"})
-        with pytest.raises(ConfigError, match=message), closing(ServedSwarm(folder, num_stages=2)) as swarm:
-            swarm.serve("a")
+        refuse(folder, message)
 
 
 @pytest.mark.parametrize(("value", "kind"), [("inf", "nf4"), ("nan", "nf4"), ("70000", "int8")])
@@ -305,11 +309,7 @@ def test_weights_that_are_no_finite_numbers_are_refused(tmp_path: Path, value: s
     model = base("llama")
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float(value)
     model.save_pretrained(tmp_path)
-    with (
-        pytest.raises(ConfigError, match=r"1 of 8192 in 'model\.layers\.1\.mlp\.up_proj\.weight' are not"),
-        closing(ServedSwarm(tmp_path, num_stages=2)) as swarm,
-    ):
-        swarm.serve("a", quantize=kind)
+    refuse(tmp_path, r"1 of 8192 in 'model\.layers\.1\.mlp\.up_proj\.weight' are not", quantize=kind)
 
 
 def test_what_quantised_weights_need_is_named(
@@ -317,6 +317,8 @@ def test_what_quantised_weights_need_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=r"float32, bfloat16 or float16, got .*float64"):
         serve(base("llama", torch.float64), "nf4", servers="a")
+    with pytest.raises(ConfigError, match=r"a multiple of 64 inputs.*'model\.layers\.0\.mlp\.down_proj' has 24.*int8"):
+        serve(make_model("llama", dtype=torch.float32, hidden_size=64), "nf4", servers="a")
     swarm = serve(base("llama"), "nf4", servers="a")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     remote = swarm.connect()  # a client needs no bitsandbytes

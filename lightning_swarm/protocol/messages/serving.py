@@ -54,11 +54,13 @@ class CardFile(WireMessage, frozen=True):
 class ModelCard(WireMessage, frozen=True):
     """A served model. Servers of equal cards serve the same model, to the bit."""
 
-    config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # Hugging Face's, in JSON
+    config: Annotated[
+        str, msgspec.Meta(max_length=_MAX_CONFIG)
+    ]  # Hugging Face's, in JSON; with the form of quantised weights
     generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # Hugging Face's; empty: there is none
     transformers: ShortText  # version of transformers, which has the blocks' code
     blocks: ShortText  # the name of the list of blocks
-    dtype: ShortText  # dtype of the weights, as in ``float32``
+    dtype: ShortText  # dtype of the weights that are not quantised, as in ``float32``
     stages: Annotated[list[ServedStage], msgspec.Meta(min_length=1, max_length=MAX_SERVED_STAGES)]
     around: WeightsDigest  # the weights in no block, such as embeddings
     files: Annotated[list[CardFile], msgspec.Meta(max_length=32)]

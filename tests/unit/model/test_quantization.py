@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from lightning_swarm.cli.serving import serve_parser
 from lightning_swarm.model import quantization
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel
 from lightning_swarm.model.quantization import Quantization, is_quantized, with_quantization
@@ -62,3 +65,55 @@ def test_layers_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     client = PretrainedModel(config, "", dtype="float32", computes_blocks=False)
     assert client.quantized == wanted
     assert not any(is_quantized(layer) for block in client.blocks.modules for layer in block.modules())
+
+
+def test_the_command_has_all_kinds() -> None:
+    for kind in quantization.KINDS:
+        assert serve_parser().parse_args(["--weights", "my-llama", "--quantize", kind]).quantize == kind
+
+
+LOADING = """
+import resource, sys
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel
+from lightning_swarm.model.quantization import with_quantization
+
+folder, kind, num_bytes = PretrainedFolder(Path(sys.argv[1])), sys.argv[2] or None, int(sys.argv[3])
+model = PretrainedModel(with_quantization(folder.config, kind, "bfloat16"), "", dtype="bfloat16")
+(stage,) = model.stages([range(len(model.blocks.modules))])
+read = folder.reader(model)
+read(next(iter(stage.named_stage_tensors())))  # imports the rest
+present = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (present + num_bytes, present + num_bytes))
+model.fill(stage.named_stage_tensors(), read, torch.device("cpu"))
+print(sum(tensor.nbytes for tensor in stage.named_stage_tensors().values()))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's data")
+def test_weights_that_are_larger_than_the_memory_are_loaded_quantised(tmp_path: Path) -> None:
+    """A process that may take 60 % of the plain weights' bytes holds them in NF4: no more than a weight is plain."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="4MB")  # the limit counts a file that is mapped
+    size = sum(tensor.nbytes for tensor in model.model.layers.state_dict().values())
+    assert size > 100e6
+
+    def load(kind: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", LOADING, str(tmp_path), kind, str(size * 6 // 10)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    plain, found = load(""), load("nf4")
+    assert plain.returncode
+    assert "memory" in plain.stderr
+    assert not found.returncode, found.stderr
+    assert int(found.stdout) < 0.3 * size
