@@ -113,6 +113,11 @@ class Quantization:
         """Whether a row's result depends on the other rows of a forward, by more than rounding."""
         return self.kind == "int8" and self.threshold > 0.0  # a column is large if it is so in any row
 
+    @property
+    def adapted_dtype(self) -> torch.dtype:
+        """The dtype of a plain layer to which peft adds the same adapter as to a quantised layer."""
+        return torch.int8 if self.kind == "int8" else self.compute_dtype  # to an integer's it rounds no adapter
+
     # ------------------------------------------------------------------ layers
 
     def layers(self, model: Any) -> list[str]:

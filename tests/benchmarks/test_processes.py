@@ -34,6 +34,7 @@ PROCESSES = {
     # Further benchmarks.
     "generation": Small(f"--stages 2 --repeats 1 {SERVED}"),
     "generation_large": Small(SERVED, {"NUM_PEERS": 2}),
+    "generation_quantized": Small(f"--repeats 1 {SERVED}"),
     "generation_many": Small(f"--stages 1 --texts 2 --repeats 1 {SERVED}"),
     "honest_kinds": Small("--peers 2 --steps 2", {"CONDITIONS": ("float32, dropout",)}),
     "large": Small("--memory-mb 0", {"WAYS": {"a swarm of 2": LARGE}}),

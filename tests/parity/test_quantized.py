@@ -208,6 +208,32 @@ def test_an_adapter_over_quantised_weights_is_that_of_peft(
     assert all(torch.equal(own[name], one) for name, one in trained.items())
 
 
+@pytest.mark.parametrize("kind", FORMS)
+def test_an_adapter_in_bfloat16_is_that_of_peft(
+    serve: Callable[..., ServedSwarm], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Adapters are in float32, and peft rounds their products to bfloat16 at other places than without quantisation."""
+    swarm = serve(base("llama", torch.bfloat16), kind)
+    strategy = tuning.attached(swarm, monkeypatch, microbatch_size=6)
+    bases = quantized(swarm.folder, torch.bfloat16, **FORMS[kind]), strategy.base_model()
+    losses, adapters = list[list[float]](), list[list[Tensor]]()
+    for model in bases:
+        torch.manual_seed(1)
+        adapted = tuning.lora(model).train()
+        trained = [one for one in adapted.parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        losses.append([])
+        for (ids,) in tuning.data():
+            loss = adapted(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        adapters.append(trained)
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *adapters))
+
+
 def test_an_adapter_writes_texts_in_bfloat16_as_in_peft(serve: Callable[..., ServedSwarm], tmp_path: Path) -> None:
     swarm = serve(base("llama", torch.bfloat16), "nf4")
     make = partial(quantized, swarm.folder, torch.bfloat16, **FORMS["nf4"])
