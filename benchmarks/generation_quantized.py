@@ -49,12 +49,12 @@ def measure(folder: Path, repeats: int, num_prompt: int) -> dict[str, dict[str, 
             size = sum(stage.weights.num_bytes for stage in stages) / sum(stage.num_blocks for stage in stages)
             found[form] = {"bytes": size, "loaded_mb": peak_mb(process), "prompt": [], "token": []}
         prompt = torch.randint(1, VOCABULARY, (1, num_prompt))
-        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NUM_TOKENS, "do_sample": False}
+        given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NUM_TOKENS, "do_sample": False}
         for turn in range(repeats + 1):
             for form, remote in remotes.items():
                 arrivals = Arrivals()
                 arrivals.put(None)  # the time of the call
-                remote.generate(prompt, streamer=arrivals, **options)
+                remote.generate(prompt, streamer=arrivals, **given)
                 if turn:  # the first time loads and allocates
                     # Hugging Face puts the prompt itself first, and then each token.
                     begin_s, _, first_s, *_, last_s = arrivals.at_s
