@@ -338,7 +338,7 @@ class Computation:
                 output, self.costs = measured(run, own, own_leaves, shared)
             else:
                 output = run()
-        num_rows = max((len(leaf) for leaf in own_leaves if leaf.dim()), default=1)
+        num_rows = max((leaf.shape[0] for leaf in own_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
         sent = {name: serialization.flatten(extras[name])[1] for name in arguments_in(extras)}
         if self._module.spec.index == 0:  # other stages own their inputs alone, so writes into them need no return

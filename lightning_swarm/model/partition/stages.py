@@ -66,7 +66,7 @@ class StageModule(nn.Module):
         return self._run(inputs, extras, slice(number, number + 1))
 
     def _run(self, inputs: tuple[Any, ...], extras: Mapping[str, Any], part: slice) -> Any:
-        blocks = self.blocks[part]
+        blocks = [*self.blocks][part]  # `ModuleList` would make another module of the part
         if call_binding.CALLS in extras:
             return call_binding.call_bound(blocks, self.block_names[part], inputs, extras)
         return call_blocks(blocks, inputs, extras, self._keywords[part])
