@@ -33,7 +33,7 @@ from benchmarks.runs import lines_of
 from lightning_swarm import Compression, Limits, SwarmStrategy, Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.coordinator.audit.disputes import AuditResult, compare
-from lightning_swarm.coordinator.audit.policy import WorkComparison, tolerance_between_machines
+from lightning_swarm.coordinator.audit.policy import WorkComparison, relative_deviation
 from lightning_swarm.protocol.compression import Codecs
 
 NUM_PEERS, NUM_STAGES, NUM_STEPS = 8, 2, 40
@@ -75,7 +75,7 @@ def one_run(name: str, num_peers: int, num_steps: int) -> dict[str, float]:
         found["audits"] += 1
         if its.distance is not None:
             found["between kinds"] += 1
-            farthest = max(farthest, its.distance / tolerance_between_machines(its.precision, codec_bits))
+            farthest = max(farthest, its.distance / relative_deviation(its.precision, codec_bits))
         return compare(claims, its, *arguments, **options)
 
     # A coordinator keeps no distances, so its comparison of each audit is replaced by one that notes them.

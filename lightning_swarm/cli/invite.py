@@ -13,7 +13,7 @@ from typing import Final
 from lightning_swarm.cli.arguments import add_owner_arguments
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.core.private_file import is_there, write_new
+from lightning_swarm.core.private_file import can_see_file, write_new
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import public_key
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     _check(arguments)
     path = owner_path(arguments)
-    is_new = not is_there(path)
+    is_new = not can_see_file(path)
     owner = Owner.load(arguments.run_id, path)
     if is_new:
         say(f"Made the owner's key of run {arguments.run_id!r}: {path}. The run has to be started with it.")

@@ -12,9 +12,9 @@ from typing import Final
 
 from lightning_swarm.cli.invite import owner_path
 from lightning_swarm.cli.output import say
-from lightning_swarm.cli.visitors import as_owner, looking
+from lightning_swarm.cli.visitors import as_owner, visiting
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.core.private_file import is_there
+from lightning_swarm.core.private_file import can_see_file
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.monitor import members
 from lightning_swarm.monitor.doctor import Visitor
@@ -33,7 +33,7 @@ def show_members(arguments: argparse.Namespace) -> int:
     """Show all peers that ever came to a run, and all bans; returns the exit status."""
     address = Address.parse(arguments.address)
     with (
-        looking(arguments, "members", str(address)) as visitor,
+        visiting(arguments, "members", str(address)) as visitor,
         members.asking(address, timeout=_TIMEOUT_S, visitor=visitor) as run,
     ):
         found = run.members()
@@ -59,7 +59,7 @@ def _ban(arguments: argparse.Namespace, *, is_lifted: bool) -> int:
     address = Address.parse(arguments.address)
     _check(arguments)
     path = owner_path(arguments)
-    if not is_there(path):
+    if not can_see_file(path):
         raise ConfigError(
             f"only the owner of run {arguments.run_id!r} bans from it, whose key is not at {path}. Call this where the "
             "run was started, name its `--run-id`, or the key's file by `--owner`."
@@ -68,7 +68,7 @@ def _ban(arguments: argparse.Namespace, *, is_lifted: bool) -> int:
     with members.asking(address, timeout=_TIMEOUT_S, visitor=Visitor(as_owner(owner))) as run:
         subjects = _subjects(arguments, run)
         told = [
-            run.tell(encode(owner.ban(subject, arguments.reason, is_lifted=is_lifted, now_ns=time.time_ns())))
+            run.send_ban(encode(owner.ban(subject, arguments.reason, is_lifted=is_lifted, now_ns=time.time_ns())))
             for subject in subjects
         ]
         status = _report(subjects, told, is_lifted=is_lifted)

@@ -13,7 +13,7 @@ from typing import Final
 
 from lightning_swarm.cli.arguments import COMPRESSION_NAMES
 from lightning_swarm.cli.programs import cli_module, require_jsonargparse
-from lightning_swarm.cli.visitors import looking
+from lightning_swarm.cli.visitors import visiting
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.core.rebase import written_part
@@ -150,7 +150,7 @@ def _run_live(arguments: argparse.Namespace) -> int:
     line_bytes_per_s = arguments.line_mbit * _MBIT
     assumed = AssumedRates(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
     chosen = _chosen_travel(arguments)
-    live = _look(arguments, assumed)
+    live = _survey_twice(arguments, assumed)
     current, now = WireSettings(live.compression), live.now
     travel = chosen.filled_from(current)
     model = replace(live.model, wire=travel.wire)
@@ -188,10 +188,10 @@ def _check_live(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"`--{name.replace('_', '-')}` must be a number above 0, got {value}. Raise it.")
 
 
-def _look(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
+def _survey_twice(arguments: argparse.Namespace, assumed: AssumedRates) -> LiveSwarm:
     """Survey the swarm twice, `--over` seconds apart, and return its measured rates."""
     address = Address.parse(arguments.swarm)
-    with looking(arguments, "plan --swarm", str(address)) as visitor:
+    with visiting(arguments, "plan --swarm", str(address)) as visitor:
         sightings = survey.watch_sightings(address, every_s=arguments.over, timeout=arguments.timeout, visitor=visitor)
         with contextlib.closing(sightings):
             before, now = next(sightings), next(sightings)

@@ -8,7 +8,7 @@ import threading
 from contextlib import closing, suppress
 from dataclasses import asdict
 
-from lightning_swarm.cli.visitors import looking
+from lightning_swarm.cli.visitors import visiting
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.monitor import survey, swarm_report
 from lightning_swarm.network.addresses import Address
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
             )
-    with looking(arguments, "status", str(address)) as visitor:
+    with visiting(arguments, "status", str(address)) as visitor:
         reports = survey.watch_reports(address, every_s=arguments.watch, timeout=arguments.timeout, visitor=visitor)
         with closing(reports), suppress(KeyboardInterrupt):  # Ctrl-C is the usual end of `--watch`
             for report in reports:

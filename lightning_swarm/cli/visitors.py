@@ -11,7 +11,7 @@ from functools import partial
 
 from lightning_swarm.cli.invite import owner_path
 from lightning_swarm.core.errors import AccessDenied, ConfigError, Uncertified
-from lightning_swarm.core.private_file import is_there
+from lightning_swarm.core.private_file import can_see_file
 from lightning_swarm.monitor.doctor import ANYONE, Visitor
 from lightning_swarm.network.access import Certify
 from lightning_swarm.peer.entry import owner_entry, visitor_entry
@@ -21,7 +21,7 @@ from lightning_swarm.trust.owner import Owner
 
 
 @contextmanager
-def looking(arguments: argparse.Namespace, command: str, address: str) -> Iterator[Visitor]:
+def visiting(arguments: argparse.Namespace, command: str, address: str) -> Iterator[Visitor]:
     """Yield the visitor with which a command looks at a run. A denial of access names the options of `command`."""
     visitor = visitor_of(arguments)
     try:
@@ -50,7 +50,7 @@ def visitor_of(arguments: argparse.Namespace) -> Visitor:
         path = owner_path(arguments)
     except ConfigError:  # without a folder for keys, this user owns no run
         return ANYONE
-    if not is_there(path):
+    if not can_see_file(path):
         if arguments.owner is not None:
             raise ConfigError(
                 f"`--owner` must be the file of an owner's key, got {str(path)!r}, which is not there. Name another "

@@ -24,7 +24,7 @@ from lightning_swarm.core.errors import (
     SwarmError,
     WentBack,
 )
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.messages.batches import RegisterRequest, ReportReply
 from lightning_swarm.protocol.messages.membership import EnlistRequest
@@ -94,9 +94,9 @@ class CoordinatorCalls:
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         """Repeat a call until a coordinator has answered it."""
-        heard_s = now_s()  # when any server last answered
+        answered_s = now_s()  # when any server last answered
         patience = self._patience
-        deadline_s = heard_s + patience.successor_s
+        deadline_s = answered_s + patience.successor_s
         while True:
             coordinator = self._run.coordinator
             try:
@@ -115,8 +115,8 @@ class CoordinatorCalls:
                     ) from error
                 _log.info("%s is asked for again: %s", method, error)
                 if await self._find():
-                    heard_s = now_s()
-                elif patience.alone_s is not None and now_s() >= heard_s + patience.alone_s:
+                    answered_s = now_s()
+                elif patience.alone_s is not None and now_s() >= answered_s + patience.alone_s:
                     raise StepError(
                         f"the run is over for this peer, which has heard of no other peer for {patience.alone_s:g} s: "
                         "other peers end the run without the lead by then. Start the lead again with "
@@ -142,7 +142,7 @@ class CoordinatorCalls:
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await ended((call, changed))
+            await cancel_and_wait((call, changed))
         # Await nothing from here on, because a new coordinator may already have a report without this call's effect.
         if self._run.term != term:
             raise NotCoordinator("another peer coordinates by now")

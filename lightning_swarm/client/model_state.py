@@ -142,28 +142,28 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
         for kept in held[peer].snapshots
         if (kept.version, kept.stage_index) == (version, stage_index)
     }
-    # `told` is the digest to expect, from a record or, below, from the servers that took the snapshot. `number` counts
-    # the holders of each digest.
-    told, number = run.digest_of(stage_index, version), Counter(claimed.values())
-    if told is None and confirmation.is_needed:
-        told = taken_alike(claimed, run.takers_of(stage_index, version), right=run.believed)
-        if told is None:
+    # `expected` is a digest from a record or, below, from the servers that took the snapshot. `num_holders` counts the
+    # holders of each digest.
+    expected, num_holders = run.digest_of(stage_index, version), Counter(claimed.values())
+    if expected is None and confirmation.is_needed:
+        expected = taken_alike(claimed, run.takers_of(stage_index, version), trusted=run.trusted)
+        if expected is None:
             raise Unreachable(
                 f"no record has a digest of stage {stage_index} at version {version}, and too few of the servers that "
                 "took this snapshot agree on one. An older snapshot is read."
             )
-    if told is None and len(number) > 1:
+    if expected is None and len(num_holders) > 1:
         _log.warning("No record has a digest of stage %d at version %d, and %s differ.", stage_index, version, holders)
     # This peer's own snapshot needs no download. Without a recorded digest, begin with the one of most holders.
-    for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -number[claimed[peer]])):
+    for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -num_holders[claimed[peer]])):
         try:
             message = await transport.stream(
                 peer, SNAPSHOT.name, request, timeout=confirmation.timeout, max_bytes=max_bytes
             )
             found = await asyncio.to_thread(digest, message.tensors, message.body)
-            if told is not None and found != told and confirmation.is_needed:
+            if expected is not None and found != expected and confirmation.is_needed:
                 confirmation.note(peer, stage_index, version, "its snapshot is not what the stage's servers took")
-            return _read(message, (generation, stage_index, version), found, told or claimed[peer])
+            return _read(message, (generation, stage_index, version), found, expected or claimed[peer])
         except SwarmError as error:
             _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
     raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
@@ -185,17 +185,17 @@ def _read(message: Message, asked: tuple[int, int, int], found: bytes, expected:
 async def gather_weights(
     transport: Transport,
     run: RunState,
-    step: int,
+    version: int,
     *,
     timeout: float,  # seconds per exchange
     max_bytes: int = MAX_STREAM_BYTES,  # limit per stage
     stages: Collection[int] | None = None,
     events: EventLog | None = None,
 ) -> dict[str, Tensor]:
-    """Fetch parameters and buffers of stages (None: all) at version `step`, by names of the model's state dict."""
+    """Fetch parameters and buffers of stages (None: all) at a version, by names of the model's state dict."""
     confirmation = Confirmation(transport, run, timeout, events)
     asked = range(len(run.rosters)) if stages is None else stages
-    requests = [_request(run, index, step, optimizer=False) for index in asked]
+    requests = [_request(run, index, version, optimizer=False) for index in asked]
     weights: dict[str, Tensor] = {}
     for state, tensors in await _states(confirmation, requests, max_bytes=max_bytes):
         named = zip(state.names, tensors, strict=True)
@@ -207,17 +207,17 @@ async def gather_weights(
 async def gather_optimizer(
     transport: Transport,
     run: RunState,
-    step: int,
+    version: int,
     *,
     timeout: float,
     max_bytes: int = MAX_STREAM_BYTES,
     stages: Collection[int] | None = None,
     events: EventLog | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Fetch the optimizer state of stages (None: all) at version `step`, by parameter name."""
+    """Fetch the optimizer state of stages (None: all) at a version, by parameter name."""
     confirmation = Confirmation(transport, run, timeout, events)
     asked = range(len(run.rosters)) if stages is None else stages
-    requests = [_request(run, index, step, optimizer=True) for index in asked]
+    requests = [_request(run, index, version, optimizer=True) for index in asked]
     found: dict[str, dict[str, Any]] = {}
     for state, tensors in await _states(confirmation, requests, max_bytes=max_bytes):
         found.update(zip(state.names, serialization.unflatten(state.structure, list(tensors)), strict=True))
@@ -269,7 +269,7 @@ async def scatter_optimizer(
         structure, tensors = serialization.flatten([dict(state[name]) for name in names])
         head = StageState(
             stage_index=index,
-            step=manifest.first_step,
+            version=manifest.first_step,
             generation=manifest.generation,
             optimizer=True,
             names=names,
@@ -329,8 +329,8 @@ async def _to_rosters(
     )
 
 
-def _request(run: RunState, index: int, step: int, *, optimizer: bool) -> StateRequest:
-    return StateRequest(stage_index=index, step=step, generation=run.manifest.generation, optimizer=optimizer)
+def _request(run: RunState, index: int, version: int, *, optimizer: bool) -> StateRequest:
+    return StateRequest(stage_index=index, version=version, generation=run.manifest.generation, optimizer=optimizer)
 
 
 async def _states(
@@ -425,7 +425,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 async def write_stages(
     transport: Transport,
     run: RunState,
-    step: int,
+    version: int,
     folder: Path,
     names: Sequence[Collection[str]],
     as_saved: Callable[[_State], _State] | None,
@@ -438,7 +438,7 @@ async def write_stages(
     Args:
         transport: The lead's transport.
         run: The run.
-        step: Version of all stages, because no record is applied meanwhile.
+        version: Version of all stages, because no record is applied meanwhile.
         folder: Folder for the parts.
         names: For each stage, the parameters and buffers that it writes: all that is saved, each once.
         as_saved: Converts optimizer state to the form in which the optimizer saves it; None leaves the state out.
@@ -448,15 +448,15 @@ async def write_stages(
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
     # If only some servers are trusted, one of them writes the file, or this peer with confirmed weights.
-    believed = {transport.peer_id, *run.believed} if run.believed else set(run.servers)
+    trusted = {transport.peer_id, *run.trusted} if run.trusted else set(run.servers)
 
     def writers(roster: Sequence[Member]) -> list[Member]:
-        return [member for member in roster if member.peer_id in believed]
+        return [member for member in roster if member.peer_id in trusted]
 
     async def write(index: int) -> list[WrittenValue]:
         request = WriteRequest(
             stage_index=index,
-            step=step,
+            version=version,
             generation=run.manifest.generation,
             folder=str(folder),
             optimizer=as_saved is not None,
@@ -470,10 +470,10 @@ async def write_stages(
             _log.info("No server of stage %d sees %s: it is written here.", index, folder)
             options: dict[str, Any] = {"timeout": timeout, "max_bytes": limits.max_message_bytes, "stages": [index]}
             options["events"] = events
-            weights = await gather_weights(transport, run, step, **options)
+            weights = await gather_weights(transport, run, version, **options)
             content: dict[str, Any] = {sharded_format.WEIGHTS: {name: weights[name] for name in names[index]}}
             if as_saved is not None:
-                state = as_saved(await gather_optimizer(transport, run, step, **options))
+                state = as_saved(await gather_optimizer(transport, run, version, **options))
                 content[sharded_format.OPTIMIZER] = {
                     "state": {name: value for name, value in state.items() if name in names[index]}
                 }

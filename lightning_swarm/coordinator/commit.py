@@ -55,7 +55,7 @@ from lightning_swarm.protocol.queries import (
     Held,
     ask_held,
     newest_safe,
-    only_told,
+    only_recorded,
     taken_alike,
     version_to_keep,
 )
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 _GIVEN_UP_AFTER: Final = 2.0  # snapshot intervals until an incomplete snapshot is replaced
 
 
-def choose_keepers(
+def choose_backups(
     rosters: Sequence[Sequence[Member]],
     on_trainers: Sequence[bool],
     hosts: Mapping[PeerId, str],
@@ -81,18 +81,18 @@ def choose_keepers(
         {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
     )
     num_kept = dict.fromkeys(servers, 0)
-    keepers: list[PeerId | None] = []
+    backups: list[PeerId | None] = []
     for roster, own in zip(rosters, on_trainers, strict=True):
         holders = {member.peer_id for member in roster}
         near = {hosts[peer] for peer in holders if peer in hosts}
         others = [peer for peer in servers if peer not in holders]
         if (own and not has_standbys) or not others:
-            keepers.append(None)
+            backups.append(None)
             continue
-        keeper = min(others, key=lambda peer: (hosts.get(peer) in near, num_kept[peer], peer))
-        num_kept[keeper] += 1
-        keepers.append(keeper)
-    return keepers
+        backup = min(others, key=lambda peer: (hosts.get(peer) in near, num_kept[peer], peer))
+        num_kept[backup] += 1
+        backups.append(backup)
+    return backups
 
 
 def agreed_snapshots(
@@ -101,14 +101,14 @@ def agreed_snapshots(
     known: Sequence[HeldSnapshot],
     *,
     version: int,
-    right: Sequence[PeerId] = (),
+    trusted: Sequence[PeerId] = (),
 ) -> list[HeldSnapshot]:
     """Return the new snapshots of a version on which most of a stage's `takers` agree. Pure.
 
-    `taken` are the snapshots that servers report, and `known` the snapshots in records. If servers in `right` are among
+    `taken` are the snapshots that servers report, and `known` the snapshots in records. If `trusted` servers are among
     the takers, the snapshot of the first of them counts instead of the majority's.
     """
-    told = {(one.stage_index, one.version) for one in known}
+    recorded = {(one.stage_index, one.version) for one in known}
     agreed = []
     for index, members in enumerate(takers):
         peers = [member.peer_id for member in members]
@@ -116,9 +116,9 @@ def agreed_snapshots(
             peer: one.digest
             for peer in peers
             for one in taken.get(peer, ())
-            if (one.stage_index, one.version) == (index, version) not in told
+            if (one.stage_index, one.version) == (index, version) not in recorded
         }
-        if (found := taken_alike(claimed, peers, right=right)) is not None:
+        if (found := taken_alike(claimed, peers, trusted=trusted)) is not None:
             agreed.append(HeldSnapshot(stage_index=index, version=version, digest=found))
     return agreed
 
@@ -149,12 +149,12 @@ class SnapshotSchedule:
         self,
         step: int,
         next_roster: Sequence[Sequence[Member]],
-        told: Collection[HeldSnapshot],
+        recorded: Collection[HeldSnapshot],
         resumable: Collection[int] | None,
     ) -> SnapshotOrder | None:
         """Return the snapshot order for the record of `step`, or None if no snapshot is due.
 
-        `told` are the snapshots named by records up to this one. `resumable` are the versions from which the lead's
+        `recorded` are the snapshots named by records up to this one. `resumable` are the versions from which the lead's
         loop could continue; None: not reported.
         """
         at_s = now_s()
@@ -163,7 +163,7 @@ class SnapshotSchedule:
             return None
         held: Held = await ask_held(self._transport, servers, timeout=self._timeout)
         if self._run.electorate.has_strangers:
-            held = only_told(held, told)  # a snapshot without a record may be made up
+            held = only_recorded(held, recorded)  # a snapshot without a record may be made up
         on_trainers = self._run.on_trainers
         through = newest_safe(held, next_roster, on_trainers)
         if self._last is not None and through != self._last[0]:
@@ -174,8 +174,8 @@ class SnapshotSchedule:
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
         keep = version_to_keep(held, next_roster, on_trainers, resumable)
         has_standbys = any(one.loops for one in held.values())
-        keepers = choose_keepers(next_roster, on_trainers, self.hosts, has_standbys=has_standbys)
-        return SnapshotOrder(keep=keep, keepers=keepers)
+        backups = choose_backups(next_roster, on_trainers, self.hosts, has_standbys=has_standbys)
+        return SnapshotOrder(keep=keep, backups=backups)
 
 
 class StepCommit:
@@ -243,8 +243,8 @@ class StepCommit:
         self._someone_gone, self._differences = False, {}
         for ban in bans_in(record.bans):
             self._events.note("expelled", peer=ban.subject, step=record.step, reason=ban.reason)
-        self._server_membership.let_in(record)
-        self._trainer_membership.let_in(record)
+        self._server_membership.record_applied(record)
+        self._trainer_membership.record_applied(record)
         self._moves.record_applied(record)
         return record
 
@@ -252,7 +252,7 @@ class StepCommit:
         """Return whether the next record should change the run's membership, or order a snapshot."""
         is_due = self._snapshots.is_due(self._run.servers)
         is_wanted = is_due or self._someone_gone or bool(self._new_bans())
-        return is_wanted or self._server_membership.wants_changes() or self._moves.put_off
+        return is_wanted or self._server_membership.wants_changes() or self._moves.has_deferred
 
     def _step_record(
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
@@ -265,8 +265,8 @@ class StepCommit:
             for took, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
         ]
         kinds = self._server_membership.kinds(absent=closed.closing.absent)
-        known, right = self._run.snapshots, self._run.believed
-        snapshots = agreed_snapshots(there, closed.snapshots, known, version=version, right=right)
+        known, trusted = self._run.snapshots, self._run.trusted
+        snapshots = agreed_snapshots(there, closed.snapshots, known, version=version, trusted=trusted)
         return Record(
             closing=closed.closing,
             touched=list(closed.touched),
@@ -398,9 +398,9 @@ class StepCommit:
                 # The accused server's sum still counts, because it committed to that sum. A stage's only server stays.
                 rosters = sums.step_servers.rosters
                 if not alone_in(rosters, peer, {member.peer_id for roster in rosters for member in roster}):
-                    sums.step_servers.lose(peer, StepError(checked.accused[peer]))
+                    sums.step_servers.exclude(peer, StepError(checked.accused[peer]))
             averaging_s = now_s() - closed.began_s
-            await self._server_membership.heard(
+            await self._server_membership.miss_late_listeners(
                 closing, listening, averaging_s=averaging_s, parts=checked.parts or None
             )
             return checked.squared_norm
@@ -444,7 +444,7 @@ class StepCommit:
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         # Servers of stages that share parameters also exchange gradients, so they can accuse each other.
         rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
-        strangers, believed = self._run.electorate.has_strangers, self._run.believed
+        strangers, trusted = self._run.electorate.has_strangers, self._run.trusted
         return choose_blamed(
-            rosters, failed, unreached, spared=self._servers.own, has_strangers=strangers, believed=believed
+            rosters, failed, unreached, spared=self._servers.own, has_strangers=strangers, trusted=trusted
         )

@@ -164,7 +164,7 @@ class Ballot:
         generation, step = self.slot
         return Prepare(term=self.term, boot_id=voter.boot_id, generation=generation, step=step, fence=fence)
 
-    def hear_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
+    def record_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
         """Record a voter's answer to `prepare`."""
         if promise.behind:
             # If a majority still promises, its promises have the decided record.
@@ -192,22 +192,22 @@ class Ballot:
     def doubtful(self) -> bool:
         """Return whether a fence voids an accepted record, although some voters may still answer."""
         is_void = any(one.term < self._fence for one in self._accepted)
-        return is_void and self.chosen is None and not self._settled and len(self._heard) < len(self.voters)
+        return is_void and self.chosen is None and not self._settled and len(self._full_promises) < len(self.voters)
 
     @property
-    def _heard(self) -> list[Promise]:
+    def _full_promises(self) -> list[Promise]:
         return [promise for promise in self._promises.values() if promise is not None]
 
     @property
     def _accepted(self) -> list[Accepted]:
-        return [promise.accepted for promise in self._heard if promise.accepted is not None]
+        return [promise.accepted for promise in self._full_promises if promise.accepted is not None]
 
     @property
     def _fence(self) -> Term:
         """The highest term under which a majority may have fenced the slot, by the answers so far."""
         # Before a proposer begins a round, a majority notes its fence, and reports it now except for silent voters. A
         # fence with fewer reports is false, or of a proposer that never began.
-        fences = sorted((promise.fence for promise in self._heard), reverse=True)
+        fences = sorted((promise.fence for promise in self._full_promises), reverse=True)
         # A majority, without the voters that reported none.
         least = len(self.voters) // 2 + 1 - (len(self.voters) - len(fences))
         return fences[max(least, 1) - 1] if fences else NO_TERM
@@ -227,7 +227,7 @@ class Ballot:
         self._proposed, self._settled = body, True
         return Proposal(term=self.term, boot_id=voter.boot_id, record=record)
 
-    def hear_vote(self, voter: Member, vote: Vote) -> None:
+    def record_vote(self, voter: Member, vote: Vote) -> None:
         """Record a voter's answer to `proposal`."""
         if self._counts(voter, vote.accepted, vote.term):
             self._votes.add(voter)
@@ -373,7 +373,7 @@ class Proposer:
     async def _prepare(self, ballot: Ballot, voter: Member, *, fence: bool = False) -> None:
         promise = await self._ask(voter, PREPARE, ballot.prepare(voter, fence=fence))
         if promise is not None:
-            ballot.hear_promise(voter, self._checked(ballot, voter, promise), fence=fence)
+            ballot.record_promise(voter, self._checked(ballot, voter, promise), fence=fence)
 
     def _checked(self, ballot: Ballot, voter: Member, promise: Promise) -> Promise:
         """Return a promise without a false fence or record, either of which would block all other records."""
@@ -397,7 +397,7 @@ class Proposer:
     async def _propose(self, ballot: Ballot, voter: Member, proposals: Mapping[Member, Proposal]) -> None:
         vote = await self._ask(voter, PROPOSE, proposals[voter])
         if vote is not None:
-            ballot.hear_vote(voter, vote)
+            ballot.record_vote(voter, vote)
 
     async def _ask(self, voter: Member, method: Call[Q, A], request: Q) -> A | None:
         try:

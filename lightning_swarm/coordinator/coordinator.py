@@ -109,7 +109,7 @@ class CoordinatorGeneration:
             self._spawn(self._guarded(self._decide_due(due)))
         self._finish_if_ready(step)
         self._spawn(self._end_without_lead())
-        self._spawn(self.trainers.membership.look_after())
+        self._spawn(self.trainers.membership.check_liveness())
 
     async def dismiss_others(self, *, over: bool) -> None:
         """Notify joiners that the role ends, and, if the run is `over`, trainers that hold no stage."""

@@ -53,7 +53,7 @@ class LeadLiveness:
         limits = context.limits
         self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout
         self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # seconds of silence until an attempt
-        self._heard_s = 0.0  # time of the newest sign of life
+        self._alive_s = 0.0  # time of the newest sign of life
         self._restarted = False  # the lead's process is new, and knows nothing of the run
         self._appointed: PeerId | None = None  # the next lead, once it has confirmed to this coordinator
         self._permits: int | None = None  # the newest step whose record its loop is ready for
@@ -63,13 +63,13 @@ class LeadLiveness:
         self.resumable: Collection[int] | None = None  # snapshots from which its loop could continue, if reported
         self.deciding: int | None = None  # the step whose record was permitted, and is not applied yet
 
-    def heard(self) -> None:
+    def note_alive(self) -> None:
         """Record a sign of life."""
-        self._heard_s = now_s()
+        self._alive_s = now_s()
 
     def check(self) -> None:
         """Raise StepError if the lead was silent for too long."""
-        if now_s() >= self._heard_s + self._timeout:
+        if now_s() >= self._alive_s + self._timeout:
             raise StepError(
                 f"the lead {self._run.manifest.lead} was not heard of for {self._timeout:g} s. Raise "
                 "`Limits.lead_timeout` if what it does between two batches takes longer."
@@ -82,24 +82,24 @@ class LeadLiveness:
         lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
-            # `is_named`: some servers follow a next lead, but that peer has not confirmed to this coordinator yet.
-            is_named = self._run.is_rolling_back and self._run.manifest.lead != self._appointed
+            # `is_unconfirmed`: some servers follow a next lead, which has not confirmed to this coordinator yet.
+            is_unconfirmed = self._run.is_rolling_back and self._run.manifest.lead != self._appointed
             # The run waits for a lead whose loop is busy, as long as the lead answers pings.
-            is_heard = not (self._restarted or is_named) and (
-                self._heard_s + silence_s > asked_s
+            is_alive = not (self._restarted or is_unconfirmed) and (
+                self._alive_s + silence_s > asked_s
                 or bool(await alive_among(self._transport, [lead], timeout=silence_s))
             )
-            is_over = not is_heard and (self._restarted or silent_s >= self._timeout)
-            if is_over or is_named or (not is_heard and silent_s >= tried_s + self._appoint_after_s):
+            is_over = not is_alive and (self._restarted or silent_s >= self._timeout)
+            if is_over or is_unconfirmed or (not is_alive and silent_s >= tried_s + self._appoint_after_s):
                 tried_s, why = silent_s, await appoint(self._transport, self._run, timeout=silence_s, is_last=is_over)
                 if not why:
-                    self._heard_s, self._restarted, self._appointed = 0.0, False, self._run.manifest.lead
+                    self._alive_s, self._restarted, self._appointed = 0.0, False, self._run.manifest.lead
                     return ""
             if is_over:
                 break
             await asyncio.sleep(silence_s)
             # Time for which this peer itself was frozen does not count.
-            silent_s = 0.0 if is_heard else silent_s + min(now_s() - asked_s, 2 * silence_s)
+            silent_s = 0.0 if is_alive else silent_s + min(now_s() - asked_s, 2 * silence_s)
             tried_s = min(tried_s, silent_s)
         gone = "was started again" if self._restarted else f"was not heard of for {self._timeout:g} s"
         return (
@@ -138,7 +138,7 @@ class LeadLiveness:
         # This way, the lead sees every step, and weights do not change while it validates.
         while self._permits is None or min(self._permits, self.knows) < step.step or step.step not in self.stepped_with:
             self.check()
-            await self._changes.next(until_s=self._heard_s + self._timeout)
+            await self._changes.next(until_s=self._alive_s + self._timeout)
         self.deciding = step.step
         return self.stepped_with[step.step]
 
@@ -186,7 +186,7 @@ class StepEnds:
         await self._changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if is_over():
-            if is_lead and not await self._let_record_come():
+            if is_lead and not await self._await_permitted_record():
                 return RecordReply(record=None, closing=True, open=request.step)
             return self._outcome_for(caller, request.version)
         await self._lease_expiry.check_overdue(step)
@@ -194,7 +194,7 @@ class StepEnds:
             self._lead.go_on()
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
 
-    async def _let_record_come(self) -> bool:
+    async def _await_permitted_record(self) -> bool:
         """Wait for the record that the lead permitted; return False if it did not come, so that the lead asks again."""
         if not self._run.manifest.settings.delay_optimizer_step:
             return True
@@ -206,10 +206,10 @@ class StepEnds:
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
         """Make the answer to a trainer that knows `version`; only the lead's has logs, metrics and event counts."""
         outcome = self._step_state.outcome
-        follows = outcome.record is None or version == outcome.step
+        has_record_before = outcome.record is None or version == outcome.step
         # A trainer that skipped a record needs the members (`seats`) as of this record, because this server may have
-        # applied a newer one. `follows`: this record follows the version that the trainer knows.
-        seats = None if follows else self._run.seats_at(outcome.step + 1)
+        # applied a newer one. `has_record_before`: this record follows the version that the trainer knows.
+        seats = None if has_record_before else self._run.seats_at(outcome.step + 1)
         reply = RecordReply(record=outcome.record, closing=True, open=self._open_for(trainer), seats=seats)
         if trainer != self._run.manifest.lead:
             return reply

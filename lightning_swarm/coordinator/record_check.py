@@ -99,10 +99,10 @@ def _check_trainers(run: RunState, record: Record) -> None:
 
 def _check_snapshots(run: RunState, record: Record) -> None:
     """Refuse the digest of a snapshot that is in an earlier record, or whose version does not exist yet."""
-    told = [(one.stage_index, one.version) for one in record.snapshots or ()]
-    for index, version in told:
+    recorded = [(one.stage_index, one.version) for one in record.snapshots or ()]
+    for index, version in recorded:
         if index >= len(run.rosters) or not run.manifest.first_step < version <= record.step:
             _refuse(record, f"snapshots are of {len(run.rosters)} stages and of earlier records", (index, version))
     known = [(one.stage_index, one.version) for one in run.snapshots]
-    if len(set(told)) < len(told) or not set(told).isdisjoint(known):
-        _refuse(record, "a record has the digest of each snapshot once", told[:2])
+    if len(set(recorded)) < len(recorded) or not set(recorded).isdisjoint(known):
+        _refuse(record, "a record has the digest of each snapshot once", recorded[:2])

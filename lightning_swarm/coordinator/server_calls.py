@@ -23,7 +23,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Rpc
 from lightning_swarm.protocol import rpc
-from lightning_swarm.protocol.bans import heed
+from lightning_swarm.protocol.bans import apply_received_ban
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
@@ -120,7 +120,7 @@ class ServerCalls:
             timeout = min(max(self._deadline_s(rpc.FREEZE, self._timeout, peer), UNFAMILIAR_S), self._timeout)
             answer = await self._call(peer, rpc.FREEZE, request, timeout=timeout)
             for signed in answer.bans or ():
-                heed(self._transport, signed)  # the step's record then includes it
+                apply_received_ban(self._transport, signed)  # the step's record then includes it
             return answer
 
         return await self._each(
@@ -183,9 +183,9 @@ class ServerCalls:
         late = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         self._behind = dict.fromkeys(late, record)
         for peer in late:
-            self._spawn(self._tell_again(peer, record))
+            self._spawn(self._repeat_apply(peer, record))
 
-    async def _tell_again(self, peer: PeerId, record: Record) -> None:
+    async def _repeat_apply(self, peer: PeerId, record: Record) -> None:
         """Retry until the peer answers, or the next step closes and sends the record before the freeze."""
         pause_s = _FIRST_PAUSE_S
         while self._behind.get(peer) is record:

@@ -64,17 +64,17 @@ class TrainerHandlers:
     def answer(self) -> None:
         """Begin to answer. The context's task owner must run already, because trainers' calls start tasks at once."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
-        self.lead.heard()
+        self.lead.note_alive()
         rpc.CHANGE.serve(transport, self._handle_change)
         rpc.PLAN.serve(transport, self._handle_plan)
-        rpc.TAKE_PLAN.serve(transport, self._handle_take_plan, admit=self._hear)
-        rpc.GRANT.serve(transport, self._handle_grant, admit=self._hear)
+        rpc.TAKE_PLAN.serve(transport, self._handle_take_plan, admit=self._note_alive)
+        rpc.GRANT.serve(transport, self._handle_grant, admit=self._note_alive)
         rpc.METRICS.serve(transport, self._handle_metrics, max_bytes=max_bytes, admit=self._run.check_trainer)
-        rpc.ARMED.serve(transport, self._handle_armed, admit=self._hear)
-        rpc.BEGIN.serve(transport, self._handle_begin, admit=self._hear)
-        rpc.REGISTER.serve(transport, self._handle_register, admit=self._hear)
-        rpc.DONE.serve(transport, self._handle_done, admit=self._hear)
-        rpc.RECORD.serve(transport, self._handle_record, admit=self._hear)
+        rpc.ARMED.serve(transport, self._handle_armed, admit=self._note_alive)
+        rpc.BEGIN.serve(transport, self._handle_begin, admit=self._note_alive)
+        rpc.REGISTER.serve(transport, self._handle_register, admit=self._note_alive)
+        rpc.DONE.serve(transport, self._handle_done, admit=self._note_alive)
+        rpc.RECORD.serve(transport, self._handle_record, admit=self._note_alive)
         rpc.TAKE_METRICS.serve(transport, self._handle_take_metrics)
         rpc.RENEW.serve(transport, self._handle_renew)
         self.membership.answer()
@@ -106,7 +106,7 @@ class TrainerHandlers:
     async def _handle_plan(self, caller: PeerId, request: PlanRequest) -> None:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"the lead {self._run.manifest.lead} says in which order batches come, not {caller}")
-        self._hear(caller)
+        self._note_alive(caller)
         self._run.check_generation(request.generation)
         self._step_state.plan(request.plan, request.position)
         await self._changes.notify()
@@ -164,7 +164,7 @@ class TrainerHandlers:
             self._step_state.closing_s = now_s()
         self._lease_expiry.watch(trainer)
 
-    async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
+    async def _grant_ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
         """Grant a place for a trainer's next batch, unless the open step is one that the trainer does not know yet."""
         # The lead may validate before it uses this place, so the grant permits no record.
         if request.following is None or self._is_excluded(caller):
@@ -175,7 +175,7 @@ class TrainerHandlers:
             known = request.step if reply.ended is None else reply.ended.open
             if step.step != known or known != request.step + reply.closing:
                 return None  # an old request, or the end of its step is still to come
-            return self.leases.ahead(step, caller, replaced(request.following, step=known))
+            return self.leases.grant_ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, request: BatchBegins) -> None:
         """Permit the late step's record, because the lead begins to train a batch that was granted earlier."""
@@ -189,7 +189,7 @@ class TrainerHandlers:
     # ------------------------------------------------------------------ granted batches
 
     async def _handle_metrics(self, caller: PeerId, request: BatchMetrics, message: Message) -> None:
-        self._hear(caller)
+        self._note_alive(caller)
         self._run.check_generation(request.generation)
         step = self._undecided(request.step, "metrics of a batch")
         request.check_tensors(len(message.tensors))
@@ -247,7 +247,7 @@ class TrainerHandlers:
         elif request.following is not None and reply.imminent is not None:
             news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
             reply = replaced(reply, ended=await self._ends.hold(caller, news))
-        return replaced(reply, grant=await self._ahead(caller, request, reply))
+        return replaced(reply, grant=await self._grant_ahead(caller, request, reply))
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
         """Refuse a batch's end that comes with requests about another step, before it is recorded."""
@@ -324,28 +324,28 @@ class TrainerHandlers:
     async def _handle_take_metrics(self, caller: PeerId, request: MetricsRequest) -> Message:
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"metrics are for the lead {self._run.manifest.lead}, not for {caller}")
-        self._hear(caller)
+        self._note_alive(caller)
         self._run.check_generation(request.generation)
         return self._ends.metrics(request)
 
     # ------------------------------------------------------------------ signs of life, and the end
 
     async def _handle_renew(self, caller: PeerId, _: None) -> None:
-        self._hear(caller)
+        self._note_alive(caller)
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
         """Fail all calls because the open step cannot be decided; the first reason stays."""
         await self._changes.fail(kind(f"step {self._step_state.open.step} could not be decided: {reason}"))
 
-    def _hear(self, caller: PeerId) -> None:
+    def _note_alive(self, caller: PeerId) -> None:
         """Record a trainer's call as a sign of life; raise the coordinator's failure, if there is one."""
         self._run.check_trainer(caller)
         if self._run.is_rolling_back:
             raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
         self._lease_expiry.gone.discard(caller)
-        self.membership.hear(caller)
+        self.membership.note_alive(caller)
         if caller == self._run.manifest.lead:
-            self.lead.heard()
+            self.lead.note_alive()
         self._changes.check()
 
     def _undecided(self, step: int, what: str) -> OpenStep:

@@ -19,7 +19,7 @@
         ├── Unreachable      no connection, or it broke
         │   └── InitialPeersSilent  none of the peers to join answered
         ├── DeadlineExceeded the answer did not come in time
-        ├── Busy             the peer's queue is full: not a fault, so it is not banned; retry elsewhere
+        ├── Busy             the peer's queue is full: not a fault, so it is not ejected; retry elsewhere
         ├── NotMember        the peer takes no part in the run of the call, or no longer does (a ProtocolError, too)
         ├── NotEnlisted      the caller is not a trainer of the run, not yet or no longer (a ProtocolError, too)
         ├── AccessDenied     the caller's certificate does not permit the call (a ProtocolError, too)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import PeerError, StageLost, SwarmError, Unreachable, WentBack
 from lightning_swarm.core.process import ProcessSettings
-from lightning_swarm.core.tasks import ended, first_of
+from lightning_swarm.core.tasks import cancel_and_wait, first_of
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class UntilCutOff(_InterruptibleRuntime):
                 raise Unreachable(self._why()) from error
             return task.result()
         finally:
-            await ended([task])
+            await cancel_and_wait([task])
 
 
 class UntilRunEnds(_InterruptibleRuntime):
@@ -217,7 +217,7 @@ class UntilRunEnds(_InterruptibleRuntime):
                 raise WentBack("the run rolls back to a snapshot, and this trainer's loop with it")
             return task.result()
         finally:
-            await ended([task, end, rollback])
+            await cancel_and_wait([task, end, rollback])
 
 
 class UntilStageLost(_InterruptibleRuntime):
@@ -240,7 +240,7 @@ class UntilStageLost(_InterruptibleRuntime):
                 return task.result()
             raise StageLost(f"the run cannot go on as it is: {lost.result()}")
         finally:
-            await ended([task] if lost is None else [task, lost])
+            await cancel_and_wait([task] if lost is None else [task, lost])
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -27,7 +27,7 @@ def temporary_file(data: bytes, folder: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def is_there(path: Path) -> bool:
+def can_see_file(path: Path) -> bool:
     """Return whether the file exists; False if this user has no access, because the file cannot be used then."""
     try:
         return path.exists()
@@ -47,7 +47,7 @@ def write_new(path: Path, data: bytes) -> None:
             written.replace(path)
 
 
-def write_over(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Create a file, or replace the existing one."""
     with temporary_file(data, path.parent) as written:
         written.replace(path)

@@ -106,7 +106,7 @@ def max_files() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def give_memory_back() -> None:
+def release_free_memory() -> None:
     """Return freed memory to the kernel, also pieces between used memory, which glibc would keep."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -35,7 +35,7 @@ def _program(arguments: Sequence[str]) -> list[str]:
 def own_arguments(script: str) -> list[str]:
     """Return the arguments of the running script; if another program runs it, such as a profiler, use `sys.argv`."""
     asked = program()
-    if asked[:1] and _is_same(started_in() / asked[0], Path(script)):
+    if asked[:1] and _is_same(start_folder() / asked[0], Path(script)):
         return asked[1:]
     return sys.argv[1:]
 
@@ -46,7 +46,7 @@ def module_arguments(name: str) -> list[str]:
     return asked[2:] if asked[:2] == ["-m", name] else sys.argv[1:]
 
 
-def started_in() -> Path:
+def start_folder() -> Path:
     """Return the folder in which this program was started, or else the first known one."""
     asked, main = program(), getattr(sys.modules["__main__"], "__file__", None)
     if asked and main is not None and not asked[0].startswith("-"):

@@ -76,11 +76,11 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failures = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
     finally:
-        await ended(tasks)
+        await cancel_and_wait(tasks)
     return [task.result() for task in failures or tasks]
 
 
-async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel all tasks, and wait until they have ended. Their errors are dropped."""
     tasks = list(tasks)
     for task in tasks:
@@ -106,10 +106,10 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
         for task in done:
             task.result()
     finally:
-        await ended(tasks)
+        await cancel_and_wait(tasks)
 
 
-async def first_found(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | None:
+async def first_result(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | None:
     """Run all coroutines at once, return the first result that is not None, and cancel the rest.
 
     If several end at once, the first in order counts.
@@ -124,7 +124,7 @@ async def first_found(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | N
                     return found
             running = [task for task in running if not task.done()]
     finally:
-        await ended(tasks)
+        await cancel_and_wait(tasks)
     return None
 
 
@@ -154,4 +154,4 @@ async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *
     finally:
         for work in works:
             work.close()  # it may not have started, because another one failed
-        await ended([starting])
+        await cancel_and_wait([starting])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_swarm.core.errors import Unconfirmed
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.model.state_proof import StateDigests, StatePart
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
@@ -47,14 +47,14 @@ class Confirmation:
         Raises:
             Unconfirmed: Other servers have different state; the event is recorded.
         """
-        own, believed = self.transport.peer_id, self.run.believed
+        own, trusted = self.transport.peer_id, self.run.trusted
         others = [one.peer_id for one in self.run.rosters[request.stage_index] if one.peer_id != sender]
-        if not self.is_needed or sender in (own, *believed) or not others:
+        if not self.is_needed or sender in (own, *trusted) or not others:
             return
         kind, challenge = request.kind, draw_challenge()  # drawn only after the state has arrived
         asked = ProofRequest(
             stage_index=request.stage_index,
-            step=request.step,
+            version=request.version,
             generation=request.generation,
             kind=kind,
             challenge=challenge,
@@ -62,15 +62,15 @@ class Confirmation:
         # The proof that a server with the received state gives.
         came = await asyncio.to_thread(lambda: StateDigests(parts()).proof(challenge, [kind]))
         proofs: dict[PeerId, bytes] = {}
-        for judge in (peer for peer in believed if peer in others):
-            proofs = proofs or await self._ask([judge], asked)
+        for arbiter in (peer for peer in trusted if peer in others):
+            proofs = proofs or await self._ask([arbiter], asked)
         proofs = proofs or {**await self._ask(others, asked, came), sender: came}
         alike = [peer for peer, proof in proofs.items() if proof == came]
         if 2 * len(alike) > len(proofs):
             return
         differing = sorted(proofs.keys() - set(alike))
-        reason = f"{kind} of stage {request.stage_index} at version {request.step} differ at {differing}"
-        self.note(sender, request.stage_index, request.step, reason)
+        reason = f"{kind} of stage {request.stage_index} at version {request.version} differ at {differing}"
+        self.note(sender, request.stage_index, request.version, reason)
         raise Unconfirmed(
             f"a server's state must equal the state of a keeper's server, or else of most servers of its stage; "
             f"{sender} sent a different one: {reason}. Another server is asked; if none is left, have a keeper hold "
@@ -95,7 +95,7 @@ class Confirmation:
                 for task in done:
                     task.result()
         finally:
-            await ended(tasks)
+            await cancel_and_wait(tasks)
         return proofs
 
     def note(self, peer: PeerId, stage_index: int, step: int, reason: str) -> None:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.optimizer_state import by_numbers
+from lightning_swarm.model.optimizer_state import name_to_number
 from lightning_swarm.model.sharded_format import OPTIMIZER, REST, WEIGHTS, ShardedCheckpoint, is_folder
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
     return len(weights)
 
 
-def export_file(folder: Path, target: Path) -> int:
+def join_shards(folder: Path, target: Path) -> int:
     """Join the sharded checkpoint in `folder` to one `.ckpt` file, atomically, and return the number of weights."""
     if not is_folder(folder):
         raise ConfigError(
@@ -56,7 +56,7 @@ def export_file(folder: Path, target: Path) -> int:
     return len(content["state_dict"])
 
 
-def export_folder(checkpoint: Path, folder: Path) -> int:
+def export_pretrained(checkpoint: Path, folder: Path) -> int:
     """Write the Hugging Face model in a checkpoint to the `folder` with its config; return the number of tensors.
 
     The model may be an attribute of the LightningModule, at any depth; its prefix is found in the checkpoint's names.
@@ -115,7 +115,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         content["state_dict"] = parts.get(WEIGHTS, {})
         if OPTIMIZER in parts:
             try:
-                content["optimizer_states"] = [by_numbers({"state": {}, **parts[OPTIMIZER]})]
+                content["optimizer_states"] = [name_to_number({"state": {}, **parts[OPTIMIZER]})]
             except (AttributeError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"the optimizer state in {checkpoint} is not as Lightning writes it: {error!r}. Take another "

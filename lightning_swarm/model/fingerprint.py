@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from lightning_swarm.model.random.philox import long_bits
+from lightning_swarm.model.random.keyed_stream import long_bits
 from lightning_swarm.protocol import serialization
 
 _ROW: Final = 1 << 15  # words in a row, each with its own multiplier

@@ -76,9 +76,9 @@ Examples are `k` of schedule-free optimizers and `d` of Prodigy. Servers add the
 """
 
 
-# Below, `names` are full parameter names by `id` of the optimizer's parameters. `by_name` and `loaded_state` return
-# state by parameter name. `by_names` and `by_numbers` convert a state dict's numbers to names and back.
-def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+# Below, `names` are full parameter names by `id` of the optimizer's parameters. `state_by_name` and `loaded_state`
+# return state by parameter name. `number_to_name` and `name_to_number` convert a state dict's keys.
+def state_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """Return the present state of an optimizer over the whole model, by full parameter name. Not a state dict."""
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items() if id(parameter) in names}
 
@@ -145,15 +145,15 @@ def as_saved(
     return {name: {**found.get(name, {}), **group_values.get(name, {})} for name in {**found, **group_values}}
 
 
-def by_names(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the parameters' numbers in a state dict of an optimizer by their names; `by_numbers` undoes this."""
+def number_to_name(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the parameters' numbers in a state dict of an optimizer by their names; `name_to_number` undoes this."""
     order = [names[id(parameter)] for parameter in _all(optimizer)]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
     return {"state": {order[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
 
 
-def by_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `by_names`. Also move values of `GROUP`, which servers add to states, into the parameter groups."""
+def name_to_number(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `number_to_name`. Also move values of `GROUP`, which servers add to states, into the parameter groups."""
     order = [name for group in saved["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     groups = []

@@ -281,7 +281,7 @@ def _is_other(key: str, new: Any, old: Mapping[str, Any]) -> bool:
 
 def check_hooks(optimizer: Optimizer) -> None:
     """Refuse hooks that refer to objects of this process, because servers call them for each stage's parameters."""
-    own_step = [step] if (step := step_of_its_own(optimizer)) is not None else []
+    own_step = [step] if (step := instance_step(optimizer)) is not None else []
     for hook in own_step + [hook for name in HOOKS for hook in vars(optimizer).get(name, {}).values()]:
         for found in _referred(hook):
             if found is not optimizer and not isinstance(found, _REFERABLE):
@@ -293,7 +293,7 @@ def check_hooks(optimizer: Optimizer) -> None:
                 )
 
 
-def step_of_its_own(optimizer: Optimizer) -> Any:
+def instance_step(optimizer: Optimizer) -> Any:
     """Return the function that user code assigned to this object's `step`, or None."""
     step = vars(optimizer).get("step")
     return None if hasattr(step, "_wrapped_by_lr_sched") else step  # schedulers assign a wrapper

@@ -190,7 +190,7 @@ class ShardedCheckpoint:
         return any(path[:2] == (OPTIMIZER, "param_groups") for path in self._paths.values())
 
     def read_groups(self) -> dict[str, Any]:
-        """Read the optimizer's groups in the form of `optimizer_state.by_names`, with values that it wrote there."""
+        """Read the optimizer's groups in the form of `optimizer_state.number_to_name`, with values that it wrote."""
         groups = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "param_groups")]
         written = [
             key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "state") and path[3:4] == (GROUP,)

@@ -45,7 +45,7 @@ _SOCKETS: Final = Path("/tmp")  # hivemind puts the daemon's sockets here, whate
 _MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # the first message of libp2p peers, behind its length
 
 
-def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
+def probe_port(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
     """Check over a plain socket whether libp2p answers at an address. This does not tell which peer it is."""
     at = str(address.place)
     try:
@@ -91,7 +91,7 @@ def _knock_until_one_answers(addresses: Sequence[Address]) -> list[DialResult]:
     """Knock at all addresses at once. Return the result of the first that answers; if none does, all in order."""
     pool = ThreadPoolExecutor(_MAX_KNOCKS)
     try:
-        knocks = [pool.submit(knock, address) for address in addresses]
+        knocks = [pool.submit(probe_port, address) for address in addresses]
         for done in as_completed(knocks):
             if done.result().obstacle is None:
                 return [done.result()]
@@ -102,9 +102,9 @@ def _knock_until_one_answers(addresses: Sequence[Address]) -> list[DialResult]:
 
 def explain(addresses: Sequence[Address]) -> str:
     """Explain why no peer of these ids was reached, though libp2p answers at one of the addresses."""
-    dialed = {address: knock(address) for address in addresses}
+    dialed = {address: probe_port(address) for address in addresses}
     answering = [address for address, found in dialed.items() if found.obstacle is None]
-    dialed.update(zip(answering, (found for found, _ in meet(answering)), strict=True))
+    dialed.update(zip(answering, (found for found, _ in greet_all(answering)), strict=True))
     return " ".join(map(_complaint, dialed, dialed.values()))
 
 
@@ -153,14 +153,16 @@ def visit(name: str, visitor: Visitor = ANYONE, **options: Any) -> Iterator[tupl
             runtime.run(transport.close())
 
 
-def meet(addresses: Sequence[Address], visitor: Visitor = ANYONE) -> Iterator[tuple[DialResult, GreetingResult | None]]:
+def greet_all(
+    addresses: Sequence[Address], visitor: Visitor = ANYONE
+) -> Iterator[tuple[DialResult, GreetingResult | None]]:
     """Connect to addresses where libp2p answers, and exchange greetings with the peers there."""
     with visit("doctor", visitor, startup_timeout=_TIMEOUT_S) as (runtime, transport):
         for address in addresses:
-            yield runtime.run(_meet(transport, address, visitor))
+            yield runtime.run(_greet(transport, address, visitor))
 
 
-async def _meet(
+async def _greet(
     transport: BaseTransport, address: Address, visitor: Visitor = ANYONE
 ) -> tuple[DialResult, GreetingResult | None]:
     """Connect to one address, and exchange greetings; the result names the obstacle where that fails."""
@@ -193,7 +195,7 @@ def examine(
     versions = [checks.check_version(name, installed_version(name)) for name in checks.SUPPORTED]
     yield from versions
     for path, purpose in ((Path.cwd(), "checkpoints and logs"), (_SOCKETS, "the daemon's sockets")):
-        yield checks.check_folder(str(path), purpose, *look_at_folder(path))
+        yield checks.check_folder(str(path), purpose, *probe_folder(path))
     if all(finding.ok for finding in versions if finding.check == "torch"):
         yield checks.check_threads(_num_threads(), _num_cores())
     daemon = find_daemon()
@@ -216,7 +218,7 @@ def _examine_peers(addresses: Sequence[Address], visitor: Visitor, *, with_daemo
     """Check the way to running peers; without the daemon, only whether libp2p answers at their addresses."""
     answering = []
     for address in addresses:
-        dialed = knock(address)
+        dialed = probe_port(address)
         if dialed.obstacle is None and with_daemon:
             answering.append(address)
         else:
@@ -224,7 +226,7 @@ def _examine_peers(addresses: Sequence[Address], visitor: Visitor, *, with_daemo
     if not answering:
         return
     here = queries.own_greeting(0.0)
-    for dialed, meeting in meet(answering, visitor):
+    for dialed, meeting in greet_all(answering, visitor):
         yield checks.check_reach(dialed, meeting.round_trip_s if meeting else None)
         if meeting is not None:
             there = meeting.greeting
@@ -266,7 +268,7 @@ def try_daemon(host: str, port: int) -> tuple[str | None, float]:
     return None, took_s
 
 
-def look_at_folder(path: Path) -> tuple[str | None, int]:
+def probe_folder(path: Path) -> tuple[str | None, int]:
     """Write a file to a folder; return the error, or None, and the free bytes of its disk (0 after an error)."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:

@@ -101,11 +101,11 @@ class Members:
         subjects = {ban.subject for ban in bans_in(seats.bans)}
         return [one.number.hex() for one in seats.invitations if peer in one.peers and one.number.hex() in subjects]
 
-    def tell(self, signed: bytes) -> dict[PeerId, str | None]:
+    def send_ban(self, signed: bytes) -> dict[PeerId, str | None]:
         """Send a signed ban of the owner to all peers; returns each peer's reason to refuse it, or None."""
-        return self._runtime.run(self._tell(signed))
+        return self._runtime.run(self._send_ban(signed))
 
-    async def _tell(self, signed: bytes) -> dict[PeerId, str | None]:
+    async def _send_ban(self, signed: bytes) -> dict[PeerId, str | None]:
         async def tell(peer: PeerId) -> str | None:
             try:
                 await BAN.ask(self._transport, peer, signed, timeout=self._timeout)

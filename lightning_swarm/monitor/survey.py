@@ -20,7 +20,7 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.core.readable import printable, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor.checks import Obstacle
-from lightning_swarm.monitor.doctor import ANYONE, Visitor, knock, visit
+from lightning_swarm.monitor.doctor import ANYONE, Visitor, probe_port, visit
 from lightning_swarm.monitor.swarm_report import Sighting, SwarmReport, summarize
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
@@ -137,7 +137,7 @@ def watch_sightings(
 
 def _explain(address: Address, timeout: float) -> str:
     """Explain why libp2p does not reach a peer, by the result of a plain connection."""
-    dialed = knock(address, timeout=timeout)
+    dialed = probe_port(address, timeout=timeout)
     obstacle = dialed.obstacle or Obstacle.IDENTITY  # libp2p answers there, so the peer has another id
     detail = f" ({dialed.detail})" if dialed.detail else ""
     return f"{address} cannot be reached: {obstacle.what}{detail}. {obstacle.remedy} Or ask another peer of the run."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy
 from lightning_swarm.network import SMALL_BYTES, PeerId
-from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Hold, hold_all
+from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Hold, reserve_nothing
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class ByteBudget:
         self._num_bytes += num_bytes
         return True
 
-    def give_back(self, peer: PeerId, num_bytes: int) -> None:
+    def release(self, peer: PeerId, num_bytes: int) -> None:
         """Release bytes that `take` has reserved."""
         num_bytes = min(num_bytes, self.max_peer_bytes)
         self._num_bytes -= num_bytes
@@ -50,7 +50,7 @@ class ByteBudget:
 
         def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
             if num_bytes <= SMALL_BYTES:
-                return hold_all(num_bytes)
+                return reserve_nothing(num_bytes)
             return self.holding(peer, num_bytes, timeout=STALL_TIMEOUT_S)
 
         return hold
@@ -71,7 +71,7 @@ class ByteBudget:
         try:
             yield
         finally:
-            self.give_back(peer, num_bytes)
+            self.release(peer, num_bytes)
 
 
 @dataclass(eq=False)

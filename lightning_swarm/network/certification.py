@@ -37,7 +37,7 @@ class Certification:
 
     async def permit_of(self, peer: PeerId) -> Permit | None:
         """Return a peer's permit. Exchange certificates first if the peer is unknown."""
-        if peer != self._gate.own and not self._gate.knows(peer):
+        if peer != self._gate.own and not self._gate.is_certified(peer):
             await self._certify_at(peer)
         return self._gate.permit_of(peer)
 
@@ -46,14 +46,14 @@ class Certification:
         if method in OPEN_METHODS:
             return await ask()
         if not self._gate.may_be_asked(peer, method):
-            if not self._gate.knows(peer):
+            if not self._gate.is_certified(peer):
                 await self._certify_at(peer)
-            self._gate.check_answers(peer, method)
+            self._gate.check_may_be_asked(peer, method)
         try:
             return await ask()
         except Uncertified:
             await self._certify_at(peer)
-            self._gate.check_answers(peer, method)  # the peer's role may have changed
+            self._gate.check_may_be_asked(peer, method)  # the peer's role may have changed
         try:
             return await ask()
         # Not `Uncertified`: if a handler sends this request, the error goes on to the handler's caller, which would

@@ -67,7 +67,7 @@ class OpenAnswers(Guard):
     def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
         """See `Guard`."""
         if self.gate is not None:
-            self.gate.check_enters(caller, method)
+            self.gate.check_may_enter(caller, method)
         task = asyncio.current_task()
         assert task is not None
         self._caller_of[task] = caller
@@ -76,7 +76,7 @@ class OpenAnswers(Guard):
     def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
         """See `Guard`."""
         if self._ended.get(task) and not task.uncancel():  # else other code has cancelled it, too
-            self.check_answered(caller, method)
+            self.check_may_be_answered(caller, method)
             raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
 
     def leave(self, task: asyncio.Task[Any]) -> None:
@@ -85,7 +85,7 @@ class OpenAnswers(Guard):
         if self._ended:
             self._ended.pop(task, None)
 
-    def check_answered(self, caller: PeerId, method: str) -> None:
+    def check_may_be_answered(self, caller: PeerId, method: str) -> None:
         """See `Guard`. This also finds expired certificates, for which there is no timer."""
         if self.gate is not None:
-            self.gate.check_answered(caller, method)
+            self.gate.check_may_be_answered(caller, method)

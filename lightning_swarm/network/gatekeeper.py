@@ -35,7 +35,7 @@ class _Known(NamedTuple):
     certificate: bytes
     permit: Permit
     expires_at_s: float  # seconds since the epoch
-    may_call: frozenset[str]  # methods that it may call at this peer
+    calls: frozenset[str]  # methods that it may call at this peer
     answers: frozenset[str]  # methods that it may be asked for
 
 
@@ -120,25 +120,25 @@ class Gatekeeper:
         if reason := self._why_cut_off(peer):
             raise Unreachable(f"{peer} is not asked any more: {reason}")
 
-    def check_answered(self, caller: PeerId, method: str) -> None:
+    def check_may_be_answered(self, caller: PeerId, method: str) -> None:
         """Before an answer is sent: refuse it if the caller has lost its permit since its request.
 
         A caller whose permit was only dropped for lack of room still gets the answer.
         """
-        if self.lets_call(caller, method):
+        if self.may_call(caller, method):
             return
         known = self._find(caller)
         if reason := self._why_cut_off(caller):
             self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
         if known is not None:  # the caller has shown another certificate since its request
-            self.check_caller(caller, method)
+            self.check_may_call(caller, method)
 
-    def check_enters(self, caller: PeerId, method: str) -> None:
+    def check_may_enter(self, caller: PeerId, method: str) -> None:
         """Before a request goes to its handler: refuse it if the caller's certificate does not permit it any more."""
-        if self.lets_call(caller, method):
+        if self.may_call(caller, method):
             return
-        self.check_answered(caller, method)
-        self.check_caller(caller, method)  # refuses even a forgotten caller, which can send the request again
+        self.check_may_be_answered(caller, method)
+        self.check_may_call(caller, method)  # refuses even a forgotten caller, which can send the request again
 
     def _why_cut_off(self, peer: PeerId) -> str:
         """Return why a peer's certificate permits nothing any more; empty if no reason is known."""
@@ -149,7 +149,7 @@ class Gatekeeper:
             return f"it {banned(ban)}"
         return "its certificate has expired" if peer in self._cut_off else ""
 
-    def knows(self, peer: PeerId) -> bool:
+    def is_certified(self, peer: PeerId) -> bool:
         """Return whether another peer has shown a valid certificate."""
         return self._find(peer) is not None
 
@@ -237,14 +237,14 @@ class Gatekeeper:
 
     # ------------------------------------------------------------------ the rules
 
-    def lets_call(self, caller: PeerId, method: str) -> bool:
+    def may_call(self, caller: PeerId, method: str) -> bool:
         """Return whether a caller has shown a certificate that permits a request."""
         known = self._find(caller)
-        return known is not None and method in known.may_call
+        return known is not None and method in known.calls
 
-    def check_caller(self, caller: PeerId, method: str) -> None:
+    def check_may_call(self, caller: PeerId, method: str) -> None:
         """As a request arrives: refuse it if the caller's certificate does not permit it, or was never shown."""
-        if self.lets_call(caller, method):
+        if self.may_call(caller, method):
             return
         known = self._find(caller)
         if method in OPEN_METHODS:
@@ -259,7 +259,7 @@ class Gatekeeper:
 
     def check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a long message of a peer that has shown no certificate, before it is read."""
-        if num_bytes > STRANGER_BYTES and not self.knows(caller):
+        if num_bytes > STRANGER_BYTES and not self.is_certified(caller):
             self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
 
     def may_be_asked(self, peer: PeerId, method: str) -> bool:
@@ -267,10 +267,10 @@ class Gatekeeper:
         known = self._find(peer)
         return known is not None and method in known.answers
 
-    def check_answers(self, peer: PeerId, method: str) -> None:
+    def check_may_be_asked(self, peer: PeerId, method: str) -> None:
         """Before this peer sends a request: refuse if the other peer's certificate does not permit it to answer.
 
-        The checks of incoming requests are `check_caller`, `check_enters` and `check_answered`.
+        The checks of incoming requests are `check_may_call`, `check_may_enter` and `check_may_be_answered`.
         """
         known = self._find(peer)
         if known is None:

@@ -53,7 +53,7 @@ class _WatchedPeer:
         self.channels: set[Channel] = set()
         self.pings: set[asyncio.Task[None]] = set()
         self.num_moved_bytes = 0  # by all channels, at the newest check
-        self.heard_s = 0.0  # time of the newest sign of life
+        self.alive_s = 0.0  # time of the newest sign of life
         self.round_trip_s = 0.0  # slowest recent round trip; older samples fade
         self.due_s = 0.0  # time of the next check
         self.tick: asyncio.TimerHandle | None = None  # timer of the next check
@@ -90,7 +90,7 @@ class Liveness:
         loop = asyncio.get_running_loop()
         watched = self._known(peer)
         if not watched.exchanges:
-            watched.heard_s = loop.time()
+            watched.alive_s = loop.time()
         watched.exchanges[exchange] = None
         exchange.begun_s = loop.time()
         if watched.tick is None:
@@ -116,10 +116,10 @@ class Liveness:
         finally:
             watched.channels.discard(channel)
 
-    def heard(self, peer: PeerId) -> None:
+    def note_alive(self, peer: PeerId) -> None:
         """Record an answer of `peer` as a sign of life."""
         if (watched := self._watched.get(peer)) is not None:
-            watched.heard_s = asyncio.get_running_loop().time()
+            watched.alive_s = asyncio.get_running_loop().time()
 
     def close(self) -> None:
         """Stop watching."""
@@ -150,18 +150,18 @@ class Liveness:
         now_s = asyncio.get_running_loop().time()
         interval_s = self._interval_s(peer)
         if (late_s := now_s - watched.due_s) > interval_s:
-            watched.heard_s += late_s  # this process was suspended or blocked, and could receive nothing
+            watched.alive_s += late_s  # this process was suspended or blocked, and could receive nothing
         num_moved_bytes = sum(channel.num_moved_bytes for channel in watched.channels)
         is_moving = num_moved_bytes != watched.num_moved_bytes
         if is_moving:  # a sign of life
-            watched.num_moved_bytes, watched.heard_s = num_moved_bytes, now_s
-        silent_s = now_s - watched.heard_s
+            watched.num_moved_bytes, watched.alive_s = num_moved_bytes, now_s
+        silent_s = now_s - watched.alive_s
         if silent_s >= self.patience_s(peer):
             for exchange in watched.exchanges:
                 if not exchange.limit.expired():
                     exchange.silent_s = silent_s
                     exchange.limit.reschedule(now_s)
-            watched.heard_s = now_s  # the next exchange waits as long again
+            watched.alive_s = now_s  # the next exchange waits as long again
             return
         if silent_s >= interval_s / 2:
             ping = self._spawn(self._ping_once(peer, watched))
@@ -181,7 +181,7 @@ class Liveness:
         except (SwarmError, TimeoutError):
             return  # the next tick decides
         now_s = loop.time()
-        watched.heard_s = max(watched.heard_s, now_s)
+        watched.alive_s = max(watched.alive_s, now_s)
         watched.round_trip_s = max(now_s - began_s, _FADING * watched.round_trip_s)
 
 

@@ -112,7 +112,7 @@ class MemoryNetwork:
         if mended := self._cuts.pop(frozenset((one, other)), None):
             mended.set()
 
-    def at(self, address: str) -> PeerId | None:
+    def peer_at(self, address: str) -> PeerId | None:
         """Return the live peer at an address without an id."""
         return next((peer for peer, one in self._peers.items() if one.address == f"{address}/p2p/{peer}"), None)
 
@@ -226,7 +226,7 @@ class MemoryTransport(BaseTransport):
 
     async def identify(self, address: str) -> PeerId | None:
         """See `Transport`."""
-        return self._network.at(address)
+        return self._network.peer_at(address)
 
     async def addresses(self) -> tuple[str, ...]:
         """See `Transport`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from lightning_swarm.core.errors import SwarmError, Unreachable
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.liveness import Exchange
@@ -66,7 +66,7 @@ class RepeatedSend(Generic[_T]):
         finally:
             self._exchange.send_again = self._waiting = None
             if self._again:
-                await ended(self._again)
+                await cancel_and_wait(self._again)
 
     def _send_again(self) -> None:
         if self._answers:  # a repeat was answered by an error, and the first request still has no answer

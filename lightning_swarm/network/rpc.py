@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import (
     Buffer,
@@ -100,7 +100,7 @@ Hold = Callable[[int], AbstractAsyncContextManager[None]]
 """Makes a context that reserves this many bytes for a request: it waits for room, or raises `Busy`."""
 
 
-def hold_all(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
+def reserve_nothing(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
     """Return a context that reserves nothing, for requests of any size: there is room for all of them."""
     return nullcontext()
 
@@ -123,7 +123,7 @@ class Guard(Protocol):
         """Unregister a task whose handler is done."""
         ...
 
-    def check_answered(self, caller: PeerId, method: str) -> None:
+    def check_may_be_answered(self, caller: PeerId, method: str) -> None:
         """Refuse to send an answer if the caller may not call any more."""
         ...
 
@@ -133,7 +133,7 @@ class ServedMethod(NamedTuple):
 
     max_bytes: int  # most tensor bytes of a request
     respond: Responder
-    hold: Hold = hold_all  # reserves room for the request's tensors until it is answered
+    hold: Hold = reserve_nothing  # reserves room for the request's tensors until it is answered
     caller: PeerId = PeerId("")
     guard: Guard | None = None  # None: no check at the handler
 
@@ -183,7 +183,7 @@ async def serve(
     count: Callable[[str, Channel], None],  # is called after each request
     *,
     idle_timeout: float,
-    hold: Hold = hold_all,  # reserves room for a request without its tensors
+    hold: Hold = reserve_nothing,  # reserves room for a request without its tensors
 ) -> None:
     """Answer the requests that come over a channel, one by one, until it ends or a request is refused unread."""
     while True:
@@ -239,7 +239,7 @@ async def answer_to(
                 raise
             finally:
                 guard.leave(task)
-            guard.check_answered(served.caller, head.method)
+            guard.check_may_be_answered(served.caller, head.method)
         if max_bytes is not None and answer.num_tensor_bytes > max_bytes:
             raise ProtocolError(
                 f"The answer to `{head.method}` brings {answer.num_tensor_bytes} bytes of tensors, "
@@ -273,4 +273,4 @@ async def _in_background(coroutine: Coroutine[Any, Any, _T]) -> AsyncIterator[as
     try:
         yield task
     finally:
-        await ended([task])
+        await cancel_and_wait([task])

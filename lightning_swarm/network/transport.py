@@ -44,7 +44,7 @@ from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.repeats import RepeatedSend, RunningAnswers, repeated_id
-from lightning_swarm.network.rpc import Channel, ServedMethod, Tap, answer_to, ask, check_answer, hold_all, serve
+from lightning_swarm.network.rpc import Channel, ServedMethod, Tap, answer_to, ask, check_answer, reserve_nothing, serve
 
 _T = TypeVar("_T")
 
@@ -143,7 +143,7 @@ class BaseTransport(Transport):
         """Send a request once over a separate stream, and measure the link; `num_repeats`: 0 for the first request."""
         began_s = now_s()
         answer = await self._send_stream(peer, method, message, max_bytes, repeated_id(first_id, num_repeats))
-        self._liveness.heard(peer)
+        self._liveness.note_alive(peer)
         self.links.add_sample(
             peer,
             sent_bytes=message.num_tensor_bytes,
@@ -170,7 +170,7 @@ class BaseTransport(Transport):
         self.traffic.sent_bytes[peer, method] += len(request)
         began_s = now_s()
         data = await self._send_call(peer, method, request)
-        self._liveness.heard(peer)
+        self._liveness.note_alive(peer)
         self.links.add_sample(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
         self.traffic.received_bytes[peer, method] += len(data)
         head = framing.decode(data)
@@ -303,7 +303,7 @@ class BaseTransport(Transport):
 
     def _account_of(self, caller: PeerId) -> PeerId:
         """Return the peer to count bytes for. Strangers share one entry, because they can change their ids."""
-        return caller if self._gate is None or self._gate.knows(caller) else PeerId("")
+        return caller if self._gate is None or self._gate.is_certified(caller) else PeerId("")
 
     @contextmanager
     def _counting(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
@@ -313,7 +313,7 @@ class BaseTransport(Transport):
         try:
             yield
         finally:
-            self._strangers_budget.give_back(caller, num_bytes)
+            self._strangers_budget.release(caller, num_bytes)
 
     def _check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a stranger's long message unread. The current gate decides, because a stream may outlive a gate."""
@@ -333,7 +333,7 @@ class BaseTransport(Transport):
         """Find the handler of a request and its limits; refuse an unknown method, or a caller that may not call it."""
         guard = None
         if self._gate is not None and caller != self._peer_id:
-            self._gate.check_caller(caller, head.method)
+            self._gate.check_may_call(caller, head.method)
             # The guard would refuse callers without a certificate, which may call the open methods.
             guard = None if head.method in OPEN_METHODS else self._answering
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
@@ -341,7 +341,7 @@ class BaseTransport(Transport):
             async def respond(message: Message) -> Message:
                 return Message(await on_call(caller, message.body))
 
-            return ServedMethod(0, respond, hold_all, caller, guard)
+            return ServedMethod(0, respond, reserve_nothing, caller, guard)
         if head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
             on_stream, max_bytes, admit = entry
             if admit is not None:

@@ -18,7 +18,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.peer.discovery import ServerAnnouncement
-from lightning_swarm.protocol.bans import heed
+from lightning_swarm.protocol.bans import apply_received_ban
 from lightning_swarm.protocol.invitations import (
     MAX_COUNTED,
     Used,
@@ -84,7 +84,7 @@ class Arrivals:
         self.used = found.invitations
         self.convicted = convicted_after({}, found.convicted)
         for signed in found.bans:
-            heed(self._transport, signed)
+            apply_received_ban(self._transport, signed)
 
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
         """Return the servers that may be first members.

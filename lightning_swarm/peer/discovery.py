@@ -207,25 +207,25 @@ class RunDirectory:
         await self._publish(key, value, timeout=timeout)
         self._own[key] = value
 
-    async def say(self, launch_id: str, what: str, value: bytes, *, timeout: float) -> None:
+    async def announce_event(self, launch_id: str, what: str, value: bytes, *, timeout: float) -> None:
         """At the starter: announce an event to the launch's other trainers, such as that `prepare_data` is done."""
-        await self._publish(self._said(launch_id, what), value, timeout=timeout)
+        await self._publish(self._event_key(launch_id, what), value, timeout=timeout)
 
-    async def await_said(self, launch_id: str, what: str, *, timeout: float, starter: PeerId | None = None) -> bytes:
+    async def await_event(self, launch_id: str, what: str, *, timeout: float, starter: PeerId | None = None) -> bytes:
         """At another trainer: wait for an announcement, by the starter if it is known, or raise `DeadlineExceeded`."""
         deadline = now_s() + timeout
         while True:
-            found = await self.directory.read(self._said(launch_id, what))
-            said = found.get(starter) if starter is not None else next(iter(found.values()), None)
-            if said is not None:
-                return said
+            found = await self.directory.read(self._event_key(launch_id, what))
+            event = found.get(starter) if starter is not None else next(iter(found.values()), None)
+            if event is not None:
+                return event
             if now_s() > deadline:
                 raise DeadlineExceeded(
                     f"the run's starter did not come to `{what}` within {timeout:g} s. Raise `Limits.lead_timeout`."
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _said(self, launch_id: str, what: str) -> str:
+    def _event_key(self, launch_id: str, what: str) -> str:
         """Return the directory's key of an event of this launch; an earlier run may have had the same run id."""
         return f"{self.run_id}.{what}.{launch_id}"
 
@@ -370,7 +370,7 @@ async def hand_out(
 def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manifest) -> WithTensors[StageState]:
     state = StageState(
         stage_index=stage.spec.index,
-        step=manifest.first_step,
+        version=manifest.first_step,
         generation=manifest.generation,
         optimizer=False,
         names=list(tensors),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.core.private_file import is_there, write_over
+from lightning_swarm.core.private_file import can_see_file, replace_file
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import load_identity
@@ -64,7 +64,7 @@ class Entry:
 
     def check_children(self, num_children: int) -> None:
         """Refuse to start other peers on this machine if this one has no invitation for all of them."""
-        if self.is_kept and all(map(is_there, self._certificates_of_children(num_children))):
+        if self.is_kept and all(map(can_see_file, self._certificates_of_children(num_children))):
             return
         if isinstance(self.proof, Certificate):
             raise ConfigError(
@@ -122,10 +122,10 @@ def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -
     kept_at = None if config.identity_path is None else _certificate_file(config.identity_path)
     if config.invite is not None:
         return _entry_by_file(config, config.invite, kept_at, now_s=now_s)
-    if config.initial_peers and kept_at is not None and is_there(kept_at):
+    if config.initial_peers and kept_at is not None and can_see_file(kept_at):
         return _entry_by_kept(config, kept_at, now_s=now_s)
     path = owner_file(folder(), config.run_id)
-    if config.initial_peers and not is_there(path):
+    if config.initial_peers and not can_see_file(path):
         raise ConfigError(_missing(config))
     owner = Owner.load(config.run_id, path)
     return owner_entry(owner)
@@ -166,7 +166,7 @@ def _kept_for(
     invitation: AnyInvitation | None, config: SwarmConfig, kept_at: Path | None, *, now_s: float
 ) -> Entry | None:
     """Return the entry by the certificate of an earlier start, if it is valid and of the same owner's run."""
-    if kept_at is None or not is_there(kept_at):
+    if kept_at is None or not can_see_file(kept_at):
         return None
     try:
         kept = _entry_by_kept(config, kept_at, now_s=now_s)
@@ -282,7 +282,7 @@ def _text_of(path: Path) -> tuple[str, str | None]:
 def _keep(path: Path, certificate: Certificate) -> None:
     """Write a certificate for the next start; warn if that fails, because this start does not need the file."""
     try:
-        write_over(path, f"{to_text(certificate)}\n".encode())
+        replace_file(path, f"{to_text(certificate)}\n".encode())
     except OSError as error:
         _log.warning(
             "This peer's certificate could not be kept in %s: %s. Its next start takes the invitation again.",

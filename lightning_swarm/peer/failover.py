@@ -39,7 +39,7 @@ _POLL_START_S: Final = 0.1  # between two questions whether a trainer waits for 
 PackLoop = Callable[[], Sequence[Tensor]]
 # Returns whether a loop could continue at a version. The second argument, called with a step and the places of batches,
 # returns whether the step's record counts these batches.
-CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
+CanResume = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
 
 
 @dataclass(eq=False)
@@ -116,14 +116,14 @@ async def what_is_lost(
         servers = sorted({*run.servers, *(voter.peer_id for voter in run.voters)})
         # Not by pings, because a server that was started again answers them, too, but is in no run.
         alive = set(await ask_held(transport, servers, timeout=silence_s))
-        found = lost(run, alive)
+        found = why_lost(run, alive)
         # If all missing peers are processes of this machine that have ended, waiting is pointless.
         if not found or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
             return found
         await asyncio.sleep(_POLL_S)
 
 
-def lost(run: RunState, alive: Collection[PeerId]) -> str:
+def why_lost(run: RunState, alive: Collection[PeerId]) -> str:
     """Return why a run cannot continue with these peers; empty if it can."""
     empty = [index for index, roster in enumerate(run.rosters) if not any(peer.peer_id in alive for peer in roster)]
     if empty:
@@ -145,7 +145,7 @@ async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> M
     return newest
 
 
-async def loops_at(
+async def resumable_versions(
     transport: Transport, trainers: Iterable[PeerId], versions: Collection[int], *, timeout: float
 ) -> set[int]:
     """Return the versions at which the loops of all these trainers could continue; ignore trainers without answer."""
@@ -189,7 +189,7 @@ class StandbyLead:
         self._transport = transport
         self._admission = admission
         self._limits = limits
-        self.could_go_on: CouldGoOn = lambda *_: False  # called on the event loop
+        self.can_resume: CanResume = lambda *_: False  # called on the event loop
         self.waits = False  # this trainer waits for a run to begin
         self.run: RunState | None = None  # None: this trainer is in no run
         LOOP.serve(transport, self._handle_loop)
@@ -201,7 +201,7 @@ class StandbyLead:
     def leave_run(self) -> None:
         """Forget the run before asking for a new run, which may admit and release this trainer's server first."""
         self.run = None
-        self.could_go_on = lambda *_: False
+        self.can_resume = lambda *_: False
 
     @property
     def _lead(self) -> PeerId | None:
@@ -211,7 +211,7 @@ class StandbyLead:
         lead = self._admission.membership.lead or self._lead  # the former: a standby that took over
         if caller != lead:
             raise ProtocolError(f"only the lead {lead} may roll the run back, got the order of {caller}")
-        versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
+        versions = [version for version in request.versions if self.can_resume(version, self._counts)]
         return LoopReply(versions=versions, waits=self.waits)
 
     def _counts(self, step: int, firsts: Collection[int]) -> bool:

@@ -23,7 +23,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.server_host import ServerHost
 from lightning_swarm.peer.trainer_role import TrainerRole
-from lightning_swarm.protocol.bans import heed
+from lightning_swarm.protocol.bans import apply_received_ban
 from lightning_swarm.protocol.messages.membership import ClaimReply
 from lightning_swarm.protocol.messages.run import RunView, ranges_of
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
@@ -155,7 +155,7 @@ class Follower:
         """Open a session in a run under way, from one of its next steps on; return the session and the lead's epoch."""
         model.check(seen.manifest)
         if serves:  # this peer's server joins a stage at the same time
-            self._runtime.run(self._host.serve(model.twin(), trains=True, inherits=inherits))
+            self._runtime.run(self._host.announce(model.twin(), trains=True, inherits=inherits))
         else:
             # Unannounced: the server holds no stage, but is notified of the run's end.
             self._runtime.run(self._host.start(model.twin()))
@@ -163,7 +163,7 @@ class Follower:
         run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
         standby = self._become_standby()
         standby.leave_run()
-        runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
+        runtime = self._host.runtime_until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
         if serves:
             self._runtime.run(self._host.keep_joined(run))
             if seen.manifest.is_whole:  # the trainer computes with its own server's model
@@ -180,24 +180,24 @@ class Follower:
         """Ask the run to let this peer's server leave, if it is in one, and wait up to `Limits.drain_timeout`."""
         self._runtime.post(self._host.leave)
         with contextlib.suppress(RunOver, SwarmError):
-            self._runtime.run(self._host.until_let_go())
+            self._runtime.run(self._host.until_server_left())
 
     # ------------------------------------------------------------------ a run that begins
 
-    def await_said(self, launch_id: str, what: str) -> bytes:
+    def await_event(self, launch_id: str, what: str) -> bytes:
         """Wait for an announcement by the starter of the same launch, such as that the data is prepared."""
         # Any peer may publish anything, so only the starter's announcement counts. The processes that it starts have it
         # as their first initial peer.
         peers, timeout = self._config.initial_peers, self._config.limits.lead_timeout
         starter = peers[0].peer_id if peers else None
-        return self._runtime.run(self._directory.await_said(launch_id, what, timeout=timeout, starter=starter))
+        return self._runtime.run(self._directory.await_event(launch_id, what, timeout=timeout, starter=starter))
 
     def join_run(self, model: PeerModel, device: torch.device) -> Session:
         """Serve, and open a session in the run as soon as the starter has begun it."""
-        self._runtime.run(self._host.serve(model.twin(), trains=True, inherits=self._host.could_lead))
+        self._runtime.run(self._host.announce(model.twin(), trains=True, inherits=self._host.could_lead))
         limits = self._config.limits
         standby, released = self._become_standby(), self._host.admission.released
-        runtime = self._host.until_over(self._runtime, released, grace_s=limits.leave_timeout)
+        runtime = self._host.runtime_until_over(self._runtime, released, grace_s=limits.leave_timeout)
         run = runtime.run(self._await_begin(standby, timeout=limits.lead_timeout))
         self._runtime.run(self._host.keep_joined(run))
         return self._open(run, model, device, runtime)
@@ -237,7 +237,7 @@ class Follower:
 
     def wait_until_dismissed(self) -> None:
         """Serve until the run is over; raises `StepError` if it broke off, and `WentBack` if it rolls back."""
-        runtime = self._host.until_over(self._runtime, self._host.admission.released)
+        runtime = self._host.runtime_until_over(self._runtime, self._host.admission.released)
         with contextlib.suppress(RunOver):
             runtime.run(self._host.until_dismissed())
 
@@ -248,7 +248,7 @@ class Follower:
         return self._standby
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
-        run.heed_bans(partial(heed, self._directory.transport))
+        run.apply_bans_by(partial(apply_received_ban, self._directory.transport))
         stages = model.build_stages(ranges_of(run.manifest.stages))
         local_layers = self._host.local_layers(stages[-1], run, self._runtime, runtime)
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
@@ -278,7 +278,7 @@ class Follower:
         """True if the peer that released the run is not its former lead."""
         return self._standby is not None and self._standby.has_new_lead
 
-    def set_could_go_on(self, could_go_on: failover.CouldGoOn) -> None:
+    def set_can_resume(self, can_resume: failover.CanResume) -> None:
         """Set the function that decides whether this trainer's loop could continue at a version."""
         assert self._standby is not None
-        self._standby.could_go_on = could_go_on
+        self._standby.can_resume = can_resume

@@ -21,7 +21,7 @@ from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.readable import shorten
-from lightning_swarm.core.tasks import first_found, gather
+from lightning_swarm.core.tasks import first_result, gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId, Transport
@@ -32,13 +32,13 @@ from lightning_swarm.peer.arrivals import Arrivals, known_peers
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
-from lightning_swarm.protocol.bans import heed
+from lightning_swarm.protocol.bans import apply_received_ban
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.keepers import convictions, may_decide
 from lightning_swarm.protocol.messages.run import Keepers, Manifest, Member, RestartRequest, Selection
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
-from lightning_swarm.protocol.queries import ask_held, newest_complete, only_told, only_versions
+from lightning_swarm.protocol.queries import ask_held, newest_complete, only_recorded, only_versions
 from lightning_swarm.protocol.rpc import VIEW
 from lightning_swarm.protocol.run_state import RunState, replaced_by
 from lightning_swarm.server.stage_builder import PeerModel
@@ -229,7 +229,7 @@ class Lead:
             return coordinator
 
         async def is_under_way() -> bool:
-            return await first_found(map(ask, await self._directory.find_runs())) is not None
+            return await first_result(map(ask, await self._directory.find_runs())) is not None
 
         if self._runtime.run(is_under_way()):
             raise ConfigError(  # two runs would take each other's servers
@@ -246,10 +246,10 @@ class Lead:
         """Before the run begins: continue with the peers that a checkpoint remembers."""
         self._arrivals.restore(known)
 
-    def say(self, launch_id: str, what: str, value: bytes = b"yes") -> None:
+    def announce_event(self, launch_id: str, what: str, value: bytes = b"yes") -> None:
         """Announce an event to the other trainers of this launch, such as that the data is prepared."""
         timeout = self._config.limits.start_timeout
-        self._runtime.run(self._directory.say(launch_id, what, value, timeout=timeout))
+        self._runtime.run(self._directory.announce_event(launch_id, what, value, timeout=timeout))
 
     def find_servers(self, spec: RunSpec, check: Callable[[], None]) -> list[Member]:
         """Wait for enough servers to begin a run or, after a rollback, for the servers that are left."""
@@ -304,7 +304,7 @@ class Lead:
         convicted = convictions(self._arrivals.convicted)
         manifest = structs.replace(manifest, invitations=invitations, bans=bans, convicted=convicted)
         run = self.run = RunState(manifest)  # servers may be in the run from now on, and must be notified of its end
-        run.heed_bans(partial(heed, self._transport))
+        run.apply_bans_by(partial(apply_received_ban, self._transport))
         await discovery.admit(self._transport, manifest, (), timeout=self._config.limits.start_timeout)
         return run
 
@@ -360,7 +360,7 @@ class Lead:
             return False
         held = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
         if self.run.electorate.has_strangers:
-            held = only_told(held, self.run.snapshots)  # a server may claim a snapshot that was never taken
+            held = only_recorded(held, self.run.snapshots)  # a server may claim a snapshot that was never taken
         return newest_complete(only_versions(held, self.versions_kept()), len(self.run.rosters)) is not None
 
     def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
@@ -389,7 +389,7 @@ class Lead:
             own = self._transport.peer_id
             others = [peer for peer in self.run.trainers if peer != own and peer in self.run.servers]
         timeout = self._config.limits.silence_timeout
-        return self._runtime.run(failover.loops_at(self._transport, others, versions, timeout=timeout))
+        return self._runtime.run(failover.resumable_versions(self._transport, others, versions, timeout=timeout))
 
     def release(self, first_step: int, *, serves: bool) -> None:
         """End the run, but keep servers that answer, and this peer if it `serves`, for the next run at `first_step`."""

@@ -21,7 +21,7 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.readable import printable, short_name, shorten
-from lightning_swarm.core.tasks import ended, first_of, gather
+from lightning_swarm.core.tasks import cancel_and_wait, first_of, gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.events import EventLog
@@ -108,7 +108,7 @@ class MembershipLifecycle:
                 say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
                 if admission.membership.run.manifest.is_whole and admission.membership.trains_in is None:
                     say(_COMPUTES_NOTHING)
-            outcome = await self._until_out(say)
+            outcome = await self._serve_until_out(say)
             if outcome == "moves":
                 await self._move(say)
             elif outcome == "left out":  # this server joins again, as any other does
@@ -167,7 +167,7 @@ class MembershipLifecycle:
             entering.result()
             return True
         finally:
-            await ended([entering, leaving, alone])
+            await cancel_and_wait([entering, leaving, alone])
 
     async def _raise_when_alone(self) -> None:
         """Raise `Unreachable` if there is no run, and no peer that could name one has answered for a long time."""
@@ -216,7 +216,7 @@ class MembershipLifecycle:
 
     # ------------------------------------------------------------------ staying
 
-    async def _until_out(self, say: Callable[[str], None]) -> Outcome:
+    async def _serve_until_out(self, say: Callable[[str], None]) -> Outcome:
         """Serve until this server is no longer in the run, and return the reason."""
         admission, membership = self._server.admission, self._server.membership
         self._answered_s = self._led_s = now_s()
@@ -315,18 +315,18 @@ class MembershipLifecycle:
             return await VIEW.ask(self._transport, peer, None, timeout=_LOOK_S)
 
         asked = sorted(peers, key=self._server.membership.run.decides, reverse=True)[:_MAX_ASKED]
-        found = await gather(self._heard(peer, ask(peer)) for peer in asked)
+        found = await gather(self._warn_when_silent(peer, ask(peer)) for peer in asked)
         views = {peer: view for peer, view in zip(asked, found, strict=True) if view is not None}
         return {peer: view for peer, view in views.items() if view.manifest.run_id == self._run_id}
 
     async def _answers(self, peer: PeerId) -> bool:
         """Return whether a peer lives, by a handshake, because a lead that holds no stage shows no run."""
-        return await self._heard(peer, queries.greet(self._transport, peer, timeout=_LOOK_S)) is not None
+        return await self._warn_when_silent(peer, queries.greet(self._transport, peer, timeout=_LOOK_S)) is not None
 
-    async def _heard(self, peer: PeerId, answer: Awaitable[_T]) -> _T | None:
+    async def _warn_when_silent(self, peer: PeerId, answer: Awaitable[_T]) -> _T | None:
         """Return a peer's answer, or None; warn when the peer falls silent, but not again until it has answered."""
         try:
-            heard = await answer
+            received = await answer
         except SwarmError as error:
             if peer not in self._silent:
                 self._silent.add(peer)
@@ -334,7 +334,7 @@ class MembershipLifecycle:
             _log.debug("In full, of %s: %s", peer, error)
             return None
         self._silent.discard(peer)
-        return heard
+        return received
 
     # ------------------------------------------------------------------ leaving
 

@@ -132,7 +132,7 @@ class Peer:
 
     async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """Like `serve`, on the loop."""
-        await self._host.serve(model, trains=trains, inherits=inherits and self._may_lead)
+        await self._host.announce(model, trains=trains, inherits=inherits and self._may_lead)
         await self._renew_announcements()
 
     @property
@@ -177,8 +177,8 @@ class Peer:
         run = self.lead.begin_run(spec, model, self._host.me, stages, servers)
         self.runtime.run(self._renew_announcements())
         self.runtime.run(self._host.keep_joined(run))
-        until_over = self.runtime if self.server is None else self._host.until_over(self.runtime)
-        runtime = UntilStageLost(until_over, self.lead.lost_for_good)
+        runtime_until_over = self.runtime if self.server is None else self._host.runtime_until_over(self.runtime)
+        runtime = UntilStageLost(runtime_until_over, self.lead.lost_for_good)
         local_layers = self._host.local_layers(stages[-1], run, self.runtime, runtime)
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
 

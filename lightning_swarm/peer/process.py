@@ -150,7 +150,7 @@ def child_command() -> list[str]:
     if _spec() is not None:
         return [*python, "-m", _program_name(), *program.module_arguments(_program_name())]
     name = _main_file()
-    script = program.started_in() / name
+    script = program.start_folder() / name
     if not script.is_file():
         raise ConfigError(
             f"`devices` above 1 starts this script again for every peer, and {name!r} is no file. "

@@ -55,7 +55,7 @@ class ServerHost:
         assert self.server is not None
         return self.server.admission
 
-    async def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
+    async def announce(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """Start the server and announce it, so that a run can admit it; `serve_run` enters a run.
 
         With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
@@ -162,7 +162,7 @@ class ServerHost:
                 )
             await asyncio.sleep(_LOOK_S)
 
-    async def until_let_go(self) -> None:
+    async def until_server_left(self) -> None:
         """Wait until the server has left the run, up to `Limits.drain_timeout`."""
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=self._config.limits.drain_timeout)
@@ -174,7 +174,7 @@ class ServerHost:
         else:
             await asyncio.wait({self._serving})
 
-    def until_over(
+    def runtime_until_over(
         self, runtime: Runtime, rolled_back: asyncio.Event | None = None, *, grace_s: float = 0.0
     ) -> UntilRunEnds:
         """Return a runtime whose calls end when this server is notified that the run is over, or that it rolls back."""
@@ -189,7 +189,7 @@ class ServerHost:
         )
 
     def local_layers(
-        self, last: StageModule, run: RunState, runtime: Runtime, until_over: Runtime
+        self, last: StageModule, run: RunState, runtime: Runtime, runtime_until_over: Runtime
     ) -> LocalLayers | None:
         """Return the layers outside the pipeline, which the trainer computes itself; None if there are none."""
         if not last.spec.on_trainers:
@@ -199,5 +199,5 @@ class ServerHost:
         layers = LocalLayers(last, self.server.steps, runtime, lambda: self.me in run.rosters[index])
         if run.manifest.is_whole and run.manifest.open_to_trainers:  # a server that was left out joins again
             layers.is_held = lambda: self.is_member(run.version)
-            layers.until_held = lambda: until_over.run(self.until_member(run.version))
+            layers.until_held = lambda: runtime_until_over.run(self.until_member(run.version))
         return layers

@@ -20,7 +20,7 @@ from lightning_swarm.trust.certificates import SignedBan, decode
 MAX_BANS: Final = 128
 """Most peers and invitations that a run's owner may ban, lifted bans included; a `RunView` lists each ban twice."""
 
-_TELL_TIMEOUT_S: Final = 10.0
+_FORWARD_TIMEOUT_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -46,22 +46,22 @@ def answer_bans(
                 "clock of the machine that has the owner's key, and call again."
             )
         if is_new and spawn is not None:
-            await spawn(_pass_on(transport, {*members()} - {transport.peer_id, caller}, signed))
+            await spawn(_forward(transport, {*members()} - {transport.peer_id, caller}, signed))
 
     BAN.serve(transport, handle)
 
 
-async def _pass_on(transport: Transport, peers: Iterable[PeerId], signed: bytes) -> None:
-    async def tell(peer: PeerId) -> None:
+async def _forward(transport: Transport, peers: Iterable[PeerId], signed: bytes) -> None:
+    async def forward_to(peer: PeerId) -> None:
         try:
-            await BAN.ask(transport, peer, signed, timeout=_TELL_TIMEOUT_S)
+            await BAN.ask(transport, peer, signed, timeout=_FORWARD_TIMEOUT_S)
         except SwarmError as error:  # the next record carries the ban
             _log.info("%s did not receive a ban: %s", peer, error)
 
-    await gather(map(tell, sorted(peers)))
+    await gather(map(forward_to, sorted(peers)))
 
 
-def heed(transport: Transport, signed: bytes) -> None:
+def apply_received_ban(transport: Transport, signed: bytes) -> None:
     """Apply a ban received from a member; if the owner has not signed it, only log a warning."""
     try:
         transport.ban(signed)
@@ -102,7 +102,7 @@ def _read(signed: bytes) -> SignedBan:
         raise ProtocolError(f"a ban is what the run's owner has signed, got {signed[:20].hex()}: {error}") from error
 
 
-def unrecorded(known: Bans, heard: Iterable[bytes] | UnsetType) -> list[bytes]:
+def unrecorded(known: Bans, received: Iterable[bytes] | UnsetType) -> list[bytes]:
     """Return the received bans that the run does not know yet. Pure."""
-    told = frozenset(known or ())
-    return [signed for signed in heard or () if signed not in told]
+    recorded = frozenset(known or ())
+    return [signed for signed in received or () if signed not in recorded]

@@ -125,22 +125,22 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
 
 
 def taken_alike(
-    claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, right: Sequence[PeerId]
+    claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, trusted: Sequence[PeerId]
 ) -> bytes | None:
-    """Return a snapshot's digest as claimed by the first of `right` among its takers, or else by most takers. Pure.
+    """Return a snapshot's digest as claimed by the first of `trusted` among its takers, or else by most takers. Pure.
 
     None if that peer has claimed no digest, or no majority has claimed the same.
     """
-    judge = next((peer for peer in right if peer in takers), None)
-    if judge is not None:
-        return claimed.get(judge)
+    arbiter = next((peer for peer in trusted if peer in takers), None)
+    if arbiter is not None:
+        return claimed.get(arbiter)
     number = Counter(claimed[peer] for peer in takers if peer in claimed)
     return next((found for found, count in number.most_common(1) if 2 * count > len(takers)), None)
 
 
-def only_told(held: Held, told: Iterable[HeldSnapshot]) -> dict[PeerId, HeldSnapshots]:
+def only_recorded(held: Held, recorded: Iterable[HeldSnapshot]) -> dict[PeerId, HeldSnapshots]:
     """Keep only snapshots that records list. Pure."""
-    right = set(told)
+    right = set(recorded)
     return _only(held, lambda one: one in right)
 
 
@@ -197,7 +197,7 @@ async def ask_servers(transport: Transport, run: RunState, *, timeout: float) ->
 async def find_promised(
     transport: Transport,
     run: RunState,
-    heard: Iterable[Term],
+    received: Iterable[Term],
     *,
     timeout: float,
     own: Callable[[Term], bool] | None = None,  # this peer's own vote on a term; None: it is asked like all voters
@@ -206,7 +206,7 @@ async def find_promised(
 
     Voters that do not answer count as gone. One voter's promise is not enough while another voter answers.
     """
-    above = sorted({term for term in heard if term > run.term and run.decides(PeerId(term[1]))}, reverse=True)
+    above = sorted({term for term in received if term > run.term and run.decides(PeerId(term[1]))}, reverse=True)
     if not above:
         return None
 

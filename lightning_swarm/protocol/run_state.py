@@ -99,7 +99,7 @@ class RunState:
         self.invitations = manifest.invitations  # each with all peers that ever used it
         self.bans = manifest.bans
         self.electorate = Electorate.of(manifest)
-        self._heed_ban: Callable[[bytes], None] = lambda _: None  # called with each ban; see `heed_bans`
+        self._apply_ban: Callable[[bytes], None] = lambda _: None  # called with each ban; see `apply_bans_by`
         self.guests: list[PeerId] = []  # members whose weights no closing has compared yet
         self.differing = DifferingServers()
         self.snapshots: list[HeldSnapshot] = []  # the recorded snapshots of the kept versions
@@ -174,13 +174,13 @@ class RunState:
         self.electorate, self.guests = Electorate.of(seats), list(seats.guests or ())
         if seats.bans != self.bans:
             self.bans = seats.bans
-            self.heed_bans(self._heed_ban)
+            self.apply_bans_by(self._apply_ban)
 
-    def heed_bans(self, heed: Callable[[bytes], None]) -> None:
-        """Call `heed` with each ban of the run now, and again whenever a record changes the bans."""
-        self._heed_ban = heed
+    def apply_bans_by(self, apply_ban: Callable[[bytes], None]) -> None:
+        """Call `apply_ban` with each ban of the run now, and again whenever a record changes the bans."""
+        self._apply_ban = apply_ban
         for signed in self.bans or ():
-            heed(signed)
+            apply_ban(signed)
 
     def members_after(self, record: Record) -> SeatedMembers:
         """Return the members of the run after a record of the open step."""
@@ -297,7 +297,7 @@ class RunState:
         return self.electorate.decides(peer)
 
     @property
-    def believed(self) -> list[PeerId]:
+    def trusted(self) -> list[PeerId]:
         """If servers are strangers, the peers whose reports about a stage need no confirmation; the first prevails."""
         keepers = self.electorate.keepers
         return [] if isinstance(keepers, UnsetType) else list(dict.fromkeys([self.coordinator, *keepers]))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError, SwarmError
-from lightning_swarm.core.tasks import ended, gather
+from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
@@ -85,7 +85,7 @@ class AveragingRounds:
     async def close(self) -> None:
         """Cancel the round, and wait until it has ended."""
         if self._running is not None:
-            await ended([self._running[1]])
+            await cancel_and_wait([self._running[1]])
 
     def has_begun(self, generation: int, step: int, round_: int) -> bool:
         """Return whether this is the newest round."""

@@ -269,7 +269,7 @@ class Computation:
         run = partial(self._watched, structure, leaves, call)
         # A close look takes longer, and also sees contents of containers and modules around the stage.
         found = run(closely=self._watch.is_first((mode.training, mode.grad)))
-        if self._watch.news(found.changes):
+        if self._watch.has_new_changes(found.changes):
             again = run(closely=True)
             self._watch.learn(found.changes, again.changes, same_output=same_trees(found.output, again.output))
         left.differentiable = found.passed

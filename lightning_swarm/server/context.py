@@ -13,7 +13,7 @@ from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.bans import bans_after, heed
+from lightning_swarm.protocol.bans import apply_received_ban, bans_after
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.invitations import check_used
 from lightning_swarm.protocol.keepers import check_seated, may_decide
@@ -50,7 +50,7 @@ class ServerContext:
     @cached_property
     def membership(self) -> RunMembership:
         """The run that this server is in."""
-        return RunMembership(self.me, self.hosts, heed_ban=partial(heed, self.transport))
+        return RunMembership(self.me, self.hosts, apply_ban=partial(apply_received_ban, self.transport))
 
     async def compute(self, run: Callable[[], _T]) -> _T:
         """Run a job on the compute thread, before all waiting microbatches."""
@@ -61,10 +61,10 @@ class RunMembership:
     """The run that a server is in, or follows in order to join it; refuses calls that do not belong there."""
 
     def __init__(
-        self, me: Member, hosts: Collection[PeerId] = (), *, heed_ban: Callable[[bytes], None] = lambda _: None
+        self, me: Member, hosts: Collection[PeerId] = (), *, apply_ban: Callable[[bytes], None] = lambda _: None
     ) -> None:
         self.me = me
-        self._heed_ban = heed_ban  # applies a signed ban to the transport
+        self._apply_ban = apply_ban  # applies a signed ban to the transport
         self._hosts = hosts  # peers named at the start, which may end this peer while it is in no run
         # The server may leave the run while a job is on the compute thread, so such a job reads this field once.
         self.run_or_none: RunState | None = None
@@ -129,7 +129,7 @@ class RunMembership:
         """Enter a run, or follow it in order to join. The stages in `loaded` have their weights."""
         self.oversight = self.oversee(run.manifest.settings)
         self.run_or_none, self.loaded = run, set(loaded)
-        run.heed_bans(self._heed_ban)
+        run.apply_bans_by(self._apply_ban)
 
     def leave_run(self) -> None:
         """Leave the run, and refuse its calls from now on."""

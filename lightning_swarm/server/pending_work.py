@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import OutOfMemory, SwarmError
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.protocol.messages.calls import Direction, TicketKey
 from lightning_swarm.protocol.tickets import TicketStore, with_key
 from lightning_swarm.server.out_of_memory import is_out_of_memory
@@ -52,7 +52,7 @@ class PendingWork:
         """Cancel a call if it is in progress, and withdraw its ticket, as if the call had never begun."""
         task = self.tasks.get(name)
         if task is not None:
-            await ended([task])
+            await cancel_and_wait([task])
         self._tickets.withdraw(name)
 
     def fail(self, prefix: str, error: SwarmError) -> None:
@@ -64,7 +64,7 @@ class PendingWork:
 
     async def abort_all(self) -> None:
         """Cancel all calls."""
-        await ended(self.tasks.values())
+        await cancel_and_wait(self.tasks.values())
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         if self.tasks.get(name) is task:  # otherwise it was cancelled, and sent again

@@ -76,7 +76,7 @@ class Moves:
 
     async def _move(self, wanted: range) -> bool:
         host, before, began_s = self._host, self._host.span, now_s()
-        if not await self._let_go(before):
+        if not await self._secure_stages(before):
             return False
         _log.info("Moving from the stages %s to %s, which are served worse.", [*before], [*wanted])
         await host.drain()
@@ -88,7 +88,7 @@ class Moves:
             self._away_until_s[before] = now_s() + self._policy.times_away * (now_s() - began_s)
         return host.span == wanted
 
-    async def _let_go(self, stages: range) -> bool:
+    async def _secure_stages(self, stages: range) -> bool:
         """Ask other servers to stay at these stages, so that this one may leave; return whether all keep a server."""
         left = set(stages)
         offers = [(peer, offer) for peer, offer in self._host.models.offers.items() if not offer.is_draining]

@@ -26,8 +26,8 @@ from lightning_swarm.serving.directory import ModelDirectory
 
 _log = logging.getLogger(__name__)
 
-_FIRST_BAN_S: Final = 5.0  # each further ban of a server is twice as long
-_LONGEST_BAN_S: Final = 60.0
+_FIRST_EJECTION_S: Final = 5.0  # each further ejection of a server is twice as long
+_LONGEST_EJECTION_S: Final = 60.0
 _LOOK_S: Final = 2.0  # between two pings of servers that did not answer
 
 
@@ -40,8 +40,8 @@ class ServedRoutes:
     def __init__(self, model: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._model, self._rng = model, rng
         self.transport, self.timeout = model.transport, timeout
-        self._banned: dict[PeerId, tuple[float, float]] = {}  # peer -> (end of the ban, its length in seconds)
-        self._unreachable: set[PeerId] = set()  # banned peers that did not answer
+        self._ejected: dict[PeerId, tuple[float, float]] = {}  # peer -> (its end, its length in seconds)
+        self._unreachable: set[PeerId] = set()  # ejected peers that did not answer
         self._own: Counter[PeerId] = Counter()  # sessions of this client, which servers may not have announced yet
 
     def begin(self, rows: int) -> list[PeerId]:
@@ -65,7 +65,7 @@ class ServedRoutes:
         behind = route[stage + 1] if stage + 1 < len(route) else None
         views = self._views()
         here = [peer for peer, view in views.items() if stage in view.stages and peer != route[stage]]
-        free = [peer for peer in here if views[peer].has_room and not self.is_banned(stage, peer)]
+        free = [peer for peer in here if views[peer].has_room and not self.is_ejected(stage, peer)]
         if not free:
             return route[stage]
         chosen = min(
@@ -89,7 +89,7 @@ class ServedRoutes:
                 stages=offer.stages,
                 step_s=offer.step_s,
                 num_sessions=max(offer.num_sessions, self._own[peer]),
-                has_room=not offer.is_draining and offer.free_bytes > 0 and not self.is_banned(0, peer),
+                has_room=not offer.is_draining and offer.free_bytes > 0 and not self.is_ejected(0, peer),
             )
             for peer, offer in self._model.offers.items()
         }
@@ -116,11 +116,11 @@ class ServedRoutes:
         """See `SessionRoutes`."""
         return self._model.serving(stage)
 
-    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
-        """See `SessionRoutes`. The ban holds for all stages."""
-        _, before_s = self._banned.get(peer, (0.0, 0.0))
-        for_s = min(_LONGEST_BAN_S, 2 * before_s) or _FIRST_BAN_S
-        self._banned[peer] = now_s() + for_s, for_s
+    def eject(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+        """See `SessionRoutes`. The server is ejected from all stages."""
+        _, before_s = self._ejected.get(peer, (0.0, 0.0))
+        for_s = min(_LONGEST_EJECTION_S, 2 * before_s) or _FIRST_EJECTION_S
+        self._ejected[peer] = now_s() + for_s, for_s
         if isinstance(error, Unreachable):
             self._unreachable.add(peer)
         else:
@@ -128,7 +128,7 @@ class ServedRoutes:
         _log.info("Server %s gets no session for %g s: %s", peer, for_s, shorten(str(error)))
 
     async def keep_looking(self) -> None:
-        """Lift the bans of unreachable servers as soon as they answer."""
+        """Use unreachable servers again as soon as they answer."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self._unreachable &= self._model.offers.keys()
@@ -139,13 +139,13 @@ class ServedRoutes:
             await self.transport.ping(peer)
             if peer in self._unreachable:  # no other failure came meanwhile
                 self._unreachable.discard(peer)
-                _, for_s = self._banned[peer]
-                self._banned[peer] = now_s(), for_s  # keep the length, so that the next ban is longer
+                _, for_s = self._ejected[peer]
+                self._ejected[peer] = now_s(), for_s  # keep the length, so that the next one is longer
                 _log.info("Server %s answers again.", peer)
 
-    def is_banned(self, stage: int, peer: PeerId) -> bool:
+    def is_ejected(self, stage: int, peer: PeerId) -> bool:
         """See `SessionRoutes`."""
-        return self._banned.get(peer, (0.0, 0.0))[0] > now_s()
+        return self._ejected.get(peer, (0.0, 0.0))[0] > now_s()
 
     async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
         """See `SessionRoutes`."""

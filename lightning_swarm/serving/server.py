@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.process import give_memory_back
+from lightning_swarm.core.process import release_free_memory
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import RunningStatistics
@@ -163,7 +163,7 @@ class ModelServer:
 
     def _free(self) -> None:
         self._freeing, self._freed_bytes = None, 0
-        asyncio.get_running_loop().run_in_executor(None, give_memory_back)  # takes milliseconds
+        asyncio.get_running_loop().run_in_executor(None, release_free_memory)  # takes milliseconds
 
     # ------------------------------------------------------------------ the model
 

@@ -50,7 +50,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.fidelity.leftovers import part as split_left
 from lightning_swarm.model.partition import CALLS, argument_of, extras_for
-from lightning_swarm.model.random.philox import key_seed
+from lightning_swarm.model.random.keyed_stream import key_seed
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message

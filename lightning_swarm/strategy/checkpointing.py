@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_swarm.client import model_state
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.core.override import Override
 from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
@@ -155,7 +155,7 @@ for _name in vars(Callback):  # `begin_hook` must come before each hook of other
 
 def _is_lightnings(hook: object) -> bool:
     """Return whether a hook is defined in Lightning or in this package, not in user code."""
-    return is_of(OWN_PACKAGES, getattr(hook, "__module__", None))
+    return is_in_packages(OWN_PACKAGES, getattr(hook, "__module__", None))
 
 
 def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
@@ -275,7 +275,7 @@ class Checkpoints:
         if self._is_sharded:
             names = {id(parameter): name for name, parameter in strategy.own_module.named_parameters()}
             saved = optimizer.state_dict()  # its state may be stale; then the servers write theirs
-            return optimizer_state.by_names(optimizer, names, {**saved, "state": {}} if weights else saved)
+            return optimizer_state.number_to_name(optimizer, names, {**saved, "state": {}} if weights else saved)
         return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, default: Callable[..., None]) -> None:
@@ -348,7 +348,7 @@ class Checkpoints:
         if self._folder is not None:
             restored["state_dict"] = strategy.initial_weights.read_folder(strategy.own_module, self._folder)
             if self._folder.has_optimizer:  # groups only; the servers load the state
-                restored["optimizer_states"] = [optimizer_state.by_numbers(self._folder.read_groups())]
+                restored["optimizer_states"] = [optimizer_state.name_to_number(self._folder.read_groups())]
         self.restored_step, self.known_peers = restored.get("global_step"), restored.get(_PEERS)
         return restored
 
@@ -384,7 +384,7 @@ class Checkpoints:
         strategy, saved = self._strategy, None
         if strategy.is_plain and self._folder is not None:
             whole = {**self._folder.read_groups(), "state": self._folder.read_state(None)}
-            checkpoint = {**checkpoint, "optimizer_states": [optimizer_state.by_numbers(whole)]}
+            checkpoint = {**checkpoint, "optimizer_states": [optimizer_state.name_to_number(whole)]}
         elif self._folder is None and is_on_meta(strategy.own_module):  # only the servers keep the optimizer's state
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}

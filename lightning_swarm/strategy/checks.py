@@ -21,7 +21,7 @@ from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import read_selection
-from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_hooks, step_of_its_own
+from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_hooks, instance_step
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
@@ -146,13 +146,13 @@ def check_interactive(num_devices: int, framework: ImportTree) -> None:
         )
 
 
-def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, object]) -> None:
+def check_data(trainer: Trainer, module: LightningModule, call_arguments: Mapping[str, object]) -> None:
     """Refuse to start a run without data. Lightning would refuse, too, but only when all peers are up."""
     assert trainer.state.fn is not None
     function, framework = trainer.state.fn.value, framework_of(trainer)
     hook = _LOADERS[function]
-    loaders = handed.get("train_dataloaders", handed.get("dataloaders"))
-    data = next((source for source in (loaders, handed.get("datamodule")) if source is not None), module)
+    loaders = call_arguments.get("train_dataloaders", call_arguments.get("dataloaders"))
+    data = next((source for source in (loaders, call_arguments.get("datamodule")) if source is not None), module)
     if not isinstance(data, (framework.data_module, framework.module)) or getattr(data, hook) is None:
         return  # Lightning raises an error itself
     if not framework.is_overridden(hook, data):
@@ -267,7 +267,7 @@ def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: boo
 
     Returns the keys of its parameter groups that its own steps write.
     """
-    if step_of_its_own(optimizer) is not None:  # a trial of user code could have side effects
+    if instance_step(optimizer) is not None:  # a trial of user code could have side effects
         return frozenset()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return OptimizerTemplate(optimizer, names).check_steps(in_stages=in_stages)
@@ -275,7 +275,7 @@ def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: boo
 
 def unportable(optimizer: Optimizer, module: LightningModule) -> str:
     """Return why machines of different kinds could not step an optimizer to the same bits; empty if they can."""
-    if step_of_its_own(optimizer) is not None:
+    if instance_step(optimizer) is not None:
         return f"{type(optimizer).__name__} has a `step` of its own"
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return OptimizerTemplate(optimizer, names).unportable()

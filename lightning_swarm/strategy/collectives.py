@@ -7,17 +7,17 @@ import sys
 from typing import Any, Final, NoReturn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
-MAX_SAID: Final = 32_768
+MAX_SHARED: Final = 32_768
 """Largest number of characters of a value that `broadcast` sends, because it must fit into one directory entry."""
 
 
 def asks_as_user() -> bool:
     """Return whether user code called a strategy's method. Lightning's own calls need the process's own value."""
     # Frame 0 is this function, frame 1 the strategy's method, frame 2 its caller.
-    return not is_of(OWN_PACKAGES, sys._getframe(2).f_globals.get("__name__"))
+    return not is_in_packages(OWN_PACKAGES, sys._getframe(2).f_globals.get("__name__"))
 
 
 def refuse_collective(name: str) -> NoReturn:
@@ -30,23 +30,23 @@ def refuse_collective(name: str) -> NoReturn:
     )
 
 
-def said(value: object, name: str) -> bytes:
+def encode_shared(value: object, name: str) -> bytes:
     """Encode a value of the lead for the other trainers. Refuses values that JSON would change."""
     try:
         text = json.dumps(value, allow_nan=False)
         is_same = json.loads(text) == value
     except (TypeError, ValueError):
         is_same = False
-    if not is_same or len(text) > MAX_SAID:
+    if not is_same or len(text) > MAX_SHARED:
         raise ConfigError(
             f"`{name}` sends the other trainers text, numbers, booleans and None, in lists and in dicts with text "
-            f"keys, at most {MAX_SAID} characters as JSON; got a {type(value).__name__}. Send text, and convert it at "
-            "the receiver."
+            f"keys, at most {MAX_SHARED} characters as JSON; got a {type(value).__name__}. Send text, and convert it "
+            "at the receiver."
         )
     return text.encode()
 
 
-def heard(text: bytes, name: str) -> Any:
+def decode_shared(text: bytes, name: str) -> Any:
     """Decode a value that the lead published."""
     try:
         return json.loads(text)

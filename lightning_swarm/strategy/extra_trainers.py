@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sequenti
 from typing_extensions import override
 
 from lightning_swarm.model.deferred_init import InitialWeights
-from lightning_swarm.model.partition import says_blocks
+from lightning_swarm.model.partition import defines_stages
 from lightning_swarm.peer import process
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView, StageManifest
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.collectives import asks_as_user, heard, refuse_collective, said
+from lightning_swarm.strategy.collectives import asks_as_user, decode_shared, encode_shared, refuse_collective
 from lightning_swarm.strategy.data.loader import divides_itself, is_reading, part_of
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import ImportTree, callbacks_named, framework_of
@@ -110,7 +110,7 @@ class RankHooks(_Strategy):
     def is_plain(self) -> bool:
         """Return whether no other peer takes part, so that Lightning's own loop trains the whole module."""
         module = self.lightning_module
-        return self.config.is_for_one(self.num_devices) and module is not None and not says_blocks(module)
+        return self.config.is_for_one(self.num_devices) and module is not None and not defines_stages(module)
 
     @property
     def own_peer(self) -> Peer:
@@ -258,9 +258,9 @@ class RankHooks(_Strategy):
         if name == "pre_setup" and (self.num_trainers > 1 or starts_others):
             # The files that `prepare_data` makes on this machine must exist before any process reads them.
             if starts_others or self.is_global_zero:
-                self.own_peer.lead.say(self.launch_id, "prepare_data")
+                self.own_peer.lead.announce_event(self.launch_id, "prepare_data")
             else:
-                self.own_peer.follower.await_said(self.launch_id, "prepare_data")
+                self.own_peer.follower.await_event(self.launch_id, "prepare_data")
 
     def _of_lead(self, value: Any, name: str) -> Any:
         """Return the lead's value from the call of the same number: trainers of one program make the same calls."""
@@ -276,9 +276,9 @@ class RankHooks(_Strategy):
         self._num_collectives += 1
         what = f"{name} {self._num_collectives}"
         if self.is_global_zero:
-            self.own_peer.lead.say(self.launch_id, what, said(value, name))
+            self.own_peer.lead.announce_event(self.launch_id, what, encode_shared(value, name))
             return value
-        return heard(self.own_peer.follower.await_said(self.launch_id, what), name)
+        return decode_shared(self.own_peer.follower.await_event(self.launch_id, what), name)
 
 
 class RankOverride:

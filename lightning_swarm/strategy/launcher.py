@@ -184,7 +184,7 @@ class SwarmLauncher(MachineLauncher):
                 _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
                 call = call.resumed(None)
             call = self._follow(call)
-            self._invite()  # peers that want to join may only know the dead lead's address
+            self._print_how_to_join()  # peers that want to join may only know the dead lead's address
         # No cleanup here, because Lightning tears the strategy down after any error in the call.
         return call.run()
 
@@ -352,7 +352,7 @@ class SwarmLauncher(MachineLauncher):
         command = process.child_command() if starts_others else []
         if self._num_peers > 1 and (starts_others or not first):
             self._num_threads = _share_cores(self._num_peers)
-        self._entry = self._enter()
+        self._entry = self._own_entry()
         if self._strategy.config.initial_peers:
             places = " and ".join(str(address.place) for address in self._strategy.config.initial_peers)
             rank_zero_info(f"Connecting to {places}.")
@@ -364,7 +364,7 @@ class SwarmLauncher(MachineLauncher):
             joins = self._strategy.enter(trainer)
             # A run that only evaluates admits no further peers.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
-                self._invite()
+                self._print_how_to_join()
             if starts_others:
                 self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
@@ -374,14 +374,14 @@ class SwarmLauncher(MachineLauncher):
     def _evaluates_alone(self, trainer: Trainer) -> bool:
         return not self._strategy.config.only_serves and computes_alone(self._strategy, trainer)
 
-    def _invite(self) -> None:
+    def _print_how_to_join(self) -> None:
         """Print how other machines join the run. No invitation is made here."""
         peer = self._strategy.own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
         config = self._strategy.config
         rank_zero_info(process.how_to_join(config, addresses, self._entry, num_peers=self._num_peers))
 
-    def _enter(self) -> Entry | None:
+    def _own_entry(self) -> Entry | None:
         """Return this peer's admission to its run, which it does not join yet; None if the run admits any peer."""
         config = self._strategy.config
         if config.trust == "open" and not config.is_local and self.local_rank == 0:
@@ -406,7 +406,7 @@ class SwarmLauncher(MachineLauncher):
     def _spawn_children(
         self, command: Sequence[str], addresses: Sequence[str], variables: Mapping[str, str], passed: Sequence[int]
     ) -> None:
-        folder = program.started_in()  # the script's relative paths must work in the children, too
+        folder = program.start_folder()  # the script's relative paths must work in the children, too
         for rank in range(1, self._num_peers):
             environment = process.child_environment(
                 rank,

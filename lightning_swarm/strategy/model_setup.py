@@ -20,12 +20,12 @@ from lightning_swarm.model.partition import (
     Blocks,
     can_be_cut,
     choose_ranges,
+    defines_stages,
     find_blocks,
     insert_boundaries,
     layers_by_block,
     no_blocks,
     plan_boundaries,
-    says_blocks,
     time_costs,
 )
 from lightning_swarm.peer.config import SwarmConfig
@@ -76,7 +76,7 @@ def stays_whole(strategy: RankHooks, module: LightningModule) -> bool:
     if stages:
         return not ranges_of(stages)
     config = strategy.config
-    if not config.leaves_whole(strategy.num_devices) or says_blocks(module):
+    if not config.leaves_whole(strategy.num_devices) or defines_stages(module):
         return False
     return config.role == "both" or strategy.is_plain or not can_be_cut(module)
 
@@ -89,7 +89,7 @@ def _stages_of_run(strategy: RankHooks) -> Sequence[StageManifest]:
 def _blocks(strategy: RankHooks, module: LightningModule) -> Blocks:
     """Return the blocks of a module. A peer that only serves learns later whether the run's model is cut."""
     config = strategy.config
-    may_be_whole = config.only_serves and config.pipeline is None and not says_blocks(module)
+    may_be_whole = config.only_serves and config.pipeline is None and not defines_stages(module)
     if stays_whole(strategy, module) or (may_be_whole and not can_be_cut(module)):
         return no_blocks(module)
     return find_blocks(module, config.pipeline)
@@ -198,13 +198,15 @@ def remember(module: nn.Module) -> Callable[[PeerModel], None]:
     return put_back
 
 
-def could_lead(trainer: Trainer, module: LightningModule, config: SwarmConfig, handed: Mapping[str, Any]) -> bool:
-    """Return whether a server has all that a lead needs; `handed` are the arguments of the Trainer's method."""
+def could_lead(
+    trainer: Trainer, module: LightningModule, config: SwarmConfig, call_arguments: Mapping[str, Any]
+) -> bool:
+    """Return whether a server has all that a lead needs; `call_arguments` are the arguments of the Trainer's method."""
     if config.role != "auto" or trainer.state.fn != TrainerFn.FITTING or not has_whole_model(module, config):
         return False
     try:
         checks.check_trainer(trainer, module, config)
-        checks.check_data(trainer, module, handed)
+        checks.check_data(trainer, module, call_arguments)
     except ConfigError as error:
         _log.info("This peer cannot take the run over: %s", error)
         return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.client import model_state
-from lightning_swarm.client.pipeline.local_layers import some_of, written_in_mid_step
+from lightning_swarm.client.pipeline.local_layers import quote_names, written_in_mid_step
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
@@ -151,7 +151,7 @@ class ModuleAccess:
                 _log.warning(
                     "Weights are gathered after every step, for views of some are kept: %s. Keep copies, by `clone()`, "
                     "where the newest values are not needed.",
-                    some_of(found),
+                    quote_names(found),
                 )
             self._warned = True
             self.refresh()
@@ -195,7 +195,7 @@ class ModuleAccess:
                 kept = {*written, *aliased(self._own)}
             self._before = {name: before for name, before in self._before.items() if name in kept}
 
-    def carry(self, *, pending_samples: int) -> None:
+    def send_written(self, *, pending_samples: int) -> None:
         """Send servers the weights that user code wrote; they use them from the step that begins."""
         session, local = self._session, self._session.local_layers
         self._check_optimizer()
@@ -214,8 +214,8 @@ class ModuleAccess:
         if session.is_shared or session.delays:
             raise ConfigError(
                 "weights may be written during `fit` where one trainer trains, and steps are not delayed; "
-                f"{some_of(written)} were written in a run of several trainers, or with `delay_optimizer_step`. Write "
-                "them before `fit`, or use `role='auto'` without `delay_optimizer_step`."
+                f"{quote_names(written)} were written in a run of several trainers, or with `delay_optimizer_step`. "
+                "Write them before `fit`, or use `role='auto'` without `delay_optimizer_step`."
             )
         session.catch_up()
         stages = self._holding(written)

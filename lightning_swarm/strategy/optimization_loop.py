@@ -141,7 +141,7 @@ class SwarmOptimization:
                 "cut off count in the next step; the plain Trainer forgets them.",
                 self.pending_samples,
             )
-        self._access.carry(pending_samples=self.pending_samples)
+        self._access.send_written(pending_samples=self.pending_samples)
         self.tell_selection()
         self._is_ready = self._counters.by_windows and self._counters.is_due(0)
         if self._is_ready:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.fidelity.watched import same
 from lightning_swarm.model.optimizer_state import GROUP, copied_state
-from lightning_swarm.model.optimizer_template import HOOKS, optimizers_in, parameters_of, step_of_its_own
+from lightning_swarm.model.optimizer_template import HOOKS, instance_step, optimizers_in, parameters_of
 from lightning_swarm.strategy.module_access import ModuleAccess
 
 # Methods by which code uses an optimizer's state.
@@ -169,7 +169,7 @@ class OptimizerAccess:
     def _found_hooks(self) -> list[Any]:
         """Return the `step` that user code assigned to the optimizer, or None, followed by the optimizer's hooks."""
         own = vars(self._optimizer)
-        return [step_of_its_own(self._optimizer), *(dict(own.get(name, {})) for name in HOOKS)]
+        return [instance_step(self._optimizer), *(dict(own.get(name, {})) for name in HOOKS)]
 
     def _use(self) -> None:
         """Before user code uses state or groups: load the newest values, and copy the state to find changes later."""

@@ -13,16 +13,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.core.override import Override
 from lightning_swarm.strategy.framework import OWN_PACKAGES, framework_of
 from lightning_swarm.strategy.reachable_values import (
     attributes_of,
+    callable_stamps,
+    closure_stamps,
     functions_of,
-    held_by,
     names_in,
-    values_around,
-    values_of,
+    stamps_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -171,9 +171,9 @@ class OwnValues:
                 continue  # metrics are shared among trainers
             for key, value in attributes_of(module).items():
                 if key not in self._bare_module and not _is_known(value):
-                    yield from values_of(f"{name}.{key}" if name else key, value)
+                    yield from stamps_of(f"{name}.{key}" if name else key, value)
         for function in functions_of(type(self._module)):
-            yield from values_around(function)
+            yield from closure_stamps(function)
 
     def _of_callbacks(self) -> Iterator[tuple[str, Any]]:
         """Stamp attributes of callbacks whose only base class from a library is `Callback`."""
@@ -183,7 +183,7 @@ class OwnValues:
             if not _is_librarys(type(callback)) and {base.__name__ for base in bases} <= {"Callback", "object"}:
                 for key, value in attributes_of(callback).items():
                     if not isinstance(value, list | dict):  # lists and dicts of callbacks are logs for the user
-                        yield from values_of(f"{type(callback).__name__}.{key}", value)
+                        yield from stamps_of(f"{type(callback).__name__}.{key}", value)
 
     def _of_data(self) -> Iterator[tuple[str, Any]]:
         """Stamp attributes of the data module and of datasets, and the values that a collate function refers to."""
@@ -191,13 +191,13 @@ class OwnValues:
         if trainer.datamodule is not None:
             for key, value in attributes_of(trainer.datamodule).items():
                 if key not in self._bare_data and not isinstance(value, DataLoader):
-                    yield from values_of(f"{type(trainer.datamodule).__name__}.{key}", value)
+                    yield from stamps_of(f"{type(trainer.datamodule).__name__}.{key}", value)
         combined = trainer.fit_loop._combined_loader
         for loader in combined.flattened if combined is not None else ():
             if (dataset := getattr(loader, "dataset", None)) is not None:
-                yield from values_of(type(dataset).__name__, dataset)
+                yield from stamps_of(type(dataset).__name__, dataset)
             if (collate := getattr(loader, "collate_fn", None)) is not None:
-                yield from held_by("collate_fn", collate)
+                yield from callable_stamps("collate_fn", collate)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -215,7 +215,7 @@ def _named(names: list[str]) -> str:
 
 
 def _is_librarys(kind: type) -> bool:
-    return is_of((*OWN_PACKAGES, "torch", "builtins"), kind.__module__)
+    return is_in_packages((*OWN_PACKAGES, "torch", "builtins"), kind.__module__)
 
 
 def _is_known(value: object) -> bool:

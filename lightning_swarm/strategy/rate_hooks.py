@@ -11,7 +11,7 @@ from typing import Any, Final
 from lightning.pytorch import Trainer
 
 from lightning_swarm.client.run_session import Session
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.core.override import Override
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 from lightning_swarm.strategy.reachable_values import names_in
@@ -91,7 +91,7 @@ class RateHooks:
         trainer: Any = self._trainer
         for owner in (*trainer.callbacks, trainer.lightning_module):
             hook = getattr(owner, _HOOK)
-            if isinstance(hook, MethodType) and not is_of(OWN_PACKAGES, hook.__module__):
+            if isinstance(hook, MethodType) and not is_in_packages(OWN_PACKAGES, hook.__module__):
                 yield hook
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.model.fidelity.attribute_values import SCALARS
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
@@ -106,7 +106,7 @@ def is_users(value: object) -> bool:
 @cache  # each stamp of a model checks the classes of all its modules
 def _is_users_code(module_name: str) -> bool:
     """Return whether a Python module is user code; installed packages, which may change private state, are not."""
-    if is_of(_OPAQUE, module_name):
+    if is_in_packages(_OPAQUE, module_name):
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
     return not _INSTALLED & {*Path(file).parts}
@@ -125,7 +125,7 @@ def attributes_of(value: object) -> dict[str, Any]:
     return found | vars(value)
 
 
-def values_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
+def stamps_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield path and stamp of a value, or of each attribute of a user's object; `within` are the objects around it."""
     if any(value is one for one in within):
         return
@@ -133,36 +133,36 @@ def values_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> I
         yield name, stamp(value)
     else:
         for key, item in attributes_of(value).items():
-            yield from values_of(f"{name}.{key}", item, within=(*within, value))
+            yield from stamps_of(f"{name}.{key}", item, within=(*within, value))
 
 
-def held_by(name: str, function: Any) -> Iterator[tuple[str, Any]]:
+def callable_stamps(name: str, function: Any) -> Iterator[tuple[str, Any]]:
     """Yield path and stamp of each value that a callable refers to: attributes, bound arguments, outer variables."""
     if isinstance(function, partial):
-        yield from values_of(name, [function.args, function.keywords])
-        yield from held_by(name, function.func)
+        yield from stamps_of(name, [function.args, function.keywords])
+        yield from callable_stamps(name, function.func)
     elif isinstance(function, types.MethodType):
-        yield from held_by(name, function.__func__)
-        yield from values_of(name, function.__self__)
+        yield from callable_stamps(name, function.__func__)
+        yield from stamps_of(name, function.__self__)
     elif isinstance(function, types.FunctionType):
-        yield from values_around(function)
+        yield from closure_stamps(function)
     else:
-        yield from values_of(name, function)
+        yield from stamps_of(name, function)
 
 
-def values_around(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def closure_stamps(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield paths and stamps of the globals that a function names, and of its variables from enclosing functions."""
     for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
         value = function.__globals__[name]
         if not callable(value) or is_users(value):
-            yield from values_of(name, value)
+            yield from stamps_of(name, value)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
         except ValueError:  # not set yet
             continue
         if not callable(value) or is_users(value):
-            yield from values_of(name, value)
+            yield from stamps_of(name, value)
 
 
 def names_in(code: types.CodeType) -> set[str]:

@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------ before there is a run
 
 
-def check(strategy: SwarmStrategy, trainer: Trainer, handed: Mapping[str, Any]) -> None:
+def check(strategy: SwarmStrategy, trainer: Trainer, call_arguments: Mapping[str, Any]) -> None:
     """Refuse unsupported settings and models, as far as they are known before the model is configured."""
-    # `handed`: the arguments of the Trainer's method, by name; also in `serve`.
+    # `call_arguments`: the arguments of the Trainer's method, by name; also in `serve`.
     module, config = trainer.lightning_module, strategy.config
     checks.check_trainer(trainer, module, config)
     strategy.count_trainers(trainer)
-    checks.check_data(trainer, module, handed)
-    ckpt_path = handed.get("ckpt_path")
+    checks.check_data(trainer, module, call_arguments)
+    ckpt_path = call_arguments.get("ckpt_path")
     checks.check_ckpt_path(ckpt_path)
     model_setup.check(strategy, trainer, restored=ckpt_path is not None)
     checks.check_servers(config, strategy.num_devices)
@@ -294,7 +294,10 @@ def _connect_weights(strategy: SwarmStrategy, run: SwarmRun) -> None:
 
 
 def serve(
-    strategy: SwarmStrategy, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None
+    strategy: SwarmStrategy,
+    trainer: Trainer,
+    datamodule: LightningDataModule | None,
+    call_arguments: Mapping[str, Any] | None,
 ) -> str | None:
     """Serve, and take the run over if its lead dies; see `SwarmStrategy.serve`."""
     module, peer = strategy.own_module, strategy.own_peer
@@ -302,7 +305,7 @@ def serve(
     model_setup.set_up(trainer, module, datamodule)
     restore = model_setup.remember(module)  # serving changes the module, with which this peer may have to lead
     model = model_setup.served_model(strategy, module)
-    inherits = handed is not None and model_setup.could_lead(trainer, module, strategy.config, handed)
+    inherits = call_arguments is not None and model_setup.could_lead(trainer, module, strategy.config, call_arguments)
     peer.serve(model, inherits=inherits)
     peer.runtime.run(peer.serve_run(rank_zero_info))
     if not peer.inherits:

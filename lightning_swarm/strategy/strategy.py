@@ -303,22 +303,22 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     # Methods that the launcher calls. `handed` are the arguments of the Trainer's method, by name.
 
-    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
+    def check(self, trainer: Trainer, call_arguments: Mapping[str, Any]) -> None:
         """Refuse unsupported settings and models, as far as they are known before the model is configured."""
-        startup.check(self, trainer, handed)
+        startup.check(self, trainer, call_arguments)
 
     def follow(self, trainer: Trainer) -> None:
         """Make this process a trainer beside the lead, which is another process."""
         self.rollback.restore_lead_role = extra_trainers.follow(trainer)
 
     def serve(
-        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
+        self, trainer: Trainer, datamodule: LightningDataModule | None, call_arguments: Mapping[str, Any] | None = None
     ) -> str | None:
         """Serve until the run is over. If the lead dies and this peer must lead, return the checkpoint to start from.
 
-        Without `handed` this peer never leads.
+        Without `call_arguments` this peer never leads.
         """
-        return startup.serve(self, trainer, datamodule, handed)
+        return startup.serve(self, trainer, datamodule, call_arguments)
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""

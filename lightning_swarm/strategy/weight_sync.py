@@ -173,7 +173,7 @@ class ModuleWeights:
         """Send the servers the optimizer state in `saved`, or the optimizer's own if `saved` is None."""
         names = self._parameter_names
         state = (
-            optimizer_state.by_name(optimizer, names)
+            optimizer_state.state_by_name(optimizer, names)
             if saved is None
             else optimizer_state.loaded_state(optimizer, saved, names)
         )
@@ -186,7 +186,7 @@ class ModuleWeights:
         groups = folder.read_groups()["param_groups"]
         for index, stage in enumerate(run.manifest.stages):
             state = folder.read_state(name for name, _, _ in stage.parameters)
-            saved = optimizer_state.by_numbers({"state": state, "param_groups": groups})
+            saved = optimizer_state.name_to_number({"state": state, "param_groups": groups})
             found = optimizer_state.loaded_state(optimizer, saved, self._parameter_names)
             timeout = self._limits.call_timeout
             self._call(model_state.scatter_optimizer, found, timeout=timeout, stages=[index])

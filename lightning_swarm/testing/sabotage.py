@@ -279,10 +279,13 @@ class FaultySwarmStrategy(SwarmStrategy):
 
     @override
     def serve(
-        self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None, handed: Mapping[str, Any] | None = None
+        self,
+        trainer: pl.Trainer,
+        datamodule: pl.LightningDataModule | None,
+        call_arguments: Mapping[str, Any] | None = None,
     ) -> str | None:
         self._strike()
-        return super().serve(trainer, datamodule, handed)
+        return super().serve(trainer, datamodule, call_arguments)
 
     @override
     def start_run(self, trainer: pl.Trainer, model: PeerModel, selection: Selection | None) -> Session:

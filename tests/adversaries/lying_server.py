@@ -264,11 +264,13 @@ class _Liar:
         self, honest: Callable[[PeerId, Message], Awaitable[Message]], caller: PeerId, message: Message
     ) -> Message:
         answer, request = await honest(caller, message), decode(message.body, StateRequest)
-        if request.optimizer or not self._adversary.lies_in(request.step):
+        if request.optimizer or not self._adversary.lies_in(request.version):
             return answer
-        generator = self._adversary.generator(request.step, 4)
+        generator = self._adversary.generator(request.version, 4)
         said = [self._attack.read_weight(one, generator) if one.is_floating_point() else one for one in answer.tensors]
-        return Message(answer.body, tuple(said)) if self._adversary.tell(request.step, answer.tensors, said) else answer
+        return (
+            Message(answer.body, tuple(said)) if self._adversary.tell(request.version, answer.tensors, said) else answer
+        )
 
     # ------------------------------------------------------------------ audits
 

@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import ProtocolError, Unreachable
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.admission import ByteBudget
 from lightning_swarm.network.framing import Buffer, Head, Kind, encode, read_head, read_tensors
-from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel, Feed, Hold, ServedMethod, ask, hold_all, serve
+from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel, Feed, Hold, ServedMethod, ask, reserve_nothing, serve
 
 IDLE_TIMEOUT_S = 60.0
 
@@ -91,7 +91,7 @@ def test_an_answer_without_its_end_is_a_broken_connection(loop: VirtualLoop) -> 
 class Server:
     """Serves one channel with a handler that echoes, and records its requests."""
 
-    def __init__(self, hold: Hold = hold_all) -> None:
+    def __init__(self, hold: Hold = reserve_nothing) -> None:
         self.hold = hold
         self.handled: list[bytes] = []
         self.counted: list[str] = []

@@ -32,7 +32,7 @@ from lightning_swarm.client.run_generation import NextGrant
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.tasks import ended, gather
+from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
@@ -448,7 +448,7 @@ class FaultySwarm(Swarm):
             await asyncio.wait({self._training[peer]})
         if peer in self.servers:
             if peer in self._lives:
-                await ended([self._lives.pop(peer)])
+                await cancel_and_wait([self._lives.pop(peer)])
             with contextlib.suppress(Exception):  # it is cut off in the middle of any operation
                 await self.servers[peer].close()
 

@@ -114,7 +114,7 @@ def test_whom_a_liar_audited_is_as_new() -> None:
     standing = Standing(passed={PeerId("a"): 30, PeerId("c"): 30})
     standing.note_counted(PeerId("a"), 5, PeerId("b"))
     standing.note_counted(PeerId("c"), 5, PeerId("a"))
-    standing.doubt(PeerId("b"))
+    standing.reset_audited_by(PeerId("b"))
     assert standing.passed == {PeerId("c"): 30}
 
 

@@ -119,7 +119,7 @@ def test_a_run_that_goes_back_to_a_snapshot_forgives_nobody(monkeypatch: pytest.
 
     async def closed(self: SumReconciliation) -> ReconciledStep | None:
         if self._step.step == 1 and CONVICTED in self.step_servers.peers:
-            self.step_servers.lose(CONVICTED, StepError(REASON))
+            self.step_servers.exclude(CONVICTED, StepError(REASON))
             self.convicted[CONVICTED] = REASON
         return await close(self)
 

@@ -224,13 +224,13 @@ class Lots:
 def test_a_lie_of_the_last_step_is_likely_found(monkeypatch: pytest.MonkeyPatch, max_steps: int | None) -> None:
     monkeypatch.setattr(policy, "PROBATION", 0)
     monkeypatch.setattr(step_audits, "lots", Lots())
-    worth, kept = step_audits.is_worth_a_lie, set[int]()
+    worth, kept = step_audits.is_irreversible, set[int]()
 
-    def is_worth(step: int, _: int | None, *, is_kept: bool) -> bool:
+    def is_irreversible(step: int, _: int | None, *, is_kept: bool) -> bool:
         kept.update({step} if is_kept else ())
         return worth(step, max_steps, is_kept=is_kept)
 
-    monkeypatch.setattr(step_audits, "is_worth_a_lie", is_worth)
+    monkeypatch.setattr(step_audits, "is_irreversible", is_irreversible)
     liar = Adversary("peer-3", "scaled_sum", since=NUM_STEPS - 1, strength=1.0001)
     _, strategy = audited(6, liar, share=1 / 16, num_stages=2)
     assert liar.struck

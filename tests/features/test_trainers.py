@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, StepError
-from lightning_swarm.strategy.collectives import said
+from lightning_swarm.strategy.collectives import encode_shared
 from lightning_swarm.strategy.metrics import SharedLogs
 from tests.features.both import approx
 from tests.features.mark import REFUSED, WORKS, feature
@@ -112,7 +112,7 @@ def test_broadcast() -> None:
 )
 def test_broadcast_of_objects(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"`broadcast` sends the other trainers text, numbers"):
-        said(value, "broadcast")
+        encode_shared(value, "broadcast")
 
 
 class BroadcastsInStep(DigitsMLP):

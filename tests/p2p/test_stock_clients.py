@@ -70,7 +70,7 @@ class Endpoint:
 
     def is_avoided(self, peer: PeerId) -> bool:
         """Return whether the endpoint noticed that a server is gone."""
-        return peer in self.model.swarm.routes._banned
+        return peer in self.model.swarm.routes._ejected
 
 
 @pytest.fixture(scope="module")

@@ -68,11 +68,14 @@ class WatchedStrategy(SwarmStrategy):
 
     @override
     def serve(
-        self, trainer: L.Trainer, datamodule: L.LightningDataModule | None, handed: Mapping[str, Any] | None = None
+        self,
+        trainer: L.Trainer,
+        datamodule: L.LightningDataModule | None,
+        call_arguments: Mapping[str, Any] | None = None,
     ) -> str | None:
         peer = self.peer
         assert peer is not None
-        path = super().serve(trainer, datamodule, handed)
+        path = super().serve(trainer, datamodule, call_arguments)
         self.write_traffic(peer)
         return path
 

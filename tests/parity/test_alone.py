@@ -131,7 +131,7 @@ def test_a_place_is_given_back_where_something_else_is_to_train(
         async def none(*_: object) -> None:
             return None
 
-        monkeypatch.setattr(TrainerHandlers, "_ahead", none)
+        monkeypatch.setattr(TrainerHandlers, "_grant_ahead", none)
     data = loader(digits())
     with asked() as calls:
         swarm = run_swarm(digits_net, data, max_steps=PER_EPOCH, num_servers=4, callbacks=[Thaws()])

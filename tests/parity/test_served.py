@@ -197,17 +197,17 @@ def test_a_server_that_answers_again_gets_texts_again(serve: Callable[..., Serve
 
     async def fail() -> None:
         for _ in range(8):
-            routes.ban(0, PeerId("a"), version=0, error=Unreachable("it is silent"))
+            routes.eject(0, PeerId("a"), version=0, error=Unreachable("it is silent"))
 
-    async def is_banned() -> bool:
-        return routes.is_banned(0, PeerId("a"))
+    async def is_ejected() -> bool:
+        return routes.is_ejected(0, PeerId("a"))
 
     swarm.loop.run_until_complete(fail())
     swarm.sleep(20.0)
-    assert swarm.loop.run_until_complete(is_banned())
+    assert swarm.loop.run_until_complete(is_ejected())
     swarm.network.thaw(PeerId("a"))
     swarm.sleep(10.0)
-    assert not swarm.loop.run_until_complete(is_banned())
+    assert not swarm.loop.run_until_complete(is_ejected())
     swarm.network.kill(PeerId("b"))
     assert torch.equal(write(remote, "greedy"), first)
 

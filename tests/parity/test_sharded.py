@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model import sharded_format
-from lightning_swarm.model.export import export_file
+from lightning_swarm.model.export import join_shards
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, Run, assert_exact, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import digits, loader, sentences
@@ -91,7 +91,7 @@ def test_every_optimizers_state_comes_back(optimizer: Any, tmp_path: Path) -> No
     ordinary, folder = tmp_path / "ordinary/007.ckpt", tmp_path / "sharded/007.ckpt"
     go(run_swarm, make, ordinary.parent, 1)
     go(run_swarm, make, folder.parent, 1, state_dict_type="sharded")
-    assert export_file(folder, tmp_path / "one.ckpt") == 3
+    assert join_shards(folder, tmp_path / "one.ckpt") == 3
     theirs, ours = (torch.load(path, weights_only=True) for path in (ordinary, tmp_path / "one.ckpt"))
     assert ours.keys() == theirs.keys()
     for key in ("state_dict", "optimizer_states"):
@@ -242,7 +242,7 @@ def test_a_broken_folder_is_refused_before_anything_starts(
     assert not Path("sprung").exists()
     if how != "no index":
         with pytest.raises(ConfigError, match=message):
-            export_file(Path("one.ckpt"), Path("out.ckpt"))
+            join_shards(Path("one.ckpt"), Path("out.ckpt"))
     assert not Path("out.ckpt").exists()
 
 
@@ -289,7 +289,7 @@ def test_where_steps_are_late_it_holds_the_newest(tmp_path: Path) -> None:
     ordinary = run_swarm(in_memory, loader(digits()), **saving(tmp_path / "ordinary", **options))
     late = run_swarm(on_meta, loader(digits()), **saving(tmp_path / "sharded", **options), state_dict_type="sharded")
     assert late.losses == pytest.approx(ordinary.losses, rel=1e-11)
-    assert export_file(tmp_path / "sharded/007.ckpt", tmp_path / "one.ckpt") == len(ordinary.weights)
+    assert join_shards(tmp_path / "sharded/007.ckpt", tmp_path / "one.ckpt") == len(ordinary.weights)
     paths = (tmp_path / "one.ckpt", tmp_path / "ordinary/007.ckpt")
     ours, theirs = (torch.load(path, weights_only=True) for path in paths)
     for key in ("state_dict", "optimizer_states"):

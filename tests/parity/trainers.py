@@ -233,8 +233,8 @@ class ThreadStrategy(SwarmStrategy):
         return self.run.session.pipeline.batch.grant.generation
 
     @override
-    def serve(self, trainer: L.Trainer, datamodule: Any, handed: Any = None) -> str | None:
-        path = super().serve(trainer, datamodule, handed)
+    def serve(self, trainer: L.Trainer, datamodule: Any, call_arguments: Any = None) -> str | None:
+        path = super().serve(trainer, datamodule, call_arguments)
         if path is not None:
             self._note_rollback()
         return path

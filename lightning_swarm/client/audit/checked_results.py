@@ -81,12 +81,12 @@ class CheckedResults(ResultCheck):
         """
         found = [_formed(*pair, collector) for pair in zip(results, call.sizes, strict=True)]
         if any(form is None or form != found[0][0] for form, _ in found):
-            self._compute_anew(results, found, call, collector)
+            self._recompute(results, found, call, collector)
         return [
             collector.opened(result) if one is None else one for result, (_, one) in zip(results, found, strict=True)
         ]
 
-    def _compute_anew(
+    def _recompute(
         self, results: list[Result], found: list[_Formed], call: CallMicrobatches, collector: Collector
     ) -> None:
         """Have other servers recompute results of other forms than the referee's; replace them in both lists."""
@@ -128,7 +128,7 @@ async def _forward_anew(run: MicrobatchRun, error: PeerError) -> Result:
     """Compute a microbatch's output on another route, because one of the servers sent a wrong result."""
     run.release()
     for stage, charge in enumerate(run.calls.route):
-        run.context.ban(stage, charge.peer, run.microbatch.key.step, error)
+        run.context.eject(stage, charge.peer, run.microbatch.key.step, error)
     return await run.forward()
 
 

@@ -91,7 +91,7 @@ class AuditSender:
         patience_s = (1 + (order.compare or convicts)) * self._auditor_patience_s(
             work.stage_index, copy.microbatch.num_rows, num_ahead, convicts=convicts
         )
-        structure, tensors = serialization.flatten(_brought(copy, work.stage_index))
+        structure, tensors = serialization.flatten(_trainer_tensors(copy, work.stage_index))
         request = AuditRequest(
             key=copy.microbatch.key,
             stage_index=work.stage_index,
@@ -128,7 +128,7 @@ class AuditSender:
 
     async def _handle_results(self, caller: PeerId, request: ResultsRequest) -> ResultsReply:
         self._run.check_generation(request.generation)
-        given = self._context.replay_buffer.given(request.generation, request.step)
+        given = self._context.replay_buffer.result_digests(request.generation, request.step)
         results = [
             GivenResults(
                 server=server,
@@ -147,7 +147,9 @@ class AuditSender:
         return ResultsReply(results=results, replaced=replaced)
 
 
-def _brought(copy: ReplayCopy, stage: int) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:
+def _trainer_tensors(
+    copy: ReplayCopy, stage: int
+) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:
     """Return the trainer's tensors for a stage: keyword arguments, the first one's inputs, the last one's gradients."""
     microbatch = copy.microbatch
     last = len(microbatch.extras) - 1

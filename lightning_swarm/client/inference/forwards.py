@@ -52,8 +52,8 @@ class SessionForwards:
         handle = CacheHandle.of(cache)
         session = self._session_of(cache, handle, weights, adapters)
         handle.in_step = True  # stays set if the step fails or is interrupted
-        given, (rows, length) = self._given(hidden, extras, handle, modes, drops)
-        found = self._runtime.run(session.step(given))
+        session_input, (rows, length) = self._session_input(hidden, extras, handle, modes, drops)
+        found = self._runtime.run(session.step(session_input))
         output = self._received(found.output, cache)
         handle.grow(cache, rows=rows, length=length, num_layers=self._num_blocks)
         if found.length != handle.length:
@@ -68,19 +68,19 @@ class SessionForwards:
         self, hidden: Any, extras: dict[str, Any], *, weights: SessionWeights, modes: Sequence[ComputeMode]
     ) -> Any:
         """Compute a forward without a cache, as a session of one step."""
-        given, _ = self._given(hidden, extras, None, modes)
+        session_input, _ = self._session_input(hidden, extras, None, modes)
 
         async def compute() -> SessionResult:
             sessions = self._opened()
             session = sessions.open(None, weights)
             try:
-                return await session.step(given)
+                return await session.step(session_input)
             finally:
                 sessions.close_soon(session)
 
         return self._received(self._runtime.run(compute()).output, None)
 
-    def _given(
+    def _session_input(
         self,
         hidden: Any,
         extras: dict[str, Any],
@@ -99,14 +99,14 @@ class SessionForwards:
             )
         with _any_thread():
             # Copied, because a step may be sent again, and the forward may overwrite its arguments.
-            given = SessionInput(
+            session_input = SessionInput(
                 hidden=on_cpu(encoded(hidden, self._codec), copy=True),
                 extras=on_cpu(extras, copy=True),
                 operations=[] if handle is None else handle.take_operations(),
                 modes=modes,
                 drops=drops,
             )
-        return given, serialization.leaves(hidden)[0].shape[:2]
+        return session_input, serialization.leaves(hidden)[0].shape[:2]
 
     def _received(self, found: serialization.Tree, cache: Any) -> Any:
         """Decode an output, in which `cache` takes the place of the servers' cache."""

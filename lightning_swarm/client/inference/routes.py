@@ -46,12 +46,12 @@ class SessionRoutes(Protocol):
         """Return a stage's servers."""
         ...
 
-    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
-        """Avoid a server for a while, because it failed in a step with weights of this version."""
+    def eject(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+        """Eject a server for a while, because it failed in a step with weights of this version."""
         ...
 
-    def is_banned(self, stage: int, peer: PeerId) -> bool:
-        """Return whether a server is avoided because of a recent failure."""
+    def is_ejected(self, stage: int, peer: PeerId) -> bool:
+        """Return whether a server is ejected because of a recent failure."""
         ...
 
     async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
@@ -101,13 +101,13 @@ class RunRoutes:
         """See `SessionRoutes`."""
         return self.context.routers[stage].peers.keys()
 
-    def ban(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
+    def eject(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
         """See `SessionRoutes`."""
-        self.context.ban(stage, peer, version, error)
+        self.context.eject(stage, peer, version, error)
 
-    def is_banned(self, stage: int, peer: PeerId) -> bool:
+    def is_ejected(self, stage: int, peer: PeerId) -> bool:
         """See `SessionRoutes`."""
-        return self.context.is_banned(stage, peer)
+        return self.context.is_ejected(stage, peer)
 
     async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
         """Not supported: sessions of a run have no adapters."""

@@ -126,9 +126,9 @@ class InferenceSession:
         """The number of steps so far."""
         return len(self._log)
 
-    async def step(self, given: SessionInput) -> SessionResult:
+    async def step(self, session_input: SessionInput) -> SessionResult:
         """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
-        self._log.append(given)
+        self._log.append(session_input)
         output = self._output = asyncio.get_running_loop().create_future()
         self._num_looks = 0
         timeout = self._routes.timeout
@@ -180,13 +180,13 @@ class InferenceSession:
 
     # ------------------------------------------------------------------ incoming messages
 
-    def take_output(self, caller: PeerId, message: Message, said: SessionOutput) -> None:
+    def take_output(self, caller: PeerId, message: Message, head: SessionOutput) -> None:
         """Accept a step's output from the last stage's server; ignore repeated outputs of older steps."""
         if not self._route or caller != self._route[-1]:
             raise ProtocolError(f"a session's output comes from its last server, not from {caller}")
-        if said.number == self.num_steps and self._output is not None and not self._output.done():
-            tree = serialization.unflatten(said.structure, list(message.tensors))
-            self._output.set_result(SessionResult(tree, said.length))
+        if head.number == self.num_steps and self._output is not None and not self._output.done():
+            tree = serialization.unflatten(head.structure, list(message.tensors))
+            self._output.set_result(SessionResult(tree, head.length))
             self._news.set()
 
     def is_served_by(self, peer: PeerId) -> bool:
@@ -212,7 +212,7 @@ class InferenceSession:
                 return self._remedied(self._failures.popleft())
             if self._looking is not None and self._looking.done():
                 alive, self._looking = self._looking.result(), None
-                if silent := self._ban_all_but(alive, Unreachable("it does not answer")):
+                if silent := self._eject_all_but(alive, Unreachable("it does not answer")):
                     return silent
                 self._num_looks += 1
                 # All servers are alive, so a message may be lost. On a resend, servers pass on their results again.
@@ -238,7 +238,7 @@ class InferenceSession:
         if failed.kind == "refused":
             self._refuse(stage, StageError(f"stage {stage}: {failed.reason}"))
         elif failed.kind == "unreachable":
-            self._ban(stage, Unreachable(failed.reason))
+            self._eject(stage, Unreachable(failed.reason))
         elif failed.kind == "busy":
             self._unfit.add(stage)
         elif failed.kind == "adapter":
@@ -259,7 +259,7 @@ class InferenceSession:
         except Busy:
             self._unfit.add(stage)
         except PeerError as error:
-            self._ban(stage, error)
+            self._eject(stage, error)
         except SwarmError as error:
             self._refuse(stage, error)
         if self._lacking[stage] > _MAX_DROPPED:
@@ -267,17 +267,17 @@ class InferenceSession:
 
     # ------------------------------------------------------------------ routes
 
-    def _ban(self, stage: int, error: PeerError) -> None:
+    def _eject(self, stage: int, error: PeerError) -> None:
         self._unfit.add(stage)
-        self._routes.ban(stage, self._route[stage], version=self.weights.version, error=error)
+        self._routes.eject(stage, self._route[stage], version=self.weights.version, error=error)
 
     def _refuse(self, stage: int, error: SwarmError) -> None:
-        """Ban a stage's server that answered with an error; raise the error if all servers of the stage did."""
+        """Eject a stage's server that answered with an error; raise the error if all servers of the stage did."""
         refused = self._refused.setdefault(stage, set())
         refused.add(self._route[stage])
         if refused >= set(self._routes.servers(stage)):
             raise error
-        self._ban(stage, Refusal(self._route[stage], error))
+        self._eject(stage, Refusal(self._route[stage], error))
 
     async def _begin(self) -> set[int]:
         """Choose a server for each stage and send the first step; return the stages that need another server."""
@@ -297,7 +297,7 @@ class InferenceSession:
             before = self._route[stage]
             after = self._route[stage] = self._routes.replace(stage, self._route, self._num_rows)
             self._lacking[stage] = 0
-            if after == before or self._routes.is_banned(stage, after):  # the stage has no other server
+            if after == before or self._routes.is_ejected(stage, after):  # the stage has no other server
                 await asyncio.sleep(_LOOK_S)
             if before not in self._route:
                 self._tell_soon(before)
@@ -327,17 +327,17 @@ class InferenceSession:
                 return {first}
             except PeerError as error:
                 alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
-                return self._ban_all_but(alive, error) or {first}  # `before` or the server of `first` may be gone
+                return self._eject_all_but(alive, error) or {first}  # `before` or the server of `first` may be gone
             else:
                 # `before` may lack the newest step, so send that through all stages.
                 return await self._send(self.num_steps, resume=resume)
         return await self._send_all(resume=resume)
 
-    def _ban_all_but(self, alive: set[PeerId], error: PeerError) -> set[int]:
-        """Ban the route's servers outside of `alive` for this error; return their stages."""
+    def _eject_all_but(self, alive: set[PeerId], error: PeerError) -> set[int]:
+        """Eject the route's servers outside of `alive` for this error; return their stages."""
         silent = {stage for stage, peer in enumerate(self._route) if peer not in alive}
         for stage in silent:
-            self._ban(stage, error)
+            self._eject(stage, error)
         return silent
 
     @property
@@ -360,8 +360,8 @@ class InferenceSession:
 
         Servers pass on their outputs of the steps from `resume` on.
         """
-        given = self._log[number - 1]
-        structure, tensors = serialization.flatten((given.hidden, given.extras))
+        session_input = self._log[number - 1]
+        structure, tensors = serialization.flatten((session_input.hidden, session_input.extras))
         step = SessionStep(
             session=self.id,
             client=self._routes.transport.peer_id,
@@ -373,12 +373,12 @@ class InferenceSession:
             resume=resume,
             stage_index=0,
             route=self._route,
-            modes=list(given.modes),
+            modes=list(session_input.modes),
             adapters=names_of(self.adapters),
-            drops=list(given.drops),
-            seed=self._seed if given.draws else None,
+            drops=list(session_input.drops),
+            seed=self._seed if session_input.draws else None,
             recipe=self._recipe,
-            operations=list(given.operations),
+            operations=list(session_input.operations),
             structure=structure,
         )
         try:
@@ -395,7 +395,7 @@ class InferenceSession:
             self._refuse(0, refusal.error)
             return {0}
         except PeerError as error:
-            self._ban(0, error)
+            self._eject(0, error)
             return {0}
         return set()
 
@@ -446,8 +446,8 @@ class InferenceSessions:
         if not any(session.is_served_by(caller) for session in self._open.values()):
             raise ProtocolError(f"{caller} is no server of a session of this client")
 
-    async def _handle_output(self, caller: PeerId, said: SessionOutput, message: Message) -> None:
-        self._find(said.session).take_output(caller, message, said)
+    async def _handle_output(self, caller: PeerId, head: SessionOutput, message: Message) -> None:
+        self._find(head.session).take_output(caller, message, head)
 
     async def _handle_failed(self, caller: PeerId, failed: SessionFailed) -> None:
         self._find(failed.session).take_failure(caller, failed)

@@ -239,9 +239,9 @@ class PipelineContext:
         """Return whether a stage has another peer that may replace `peer`."""
         return self.routers[stage].has_other_peer(peer, now_s=now_s())
 
-    def is_banned(self, stage: int, peer: PeerId) -> bool:
+    def is_ejected(self, stage: int, peer: PeerId) -> bool:
         """Return whether a stage's router avoids `peer`, because it failed recently."""
-        return self.routers[stage].is_banned(peer, now_s=now_s())
+        return self.routers[stage].is_ejected(peer, now_s=now_s())
 
     def note_forward(
         self, route: Sequence[PeerCharge], reports: Sequence[StageReport], *, took_s: float, step: int
@@ -304,15 +304,15 @@ class PipelineContext:
     def _take_back(self, stage: int) -> None:
         """Use a stage's avoided servers again if all other servers failed, which may have accused them falsely."""
         router, aside = self.routers[stage], self._set_aside.get(stage, set())
-        if aside - self._lost and all(self.is_banned(stage, peer) for peer in router.peers):
+        if aside - self._lost and all(self.is_ejected(stage, peer) for peer in router.peers):
             router.set_peers(sorted(self.peers_of(stage)))
             aside &= self._lost
 
-    def ban(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
-        """Avoid a peer for a while in all stages, because it failed in `stage`."""
+    def eject(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
+        """Eject a peer for a while in all stages, because it failed in `stage`."""
         if isinstance(error, Unreachable):
             self._silent[peer] = error
-        banned = [router.ban(peer, now_s=now_s()) for router in self.routers]
+        ejected = [router.eject(peer, now_s=now_s()) for router in self.routers]
         self._take_back(stage)
-        if any(banned):
+        if any(ejected):
             self.events.note("ban", peer=peer, stage=stage, step=step, reason=str(error))

@@ -187,7 +187,7 @@ class LocalLayers:
         if changed:
             raise ConfigError(
                 "outside of blocks, only the forwards of batch norms in `training_step` may change buffers, for each "
-                f"trainer would have others: got {some_of(changed)}. On one device, `Trainer(strategy='swarm', "
+                f"trainer would have others: got {quote_names(changed)}. On one device, `Trainer(strategy='swarm', "
                 "devices=1)` without further arguments trains such a model as plain Lightning does."
             )
 
@@ -249,13 +249,13 @@ def written_in_mid_step(names: Collection[str]) -> str:
     """Return the error text for weights that were written in the middle of a step."""
     return (
         "weights of blocks, and weights that train, may be written between two steps only: all gradients of a step are "
-        f"computed with the same weights. {some_of(names)} were written in the middle of one. Write them in "
+        f"computed with the same weights. {quote_names(names)} were written in the middle of one. Write them in "
         "`on_train_batch_end` or `on_train_batch_start`, at the end of an accumulation window. A layer whose forward "
         "writes its weights, as `nn.Embedding(max_norm=...)` does, needs that, too: leave `max_norm` out, and "
         "renormalise there."
     )
 
 
-def some_of(names: Collection[str]) -> str:
+def quote_names(names: Collection[str]) -> str:
     """Return the first names, quoted."""
     return ", ".join(map(repr, sorted(names)[:_MAX_NAMED]))

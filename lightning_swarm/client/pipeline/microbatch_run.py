@@ -109,7 +109,7 @@ class MicrobatchRun:
             )
         return found
 
-    def want_no_gradient(self) -> None:
+    def prepare_for_statistics(self) -> None:
         """Prepare a backward that only adds running statistics: servers repeat the forward, and get no gradients."""
         own = self.microbatch
         # `grad=True`, although no gradient is computed: servers refuse a backward without it.
@@ -126,7 +126,7 @@ class MicrobatchRun:
         try:
             report = await self.calls.wait(stage, "forward")
         except StageCallFailed as failure:
-            self.context.ban(stage, failure.peer, self.microbatch.key.step, failure.error)
+            self.context.eject(stage, failure.peer, self.microbatch.key.step, failure.error)
         else:
             self.calls.settle(stage, report)
 
@@ -141,7 +141,7 @@ async def replay(
     for stage, (router, before) in enumerate(zip(context.routers, copy.route, strict=True)):
         if stage in holders:
             charge = router.charge(holders[stage], microbatch.num_rows)
-        elif before in avoid or before not in router.peers or context.is_banned(stage, before):
+        elif before in avoid or before not in router.peers or context.is_ejected(stage, before):
             charge = router.choose(microbatch.num_rows, now_s=now_s(), avoid=avoid)
         else:  # the peer that computed it may still hold its output
             charge = router.charge(before, microbatch.num_rows)

@@ -122,7 +122,7 @@ class PipelineCall:
         trains = self._factory.first_trained < len(self._factory.config.stages)  # else no stage keeps receipts
         if self._changes_statistics and trains and not self._added:
             for run in self._runs:
-                run.want_no_gradient()
+                run.prepare_for_statistics()
             self.backward([None] * self.form.num_tensors)
 
     def input_gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -40,7 +40,7 @@ class GradientHolderGone(PeerError):
         self.peer = peer
 
 
-# A peer that is gone or silent, or that refuses or sends malformed answers, is banned and replaced. A late but living
+# A peer that is gone or silent, or that refuses or sends malformed answers, is ejected and replaced. A late but living
 # peer is first asked to cancel: if it has already added the gradient, that counts. A peer whose input never came is not
 # at fault. Its sender is asked again, and then another pair of peers is tried. The ledgers make all of this harmless: a
 # peer that is asked twice adds once, and the closing names one holder for each gradient.
@@ -100,12 +100,12 @@ class Recovery:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def _replace(self, failure: StageCallFailed) -> None:
-        """Ban and replace the peer that failed; a living holder is asked again first."""
+        """Eject and replace the peer that failed; a living holder is asked again first."""
         if failure.stage in self.holders and not isinstance(failure.error, (Unreachable, NotMember)):
             self._repeats[failure.stage] += 1
             if self._repeats[failure.stage] <= _MAX_OF_A_HOLDER:
                 return  # perhaps a message was lost
-        self.context.ban(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
+        self.context.eject(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
         self.calls.replaced.add((failure.stage, failure.peer))
         if self.calls.peer(failure.stage) == failure.peer:
             self._choose(failure.stage, failure.error)
@@ -114,7 +114,7 @@ class Recovery:
         if self.context.is_empty(failure.stage):
             await self.context.wait_for_stage(failure.stage, step=self.microbatch.key.step)
             self._failing_since_s = None  # no peer was tried meanwhile
-        if self.context.is_banned(failure.stage, self.calls.peer(failure.stage)):  # all of the stage's peers are banned
+        if self.context.is_ejected(failure.stage, self.calls.peer(failure.stage)):  # so are all others of the stage
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
@@ -156,7 +156,7 @@ class ForwardRecovery(Recovery):
                     await self.calls.cancel(failure.stage, "forward")
             await self._replace(failure)
         for stage in range(self.calls.last_stage + 1):  # other microbatches may have found more failures
-            if self.context.is_banned(stage, self.calls.peer(stage)):
+            if self.context.is_ejected(stage, self.calls.peer(stage)):
                 self._choose(stage, failure.error)
 
     async def _first_failure(self) -> StageCallFailed | None:

@@ -147,7 +147,7 @@ class ReplayBuffer:
             spilled = self._spilled.get(key)
             return None if spilled is None else await asyncio.to_thread(self._read, spilled)
 
-    def given(self, generation: int, step: int) -> dict[tuple[PeerId, Direction], dict[Receipt, bytes]]:
+    def result_digests(self, generation: int, step: int) -> dict[tuple[PeerId, Direction], dict[Receipt, bytes]]:
         """Return the digests of a step's results, by server and direction, even if the copies are lost."""
         found: defaultdict[tuple[PeerId, Direction], dict[Receipt, bytes]] = defaultdict(dict)
         for key, (given, _) in self._given.items():

@@ -28,7 +28,7 @@ class PeerLoad:
     num_microbatches: int = 0
     queued: int = 0
     num_failures: int = 0  # consecutive failures
-    banned_until_s: float | None = None
+    ejected_until_s: float | None = None
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # measured samples/s
     waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # microbatches of other trainers
     shapes: set[int] = field(default_factory=set)  # hashes of the shapes that it has computed
@@ -92,8 +92,8 @@ class PeerOrder:
         return self._places[rng.choice(found)][1]
 
 
-FIRST_BAN_S = 5.0
-LONGEST_BAN_S = 300.0
+FIRST_EJECTION_S = 5.0
+LONGEST_EJECTION_S = 300.0
 
 FIRST_FORWARDS: Final = 2  # per peer while none is measured: one to compute, and one that waits
 # Microbatches that each peer gets in any case, at least one in a step. The first one may have been slow for a reason
@@ -118,8 +118,8 @@ _LEAST_SHARE: Final = 0.05
 # estimate and leaves the account; the rest leaves with the backward.
 #
 # Newcomers have no rate. Each gets one microbatch before any measured peer does, unless one is due for a retry. A
-# newcomer gets no more until its forward shows its speed. A peer that failed is banned for a while, longer each time
-# until it finishes a microbatch. If all peers are banned, bans are ignored. The peers are kept sorted, because there
+# newcomer gets no more until its forward shows its speed. A peer that failed is ejected for a while, longer each time
+# until it finishes a microbatch. If all are ejected, ejections are ignored. The peers are kept sorted, because there
 # may be thousands, too many to compare for each microbatch.
 #
 # SWARM (arXiv:2301.11913, appendix C) takes the peer with the least time assigned over the whole run. That is fair over
@@ -134,10 +134,10 @@ class StageRouter:
         # Each peer is in one of these three; measured peers are in `_retries`, too.
         self._measured = PeerOrder()  # place: seconds until it would finish a microbatch
         self._unmeasured = PeerOrder()  # place: forwards under way
-        self._banned = PeerOrder()  # place: seconds of its remaining work
+        self._ejected = PeerOrder()  # place: seconds of its remaining work
         self._retries = PeerOrder()  # place: time on the clock `_given_s` at which they are tried again
         self._given_s = 0.0  # mean seconds assigned to a peer: a clock that stops while nothing is trained
-        self._ban_ends: list[tuple[float, PeerId]] = []  # heap of (end, peer); a lifted ban stays in it and is ignored
+        self._ejections: list[tuple[float, PeerId]] = []  # heap of (end, peer); may have ejections that were ended
         self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
         self._newest_num_samples = 0  # size of the newest routed microbatch
         self._is_known = False  # enough forwards are done to know which peers are slow
@@ -203,7 +203,7 @@ class StageRouter:
         unmeasured = self._unmeasured.draw(self._rng, avoid)
         if unmeasured is not None and not self.peers[unmeasured].num_forwards:
             return unmeasured
-        return self._measured.draw(self._rng, avoid) or unmeasured or self._banned.draw(self._rng, avoid)
+        return self._measured.draw(self._rng, avoid) or unmeasured or self._ejected.draw(self._rng, avoid)
 
     # ------------------------------------------------------------------ changes of a charge
 
@@ -264,7 +264,7 @@ class StageRouter:
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
             return
         self._take_out(charge.peer)
-        load.num_failures, load.queued, load.banned_until_s = 0, queued, None
+        load.num_failures, load.queued, load.ejected_until_s = 0, queued, None
         load.waiting.measure(min(max(queued - load.num_under_way, 0), _MOST_WAITING))
         load.num_done += charge.forward_s is None
         self._measure(load, charge.num_samples / busy_s)
@@ -285,38 +285,38 @@ class StageRouter:
         load.rate.measure(samples_per_s)
         self._count(load, 1)
 
-    # ------------------------------------------------------------------ bans
+    # ------------------------------------------------------------------ ejections
 
-    def ban(self, peer: PeerId, *, now_s: float) -> bool:
-        """Avoid a peer that failed; False if it has left, or is banned already, perhaps for the same failure."""
-        if peer not in self.peers or self.is_banned(peer, now_s=now_s):
+    def eject(self, peer: PeerId, *, now_s: float) -> bool:
+        """Eject a peer that failed; False if it has left, or is ejected already, perhaps for the same failure."""
+        if peer not in self.peers or self.is_ejected(peer, now_s=now_s):
             return False
         load = self._take_out(peer)
         load.num_failures += 1
-        load.banned_until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
-        heappush(self._ban_ends, (load.banned_until_s, peer))
+        load.ejected_until_s = now_s + min(FIRST_EJECTION_S * 2 ** min(load.num_failures - 1, 30), LONGEST_EJECTION_S)
+        heappush(self._ejections, (load.ejected_until_s, peer))
         self._put_back(peer, load)
         return True
 
-    def is_banned(self, peer: PeerId, *, now_s: float) -> bool:
-        """Return True while a peer is banned."""
+    def is_ejected(self, peer: PeerId, *, now_s: float) -> bool:
+        """Return True while a peer is ejected."""
         load = self.peers.get(peer)
-        return load is not None and load.banned_until_s is not None and now_s < load.banned_until_s
+        return load is not None and load.ejected_until_s is not None and now_s < load.ejected_until_s
 
     def has_other_peer(self, peer: PeerId, *, now_s: float) -> bool:
         """Return True if another peer of the stage may be chosen in place of `peer`."""
         self._readmit(now_s)
-        is_free = peer in self.peers and self.peers[peer].banned_until_s is None
+        is_free = peer in self.peers and self.peers[peer].ejected_until_s is None
         return len(self._measured) + len(self._unmeasured) > is_free
 
     def _readmit(self, now_s: float) -> None:
-        """Lift bans that are over. Such a peer is tried next, with a single microbatch."""
-        while self._ban_ends and self._ban_ends[0][0] <= now_s:
-            until_s, peer = heappop(self._ban_ends)
+        """End ejections whose time is over. Such a peer is tried next, with a single microbatch."""
+        while self._ejections and self._ejections[0][0] <= now_s:
+            until_s, peer = heappop(self._ejections)
             load = self.peers.get(peer)
-            if load is not None and load.banned_until_s == until_s:
+            if load is not None and load.ejected_until_s == until_s:
                 self._take_out(peer)
-                load.banned_until_s, load.again_s = None, self._given_s
+                load.ejected_until_s, load.again_s = None, self._given_s
                 self._put_back(peer, load)
 
     # ------------------------------------------------------------------ the peers in order
@@ -341,7 +341,7 @@ class StageRouter:
         """Sort all peers anew."""
         for load in self.peers.values():
             load.place = self._place(load)
-        for order in (self._measured, self._unmeasured, self._banned):
+        for order in (self._measured, self._unmeasured, self._ejected):
             order.sort((load.place, peer) for peer, load in self.peers.items() if self._order(load) is order)
         self._retries.sort(
             (_retry_s(load), peer) for peer, load in self.peers.items() if self._order(load) is self._measured
@@ -357,8 +357,8 @@ class StageRouter:
 
     def _order(self, load: PeerLoad) -> PeerOrder:
         """Return which of the three orders a peer is in."""
-        if load.banned_until_s is not None:
-            return self._banned
+        if load.ejected_until_s is not None:
+            return self._ejected
         return self._measured if self._is_known and load.samples_per_s is not None else self._unmeasured
 
     def _count(self, load: PeerLoad, sign: int) -> None:

@@ -61,11 +61,11 @@ class RunAudits(Auditor):
     @override
     def note_silence(self, peer: PeerId, step: int) -> None:
         # It is kept out for a while, or it could delay the run again and again.
-        self.memory.left_out.note(peer, step, now_s=now_s())
+        self.memory.silence_backoff.note(peer, step, now_s=now_s())
 
     @override
     def wait_s(self, peer: PeerId) -> float:
-        return self.memory.left_out.wait_s(peer, now_s=now_s())
+        return self.memory.silence_backoff.wait_s(peer, now_s=now_s())
 
     @override
     def goes_back(self, run: RunState, step: int, convicted: Collection[PeerId]) -> bool:

@@ -14,9 +14,9 @@ from lightning_swarm.coordinator.audit.policy import (
     Tolerance,
     WorkClaim,
     WorkComparison,
-    deviation_of,
     read_claims,
-    tolerance_between_machines,
+    relative_deviation,
+    sum_tolerance,
 )
 from lightning_swarm.protocol.messages.audits import AuditFinding
 from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unpack_origins
@@ -70,11 +70,11 @@ class ClaimedWork:
     sum_digest: bytes
     touched: bytes  # bitmap over the stage's parameters that have a gradient
 
-    def was_given(self, found: AuditResult) -> bool:
+    def has_claimed_inputs(self, found: AuditResult) -> bool:
         """Return whether an auditor computed all microbatches, each from its claimed inputs."""
-        return len(self.given(found)) == len(self.claims)
+        return len(self.with_claimed_inputs(found)) == len(self.claims)
 
-    def given(self, found: AuditResult) -> list[Receipt]:
+    def with_claimed_inputs(self, found: AuditResult) -> list[Receipt]:
         """Return the microbatches that an auditor computed from their claimed inputs."""
         misweighed = self.misweighed(found)
         # If an auditor got other inputs, its claims show them; the audited server may have sent them.
@@ -100,49 +100,49 @@ class WorkTolerance(NamedTuple):
     @classmethod
     def around(cls, found: AuditResult, codec_bits: float | None, dtype: str) -> WorkTolerance:
         """Return the tolerance around an auditor's findings, whose sum has this dtype."""
-        allowed = tolerance_between_machines(found.precision)
-        far = tolerance_between_machines(found.precision, codec_bits)
-        return cls(far, deviation_of(found.magnitude, allowed, dtype))
+        allowed = relative_deviation(found.precision)
+        far = relative_deviation(found.precision, codec_bits)
+        return cls(far, sum_tolerance(found.magnitude, allowed, dtype))
 
     @property
     def half(self) -> WorkTolerance:
         """Half of this tolerance."""
         return WorkTolerance(self.results / 2, self.sum._replace(distance=self.sum.distance / 2))
 
-    def holds(self, found: AuditResult, told: StageProjection) -> bool:
+    def holds(self, found: AuditResult, sum_sketch: StageProjection) -> bool:
         """Return whether a server's results and sum are this close to an auditor's findings."""
-        return (found.distance or 0.0) <= self.results and told.agrees(found.projection, tolerance=self.sum)
+        return (found.distance or 0.0) <= self.results and sum_sketch.agrees(found.projection, tolerance=self.sum)
 
 
 def compare(
-    said: ClaimedWork, its: AuditResult, told: StageProjection, *, tolerance: WorkTolerance | None
+    claimed: ClaimedWork, finding: AuditResult, sum_sketch: StageProjection, *, tolerance: WorkTolerance | None
 ) -> WorkComparison:
     """Compare a server's claims with an auditor's findings.
 
     Args:
-        said: The claims.
-        its: The auditor's findings.
-        told: The sketch of the server's sum.
+        claimed: The claims.
+        finding: The auditor's findings.
+        sum_sketch: The sketch of the server's sum.
         tolerance: Between machines of different kinds; None: the machines are of one kind, so all bits must be equal.
     """
-    if its.refused:
+    if finding.refused:
         return WorkComparison(frozenset({"refused"}))
-    if said.misweighed(its):
+    if claimed.misweighed(finding):
         return WorkComparison(is_whole=False, is_misweighed=True)
-    if not said.claims.keys() <= its.claims.keys():
-        return WorkComparison(is_whole=False, is_silent=bool(its.unheard))
+    if not claimed.claims.keys() <= finding.claims.keys():
+        return WorkComparison(is_whole=False, is_silent=bool(finding.unheard))
     wrong = {
         name
-        for receipt, claim in said.claims.items()
-        for name, one, other in zip(WorkClaim._fields, claim, its.claims[receipt], strict=True)
+        for receipt, claim in claimed.claims.items()
+        for name, one, other in zip(WorkClaim._fields, claim, finding.claims[receipt], strict=True)
         if one != other
     }
     if tolerance is None:
-        wrong |= {"sum"} if its.sum_digest != said.sum_digest else set()
+        wrong |= {"sum"} if finding.sum_digest != claimed.sum_digest else set()
     else:
-        wrong |= {"output"} if (its.distance or 0.0) > tolerance.results else set()
-        wrong |= set() if told.agrees(its.projection, tolerance=tolerance.sum) else {"sum"}
-    wrong |= {"list of what has a gradient"} if its.touched != said.touched else set()
+        wrong |= {"output"} if (finding.distance or 0.0) > tolerance.results else set()
+        wrong |= set() if sum_sketch.agrees(finding.projection, tolerance=tolerance.sum) else {"sum"}
+    wrong |= {"list of what has a gradient"} if finding.touched != claimed.touched else set()
     return WorkComparison(frozenset(wrong))
 
 
@@ -158,14 +158,14 @@ class Kinds(NamedTuple):
     """Whether the machines of the auditor and the coordinator are of the audited server's kind."""
 
     auditor: bool
-    judge: bool  # the coordinator's own
+    referee: bool  # the coordinator's own
 
 
-def judge_accusation(
-    said: ClaimedWork,
-    told: StageProjection,
-    its: AuditResult,
-    true: AuditResult,
+def resolve_accusation(
+    claimed: ClaimedWork,
+    sum_sketch: StageProjection,
+    finding: AuditResult,
+    own_finding: AuditResult,
     *,
     tolerance: WorkTolerance,
     kinds: Kinds,
@@ -173,16 +173,21 @@ def judge_accusation(
     """Decide on an auditor's accusation, by the findings of the coordinator's own server on the same work.
 
     Args:
-        said: The claims of the accused, which are true as far as the coordinator can tell.
-        told: The sketch of its sum, by the seed of both findings.
-        its: The auditor's findings.
-        true: The findings of the coordinator's own server.
+        claimed: The claims of the accused, which are true as far as the coordinator can tell.
+        sum_sketch: The sketch of its sum, by the seed of both findings.
+        finding: The auditor's findings.
+        own_finding: The findings of the coordinator's own server.
         tolerance: Between machines of different kinds.
         kinds: The kinds of the machines.
     """
-    is_whole = said.was_given(its)
-    differs = any(its.claims[receipt] != true.claims.get(receipt) for receipt in said.given(its))
-    agrees = its.projection.agrees(true.projection, tolerance=tolerance.sum) and its.touched == true.touched
+    is_whole = claimed.has_claimed_inputs(finding)
+    differs = any(
+        finding.claims[receipt] != own_finding.claims.get(receipt) for receipt in claimed.with_claimed_inputs(finding)
+    )
+    agrees = (
+        finding.projection.agrees(own_finding.projection, tolerance=tolerance.sum)
+        and finding.touched == own_finding.touched
+    )
     if all(kinds):
         if differs or (is_whole and not agrees):
             return Accusation.FALSE
@@ -195,5 +200,5 @@ def judge_accusation(
     if kinds.auditor:  # the accusation is about bits, which a machine of another kind cannot check
         return Accusation.UNPROVEN
     # The accused could choose results that are within the tolerance of one machine, and beyond that of another.
-    is_close = kinds.judge or tolerance.half.holds(true, told)
+    is_close = kinds.referee or tolerance.half.holds(own_finding, sum_sketch)
     return Accusation.REFUTED if is_close else Accusation.UNPROVEN

@@ -44,7 +44,7 @@ class ExaminedStep:
             if stages - {unit.stage_index} and not receipts.isdisjoint(claims)
         }
 
-    def said(self, unit: Unit) -> ClaimedWork:
+    def claimed_work(self, unit: Unit) -> ClaimedWork:
         """Return a server's commitment to its work."""
         ledger = self.ledgers[unit]
         report = ledger.report

@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.parts import (
     ExamineRequest,
     ProjectReply,
     ProjectRequest,
-    ToldSketch,
+    ReportedSketch,
 )
 from lightning_swarm.protocol.messages.parts import PartProjections as Answer
 from lightning_swarm.protocol.messages.run import Selection, trained_names
@@ -157,7 +157,10 @@ class MeanAudit:
             answers=dict(answers),
             commitments={peer: audits.commitments[unit] for peer, unit in units.items()},
             told={
-                peer: [ToldSketch(seed=seed, values=list(one.values)) for seed, one in audits.told.get(unit, ())]
+                peer: [
+                    ReportedSketch(seed=seed, values=list(one.values))
+                    for seed, one in audits.sum_sketches.get(unit, ())
+                ]
                 for peer, unit in units.items()
             },
             drawn=members,

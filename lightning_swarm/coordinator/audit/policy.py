@@ -23,10 +23,10 @@ FORGIVEN_AFTER: Final = 5_000  # steps after which a silence under audit no long
 MAX_SILENCES: Final = 5  # recent steps with a silence under audit that are tolerated; one more convicts
 _FIRST_LEFT_OUT_S: Final = 10.0  # doubles with each further silence
 _MAX_DOUBLINGS: Final = 10  # of `_FIRST_LEFT_OUT_S`
-_EXCUSED_STEPS: Final = 20  # steps in which a server is assigned no audits after its first silence as an auditor
+_SPARED_STEPS: Final = 20  # steps in which a server is assigned no audits after its first silence as an auditor
 _SHARE_OF_STEP: Final = 0.75  # fraction of the servers' work drawn in a step with audits
 LAST_STEPS: Final = 5  # final steps of a run; too few steps follow them to find false work later
-WORTHWHILE_SHARE: Final = 0.5  # least fraction drawn in a step that is worth a lie; see `is_worth_a_lie`
+IRREVERSIBLE_SHARE: Final = 0.5  # least fraction drawn in such a step; see `is_irreversible`
 SCREEN: Final = 6.0  # a sum is suspicious beyond this many times the median noise radius; see `screen`
 _SMALL: Final = 6  # number of servers below which a stage's median means little
 _JUMP: Final = 4.0  # factor by which a stage's sums may differ from those of the steps before
@@ -139,13 +139,13 @@ def screen(
     radii = {peer: math.sqrt(shares[peer]) * float(np.linalg.norm(means[peer] - middle)) for peer in sound}
     norms = {peer: float(np.linalg.norm(means[peer])) for peer in sound}
     norm, spread = float(np.median([*norms.values()])), float(np.median([*radii.values()]))
-    suspects = broken | _unlike_others(norms, radii, spread, history)
+    suspects = broken | _outliers(norms, radii, spread, history)
     if len(sound) >= _SMALL and history.num_steps and not history.fits(norm, spread):
         suspects |= set(sound)  # most of them may be false
     return Screening(frozenset(suspects), norm, spread)
 
 
-def _unlike_others(
+def _outliers(
     norms: Mapping[PeerId, float], radii: Mapping[PeerId, float], spread: float, history: StageHistory
 ) -> set[PeerId]:
     """Find the servers far from the median; in a small stage return all if one is far, as any may be false."""
@@ -172,7 +172,7 @@ def _geometric_median(points: NDArray[np.float64]) -> NDArray[np.float64]:
 # ------------------------------------------------------------------ lots
 
 
-def is_worth_a_lie(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
+def is_irreversible(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
     """Return whether false work of a step could stay, because the run ends before it is found or a snapshot has it.
 
     Args:
@@ -183,7 +183,7 @@ def is_worth_a_lie(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
     return is_kept or (max_steps is not None and step >= max_steps - LAST_STEPS)
 
 
-def share_of_step(share: float, draw: Callable[[], float], *, worth_a_lie: bool = False) -> float:
+def share_of_step(share: float, draw: Callable[[], float], *, irreversible: bool = False) -> float:
     """Draw the fraction of servers whose work of one step is audited: `share` on average, but in many steps none.
 
     Audits of one step run side by side, so the step waits for many audits no longer than for one.
@@ -191,11 +191,11 @@ def share_of_step(share: float, draw: Callable[[], float], *, worth_a_lie: bool 
     Args:
         share: Average fraction of all work, over many steps.
         draw: Returns uniform numbers of [0, 1).
-        worth_a_lie: See `is_worth_a_lie`; if true, at least `WORTHWHILE_SHARE` is drawn, unless `share` is 0.
+        irreversible: See `is_irreversible`; if true, at least `IRREVERSIBLE_SHARE` is drawn, unless `share` is 0.
     """
     in_step = max(share, _SHARE_OF_STEP)
     drawn = in_step if draw() < share / in_step else 0.0
-    return max(drawn, WORTHWHILE_SHARE) if worth_a_lie and share else drawn
+    return max(drawn, IRREVERSIBLE_SHARE) if irreversible and share else drawn
 
 
 @dataclass
@@ -224,7 +224,7 @@ class Standing:
         vouched = (step for auditor, step in self.audited.get(peer, {}).items() if auditor in convicted)
         return max(self.unaudited.get(peer, -1), *vouched, -1) >= version
 
-    def doubt(self, auditor: PeerId) -> None:
+    def reset_audited_by(self, auditor: PeerId) -> None:
         """Treat all servers that a peer audited as new ones, because it may have covered their false work."""
         for peer, auditors in self.audited.items():
             if auditor in auditors:
@@ -255,9 +255,9 @@ class Silences:
         """Assign no audits for a while to a server that was silent as an auditor; its own work is still audited."""
         number, until = self.as_auditor.get(peer, (0, -1))
         if step > until:
-            self.as_auditor[peer] = number + 1, step + min(_EXCUSED_STEPS * 2**number, FORGIVEN_AFTER)
+            self.as_auditor[peer] = number + 1, step + min(_SPARED_STEPS * 2**number, FORGIVEN_AFTER)
 
-    def is_excused(self, peer: PeerId, step: int) -> bool:
+    def is_spared_as_auditor(self, peer: PeerId, step: int) -> bool:
         """Return whether a server is assigned no audits in a step. Its own work is audited all the same."""
         return self.as_auditor.get(peer, (0, -1))[1] >= step
 
@@ -269,7 +269,7 @@ class Silences:
 
 
 @dataclass
-class LeftOut:
+class SilenceBackoff:
     """Servers that answered pings but not the coordinator's calls, and the times at which they may join again.
 
     No silence of this kind convicts: a machine that compiles, swaps or was suspended is silent, too.
@@ -300,7 +300,7 @@ class AuditMemory:
     # Server -> number of closings in which it sent a trainer other results than were claimed.
     contested: Counter[PeerId] = field(default_factory=Counter)
     silences: Silences = field(default_factory=Silences)
-    left_out: LeftOut = field(default_factory=LeftOut)
+    silence_backoff: SilenceBackoff = field(default_factory=SilenceBackoff)
     refuted: Silences = field(default_factory=Silences)  # server -> recent steps in which its accusations were refuted
     unrepeatable: set[str] = field(default_factory=set)  # kinds of machines that compute other bits each time
 
@@ -313,7 +313,7 @@ class AuditMemory:
             convicted=self.convicted,
             contested=self.contested,
             silences=self.silences,
-            left_out=self.left_out,
+            silence_backoff=self.silence_backoff,
             refuted=self.refuted,
             unrepeatable=self.unrepeatable,
         )
@@ -385,7 +385,7 @@ class WorkComparison:
         return f"gave a false {' and '.join(sorted(self.wrong)).replace('_', ' ')}"
 
 
-def deviation_of(magnitude: float, relative: float, dtype: str) -> Tolerance:
+def sum_tolerance(magnitude: float, relative: float, dtype: str) -> Tolerance:
     """Return the tolerance, an absolute distance, between two sums that two kinds of machines computed.
 
     Huge gradients may overflow in only one of the sums, so a peer could have a server convicted by sending them. Such
@@ -401,10 +401,10 @@ def deviation_of(magnitude: float, relative: float, dtype: str) -> Tolerance:
     return Tolerance(distance, may_overflow=magnitude >= _LARGEST[dtype])
 
 
-def tolerance_between_machines(dtype: str, codec_bits: float | None = None) -> float:
+def relative_deviation(dtype: str, codec_bits: float | None = None) -> float:
     """Return the largest relative deviation between results of two kinds of machines: distance / norm.
 
-    It is a plain number, of which `deviation_of` makes a `Tolerance`.
+    It is a plain number, of which `sum_tolerance` makes a `Tolerance`.
 
     Args:
         dtype: The dtype of the computation.

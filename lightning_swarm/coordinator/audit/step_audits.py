@@ -22,7 +22,7 @@ from lightning_swarm.coordinator.audit.disputes import (
     Kinds,
     WorkTolerance,
     compare,
-    judge_accusation,
+    resolve_accusation,
 )
 from lightning_swarm.coordinator.audit.examined_step import ExaminedStep
 from lightning_swarm.coordinator.audit.policy import (
@@ -35,7 +35,7 @@ from lightning_swarm.coordinator.audit.policy import (
     WorkClaim,
     WorkComparison,
     disagreeing,
-    is_worth_a_lie,
+    is_irreversible,
     read_claims,
     share_of_step,
 )
@@ -101,7 +101,7 @@ class StepAudits:
         self.screen = StepScreen(step, memory.histories)
         self.is_kept = False  # a snapshot of the weights after this step is due
         # Unit -> (seed, reported sketch of its sum). `MeanAudit` compares the averaged sums with these sketches.
-        self.told: defaultdict[Unit, list[tuple[int, StageProjection]]] = defaultdict(list)
+        self.sum_sketches: defaultdict[Unit, list[tuple[int, StageProjection]]] = defaultdict(list)
         self.audited: set[Unit] = set()  # units whose averaged sums `MeanAudit` fetches
         self.commitments: dict[Unit, bytes] = {}  # unit -> BLAKE3 of its sum, as its server committed at the freeze
 
@@ -117,16 +117,16 @@ class StepAudits:
         sums, verdict.failed = await self._audits.sketch(step.ledgers, round_, seed)
         if verdict.failed:
             return self._distrust_failed(verdict)
-        self.told = defaultdict(list, {unit: [(seed, told)] for unit, told in sums.items()})
+        self.sum_sketches = defaultdict(list, {unit: [(seed, sum_sketch)] for unit, sum_sketch in sums.items()})
         self._convict_idle(step, sums, verdict)
         screenings = self.screen.screen(step.claims, sums)
         suspects = {Unit(stage, peer) for stage, found in screenings.items() for peer in found.suspects} & fresh
         disagreements = disagreeing(step.claims)
         results = await self._audits.results()
-        contested = self._compare_given(step, results, disagreements, verdict)
+        contested = self._compare_results(step, results, disagreements, verdict)
         # Each closing draws anew, because a server that forced another closing has seen the earlier draws.
-        is_worth = is_worth_a_lie(self._step.step, self._run.manifest.max_steps, is_kept=self.is_kept)
-        share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random, worth_a_lie=is_worth)
+        at_risk = is_irreversible(self._step.step, self._run.manifest.max_steps, is_kept=self.is_kept)
+        share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random, irreversible=at_risk)
         drawn = {unit for unit in sorted(fresh) if self._is_disturbed or self._is_drawn(unit, share)}
         chosen = (self._due | suspects | drawn | contested | set[Unit]().union(*disagreements.values())) & fresh
         self._due |= chosen
@@ -159,11 +159,11 @@ class StepAudits:
 
     def _convict_idle(self, step: ExaminedStep, sums: Mapping[Unit, StageProjection], verdict: Verdict) -> None:
         """Convict servers that claim no microbatches, but whose sums are not zero."""
-        for unit, told in sums.items():
-            if not step.claims[unit] and not told.is_nothing and unit.peer != self._own:
+        for unit, sum_sketch in sums.items():
+            if not step.claims[unit] and not sum_sketch.is_nothing and unit.peer != self._own:
                 self._convict(unit, _FALSE_SUM, verdict, step)
 
-    def _compare_given(
+    def _compare_results(
         self,
         step: ExaminedStep,
         results: TrainerResults,
@@ -231,7 +231,7 @@ class StepAudits:
 
     def watch_fellows(self, convicted: PeerId) -> None:
         """Audit more work of servers that share an invitation with a convicted server, or that it audited."""
-        self._standing.doubt(convicted)
+        self._standing.reset_audited_by(convicted)
         used = [one.peers for one in self._run.invitations or () if convicted in one.peers]
         self._standing.watch({peer for peers in used for peer in peers} - {convicted}, self._step.step)
 
@@ -268,7 +268,7 @@ class StepAudits:
         found, loads = [], Counter[PeerId]()
         for unit in units:
             others = step.auditors_of(unit, verdict.convicted)
-            others = [peer for peer in others if not self._silences.is_excused(peer, self._step.step)]
+            others = [peer for peer in others if not self._silences.is_spared_as_auditor(peer, self._step.step)]
             if not others or (self._own not in others and lots.random() < _OWN_SHARE):
                 others = [self._own]
             auditor = min(lots.sample(others, len(others)), key=lambda peer: loads[peer])
@@ -283,11 +283,11 @@ class StepAudits:
 
     def _compare(self, step: ExaminedStep, one: Assignment, results: AuditResults) -> WorkComparison:
         """Compare a server's claims with an auditor's findings."""
-        its, told = results.found.get((one.unit, one.auditor)), results.sums.get(one.unit)
-        if its is None or told is None:
+        its, sum_sketch = results.found.get((one.unit, one.auditor)), results.sums.get(one.unit)
+        if its is None or sum_sketch is None:
             return WorkComparison(is_whole=False)
         tolerance = self._tolerance(one.unit, its) if one.compare else None
-        return compare(step.said(one.unit), its, told, tolerance=tolerance)
+        return compare(step.claimed_work(one.unit), its, sum_sketch, tolerance=tolerance)
 
     def _tolerance(self, unit: Unit, found: AuditResult) -> WorkTolerance:
         """Return the tolerance between results of machines of different kinds."""
@@ -300,8 +300,8 @@ class StepAudits:
         for unit, trainers in sorted(results.silent.items()):
             if unit.peer != self._own:
                 self._note_silent_auditor(unit, trainers)
-        for unit, told in results.sums.items():
-            self.told[unit].append((results.seed, told))
+        for unit, sum_sketch in results.sums.items():
+            self.sum_sketches[unit].append((results.seed, sum_sketch))
         self.audited |= results.sums.keys()
 
     # ------------------------------------------------------------------ disputes
@@ -319,11 +319,11 @@ class StepAudits:
         if not own.compare and mine.rests_on_bits and not await self._repeats(step, own, again):
             by_other, (own, again) = False, await self._audit_itself(step, unit, verdict)
             mine = self._compare(step, own, again)
-        if unit.peer in verdict.failed or not self._hear(step, unit, mine, verdict):
+        if unit.peer in verdict.failed or not self._apply_own_finding(step, unit, mine, verdict):
             return False
         # An accusation about bits is void once machines of this kind are known not to repeat them.
         if by_other and one.compare == step.differ(unit.peer, one.auditor):
-            await self._judge_auditor(step, one, results, comparison, own, again, verdict)
+            await self._resolve_accusation(step, one, results, comparison, own, again, verdict)
         return unit.peer not in verdict.convicted
 
     async def _audit_itself(self, step: ExaminedStep, unit: Unit, verdict: Verdict) -> tuple[Assignment, AuditResults]:
@@ -334,10 +334,10 @@ class StepAudits:
 
     async def _repeats(self, step: ExaminedStep, own: Assignment, again: AuditResults) -> bool:
         """Return whether the coordinator's server repeats its bits; if not, record its kind as unrepeatable."""
-        about, said = (own.unit, self._own), step.said(own.unit)
+        about, said = (own.unit, self._own), step.claimed_work(own.unit)
         second = await self._audits.audit([own], step.round)
         pair = [results.found.get(about) for results in (again, second)]
-        found = [one for one in pair if one is not None and said.was_given(one)]
+        found = [one for one in pair if one is not None and said.has_claimed_inputs(one)]
         if len(found) < 2 or len({(one.sum_digest, frozenset(one.claims.items())) for one in found}) == 1:
             return True
         kind = step.arithmetic.get(self._own, "")
@@ -345,7 +345,7 @@ class StepAudits:
         _log.warning("%s: not the same bits twice from the same input; compared within a tolerance from now on.", kind)
         return False
 
-    async def _judge_auditor(
+    async def _resolve_accusation(
         self,
         step: ExaminedStep,
         one: Assignment,
@@ -359,14 +359,16 @@ class StepAudits:
         # Use the seed of the first audit, so that the audited server is not asked again, and cannot answer differently.
         unit, about = one.unit, (one.unit, self._own)
         found = (await self._audits.ask(again.order, [about], results.seed))[0].get(about)
-        its, told = results.found.get((unit, one.auditor)), results.sums.get(unit)
-        if found is None or its is None or told is None:
+        its, sum_sketch = results.found.get((unit, one.auditor)), results.sums.get(unit)
+        if found is None or its is None or sum_sketch is None:
             return
-        tolerance, kinds = self._tolerance(unit, found), Kinds(auditor=not one.compare, judge=not own.compare)
-        if not told.agrees(found.projection, tolerance=tolerance.sum):
+        tolerance, kinds = self._tolerance(unit, found), Kinds(auditor=not one.compare, referee=not own.compare)
+        if not sum_sketch.agrees(found.projection, tolerance=tolerance.sum):
             self._convict(unit, _FALSE_SUM, verdict, step)
         elif comparison.wrong:
-            shown = judge_accusation(step.said(unit), told, its, found, tolerance=tolerance, kinds=kinds)
+            shown = resolve_accusation(
+                step.claimed_work(unit), sum_sketch, its, found, tolerance=tolerance, kinds=kinds
+            )
             if not all(kinds) or shown is Accusation.UNPROVEN or await self._repeats(step, own, again):
                 self._follow_accusation(one, shown, verdict)
 
@@ -388,7 +390,7 @@ class StepAudits:
             self._disputes[_pair(unit, accuser)] += 1
             self._dispute(unit, f"{accuser} found other results, or was given something else, and {self._own} did not")
 
-    def _hear(self, step: ExaminedStep, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
+    def _apply_own_finding(self, step: ExaminedStep, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
         """Apply the coordinator's own findings on a server's work; return whether its claims are true."""
         if comparison.wrong:
             self._convict(unit, comparison, verdict, step)

@@ -98,7 +98,7 @@ class PlannedMoves:
             self._put_off = movers, sheds
 
     @property
-    def put_off(self) -> bool:
+    def has_deferred(self) -> bool:
         """Return whether something was chosen for the next record."""
         return self._put_off is not None
 

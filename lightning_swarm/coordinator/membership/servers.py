@@ -21,7 +21,7 @@ from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unconfirmed, Unreachable
-from lightning_swarm.core.tasks import ended, gather
+from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol.messages.membership import (
@@ -143,7 +143,7 @@ class ServerMembership:
         self._waiting, self._misses, self._lots = joiners.waiting, joiners.backoff, joiners.lots
         for index, roster in enumerate(self._run.rosters):
             for member in roster:
-                self._lots.know(member.peer_id, index)  # it may choose this stage if it joins again
+                self._lots.record_stage(member.peer_id, index)  # it may choose this stage if it joins again
         self._arithmetic = context.arithmetic
         self._wait_s = context.auditor.wait_s
         self._invitations = context.invitations
@@ -442,7 +442,7 @@ class ServerMembership:
             return
         _log.warning("A server did not get in: %s", waiting.refusal)
 
-    async def heard(
+    async def miss_late_listeners(
         self,
         closing: Closing,
         listening: Collection[asyncio.Task[None]],
@@ -454,7 +454,7 @@ class ServerMembership:
         if not listening:
             return
         _, late = await asyncio.wait(listening, timeout=max(_GRACE_S, averaging_s))
-        await ended(late)
+        await cancel_and_wait(late)
         for one in self._waiting.values():
             asked = one.asked is not None and one.asked.request.closing is closing
             if asked and one.ready and one.holds is not one.asked and one.refusal is None:
@@ -494,10 +494,10 @@ class ServerMembership:
         if wait_s > 0:
             waiting.refusal = f"{peer} missed {count} rounds: {reason}. Join again."
 
-    def let_in(self, record: Record) -> None:
+    def record_applied(self, record: Record) -> None:
         """Record the servers that an applied record admitted, and the leaving servers that it released."""
         for departure in record.departures:
-            self._lots.know(departure.member.peer_id, departure.stage_index)
+            self._lots.record_stage(departure.member.peer_id, departure.stage_index)
         self._entering.clear()
         for peer in sorted(self._leaving.keys() - set(self._run.servers)):
             del self._leaving[peer]
@@ -508,5 +508,5 @@ class ServerMembership:
             self._waiting.pop(candidate.member.peer_id, None)
             self._misses.clear(candidate.member.peer_id)
             peer, stage = candidate.member.peer_id, candidate.stage_index
-            self._lots.know(peer, stage)
+            self._lots.record_stage(peer, stage)
             self._events.note("joined", peer=peer, stage=stage, step=self._run.version)

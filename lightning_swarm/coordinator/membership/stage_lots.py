@@ -23,7 +23,7 @@ class StageLots:
         self._drawn: dict[PeerId, int] = {}  # server -> its newest draw only: it must not collect draws to choose from
         self._holders: defaultdict[bytes, list[PeerId]] = defaultdict(list)  # invitation -> holders of its orders
 
-    def know(self, peer: PeerId, stage_index: int) -> None:
+    def record_stage(self, peer: PeerId, stage_index: int) -> None:
         """Record that a server is in a stage, or is to move to it."""
         self._known[peer].add(stage_index)
 

@@ -210,16 +210,16 @@ class TrainerMembership:
         self._silence_s = context.limits.silence_timeout
         self._asked_s: dict[PeerId, float] = {}  # peer -> time of its last request to enlist
         self._going: dict[PeerId, str] = {}  # trainer that the next record removes -> reason
-        self._heard_s: dict[PeerId, float] = {}  # trainer -> time of its last sign of life
+        self._alive_s: dict[PeerId, float] = {}  # trainer -> time of its last sign of life
 
     def answer(self) -> None:
         """Begin to answer trainers."""
         ENLIST.serve(self._transport, self._handle_enlist)
         RETIRE.serve(self._transport, self._handle_retire)
 
-    def hear(self, trainer: PeerId) -> None:
+    def note_alive(self, trainer: PeerId) -> None:
         """Record a sign of life of a trainer."""
-        self._heard_s[trainer] = now_s()
+        self._alive_s[trainer] = now_s()
         if self._going.get(trainer) == _SILENT:
             del self._going[trainer]
 
@@ -246,31 +246,31 @@ class TrainerMembership:
     def _banned(self, peers: Collection[PeerId]) -> set[PeerId]:
         return banned_among(peers, self._transport.bans or UNSET, self._run.invitations)
 
-    def let_in(self, record: Record) -> None:
+    def record_applied(self, record: Record) -> None:
         """Note which trainers an applied record has added and removed."""
         for peer in record.enlisted:
             self._asked_s.pop(peer, None)
-            self._heard_s[peer] = now_s()
+            self._alive_s[peer] = now_s()
             self._events.note("joined", peer=peer, step=self._run.version, reason="it trains")
         banned, convicted = self._banned(record.retired), self._run.electorate.convicted
         for peer in record.retired:
-            self._heard_s.pop(peer, None)
+            self._alive_s.pop(peer, None)
             ended = _CONVICTED if peer in convicted else _EXCLUDED if self._is_excluded(peer) else _SILENT
             reason = self._going.pop(peer, _BANNED if peer in banned else ended)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
 
-    async def look_after(self) -> None:
+    async def check_liveness(self) -> None:
         """Find trainers that are gone, even without a batch under way, so that they get no more of the data."""
         own = {self._transport.peer_id, self._run.manifest.lead}
         while self._run.manifest.open_to_trainers:
             await asyncio.sleep(self._silence_s)
             since_s = now_s() - self._silence_s
-            late = [one for one in self._run.trainers if one not in own and self._heard_s.get(one, 0.0) <= since_s]
+            late = [one for one in self._run.trainers if one not in own and self._alive_s.get(one, 0.0) <= since_s]
             there = await alive_among(self._transport, late, timeout=self._silence_s)
             for trainer in late:
                 if trainer in there:
-                    self.hear(trainer)
-                elif trainer in self._run.trainers and self._heard_s.get(trainer, 0.0) <= since_s:
+                    self.note_alive(trainer)
+                elif trainer in self._run.trainers and self._alive_s.get(trainer, 0.0) <= since_s:
                     self._going.setdefault(trainer, _SILENT)
 
     # ------------------------------------------------------------------ the trainers' calls
@@ -284,7 +284,7 @@ class TrainerMembership:
             self._run.check_generation(request.generation)
         if caller in self._run.trainers:
             self._going.pop(caller, None)
-            self.hear(caller)
+            self.note_alive(caller)
             if request.generation is None:
                 await self._lease_expiry.give_up(self._step_state.open, caller, _ANEW)
         else:

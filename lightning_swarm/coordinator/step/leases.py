@@ -94,7 +94,7 @@ class LeaseTable:
         self._warn_of_large(request)
         return GrantReply(grant=grant)
 
-    def ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
+    def grant_ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
         """Grant a place for a batch that its trainer has not begun, if one is free now."""
         # A late, repeated request for an abandoned batch would get a place that its trainer never uses.
         if self._is_beyond(step) or (trainer, request.number) in step.given_up:

@@ -297,7 +297,7 @@ class OpenStep:
         """Return whether a batch of one of these leases was struck."""
         return not self._struck.isdisjoint(leases)
 
-    def begin_anew(self) -> None:
+    def restart_places(self) -> None:
         """Restart the places of an unordered step without batches, so that new batches repeat the random draws."""
         if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:
             self.skip_to(self._places_again())

@@ -106,7 +106,7 @@ class SumReconciliation:
         # Server -> the false work that convicted it. It stays excluded if a rollback comes before the record.
         self.convicted = context.auditor.convicted
         for peer, reason in run.electorate.newly(self.convicted).items():
-            self.step_servers.lose(peer, ProtocolError(reason))
+            self.step_servers.exclude(peer, ProtocolError(reason))
         self._tainted: set[int] = set()  # places of batches that passed servers with false work or wrong weights
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # peer -> stage -> load, once closed
 
@@ -155,7 +155,7 @@ class SumReconciliation:
             lost = set(plan.lost) or self._never_corrected(plan)
             if not lost:
                 never_added = self._replays.never_added(plan.holes)
-                if self._believe_lead(never_added):
+                if self._trust_lead(never_added):
                     continue  # without the servers that it has excluded
                 self._falsified |= {first for first, lacking in never_added.items() if lacking}
                 lost = set(never_added) or await self._repair(plan, spoilt)
@@ -168,7 +168,7 @@ class SumReconciliation:
         for peer, crime in verdict.convicted.items():
             self.convict(peer, crime)
         for peer, error in verdict.failed.items():
-            self.step_servers.lose(peer, error)
+            self.step_servers.exclude(peer, error)
         avoided = verdict.avoided | verdict.convicted.keys() | (verdict.failed.keys() if verdict.tainted else set())
         if avoided:
             request = AvoidRequest(
@@ -194,7 +194,7 @@ class SumReconciliation:
             for stage, again in zip(ledgers, named, strict=True)
         ]
         run = self._run
-        wrong = choose_left_out(ledgers, guests=run.guests, right=run.believed, tied=bool(run.ties))
+        wrong = choose_left_out(ledgers, guests=run.guests, trusted=run.trusted, tied=bool(run.ties))
         check_lead_kept(run.manifest, wrong)
         if (own := wrong.get(self._servers.own)) is not None:
             await self._hand_over(own)
@@ -221,7 +221,7 @@ class SumReconciliation:
         """Exclude a server because of false work, and have the step's record expel it from the run."""
         self._events.note("convicted", peer=peer, step=self._step.step, reason=reason)
         self.convicted[peer] = reason
-        self.step_servers.lose(peer, ProtocolError(reason))
+        self.step_servers.exclude(peer, ProtocolError(reason))
         self.auditor.watch_fellows(peer)
 
     # ------------------------------------------------------------------ freezing
@@ -265,7 +265,7 @@ class SumReconciliation:
                     self.auditor.check_ledger(member.peer_id, index, ledger)
                     found[index][member] = ledger
                 except SwarmError as error:
-                    there.lose(member.peer_id, error)
+                    there.exclude(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
 
     async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
@@ -273,7 +273,7 @@ class SumReconciliation:
         replies = {}
         for peer, reply in (await self._servers.freeze(requests)).items():
             if isinstance(reply, SwarmError):
-                self.step_servers.lose(peer, reply)
+                self.step_servers.exclude(peer, reply)
             else:
                 replies[peer] = reply
                 self._arithmetic[peer] = reply.arithmetic
@@ -310,7 +310,7 @@ class SumReconciliation:
         self._misweighed |= {first for stage in ledgers for one in stage.values() for first in one.misweighed(granted)}
         for peer in sorted(self._informed & set[PeerId]().union(*found)):
             reason = f"{peer} was sent the origins of all batches that it may add, and reports other ones"
-            self.step_servers.lose(peer, ProtocolError(reason))
+            self.step_servers.exclude(peer, ProtocolError(reason))
         return found
 
     def _never_corrected(self, plan: ReplayPlan) -> set[int]:
@@ -321,7 +321,7 @@ class SumReconciliation:
             if receipt[0] in self._misweighed and self._replays.number(receipt) >= _MAX_CORRECTIONS
         }
 
-    def _believe_lead(self, never_added: Mapping[int, Collection[PeerId]]) -> bool:
+    def _trust_lead(self, never_added: Mapping[int, Collection[PeerId]]) -> bool:
         """Exclude the servers that lack the lead's microbatches after its replays; return whether there are any."""
         lead = self._run.manifest.lead
         lacking = {
@@ -329,7 +329,7 @@ class SumReconciliation:
         }
         for peer in sorted(lacking):
             reason = f"{peer} was sent microbatches again by the lead, and lacks them still"
-            self.step_servers.lose(peer, ProtocolError(reason))
+            self.step_servers.exclude(peer, ProtocolError(reason))
         return bool(lacking)
 
     def _never_seen(self, lost: Collection[int]) -> set[int]:
@@ -371,7 +371,7 @@ class SumReconciliation:
             for peer in peers:
                 self._discards[peer] += peer not in spoilt[index]
                 if self._discards[peer] > _MAX_DISCARDS:
-                    self.step_servers.lose(peer, StepError(f"{peer} has begun its sums anew in vain too often"))
+                    self.step_servers.exclude(peer, StepError(f"{peer} has begun its sums anew in vain too often"))
                     return set()
                 reason = _SPOILT if peer in spoilt[index] else ""
                 self._events.note("discard", peer=peer, stage=index, step=self._step.step, reason=reason)
@@ -438,7 +438,7 @@ class SumReconciliation:
             self._step.reopen()
             self._informed.clear()
         self._step.strike(firsts)
-        self._step.begin_anew()
+        self._step.restart_places()
         self._fence(self._step, sorted(firsts))
         return reopens
 
@@ -463,7 +463,7 @@ class SumReconciliation:
             if not silent:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
             self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
-            self.step_servers.look_again(silent)
+            self.step_servers.readmit(silent)
             self.auditor.reopen()  # silent servers may have followed a request
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

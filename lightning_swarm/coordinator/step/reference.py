@@ -41,18 +41,18 @@ def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
 
 
 def choose_left_out(
-    ledgers: Ledgers, *, guests: Collection[PeerId] = (), right: Sequence[PeerId] = (), tied: bool = False
+    ledgers: Ledgers, *, guests: Collection[PeerId] = (), trusted: Sequence[PeerId] = (), tied: bool = False
 ) -> dict[PeerId, WeightsDiffer]:
     """Choose servers to exclude: of one stage whose replicas differ, else of stages whose `tied` weights differ.
 
     Args:
         ledgers: Ledgers of all stages, with a hash of each tensor if errors shall name the tensors.
         guests: Newcomers that were not compared yet. They count only where a stage has no other server.
-        right: Servers whose weights are the reference in any case; the first one in a stage decides.
+        trusted: Servers whose weights are the reference in any case; the first one in a stage decides.
         tied: Whether stages share weights, whose hashes the ledgers have.
     """
     chosen = [
-        _choose(index, ledgers, guests=guests, right=right, tied=tied)
+        _choose(index, ledgers, guests=guests, trusted=trusted, tied=tied)
         for index, stage in enumerate(ledgers)
         if _differs(stage)
     ]
@@ -60,7 +60,7 @@ def choose_left_out(
         # A tie is decided last, because excluding servers in another stage may resolve it.
         choice = min(chosen, key=lambda one: one.is_tie)
         return choice.errors(ledgers[choice.stage])
-    return _contradicting(ledgers, guests, right) if tied else {}
+    return _contradicting(ledgers, guests, trusted) if tied else {}
 
 
 def check_lead_kept(manifest: Manifest, left_out: Mapping[PeerId, WeightsDiffer]) -> None:
@@ -109,7 +109,7 @@ class _Choice:
 
 
 def _choose(
-    index: int, ledgers: Ledgers, *, guests: Collection[PeerId], right: Sequence[PeerId], tied: bool
+    index: int, ledgers: Ledgers, *, guests: Collection[PeerId], trusted: Sequence[PeerId], tied: bool
 ) -> _Choice:
     """Choose the reference of a stage whose replicas differ."""
     stage = ledgers[index]
@@ -119,10 +119,10 @@ def _choose(
         member: [one for one in counted if one == member or _bits(stage[one]) == _bits(stage[member])]
         for member in stage
     }
-    judge = next((own[peer] for peer in right if peer in own), None)
-    if judge is not None:
-        number = sum(_bits(one) == _bits(stage[judge]) for one in stage.values())
-        return _Choice(index, judge, f"{judge.peer_id}, which is right, and of {number} of {len(stage)} replicas")
+    arbiter = next((own[peer] for peer in trusted if peer in own), None)
+    if arbiter is not None:
+        number = sum(_bits(one) == _bits(stage[arbiter]) for one in stage.values())
+        return _Choice(index, arbiter, f"{arbiter.peer_id}, which is right, and of {number} of {len(stage)} replicas")
 
     def strength(member: Member) -> tuple[bool, int, int]:
         has_hash = stage[member].report.version_hash is not None
@@ -162,7 +162,7 @@ def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
 
 
 def _contradicting(
-    ledgers: Ledgers, guests: Collection[PeerId], right: Sequence[PeerId]
+    ledgers: Ledgers, guests: Collection[PeerId], trusted: Sequence[PeerId]
 ) -> dict[PeerId, WeightsDiffer]:
     """Find servers of stages whose shared weights contradict a higher-ranked stage, if no stage's replicas differ."""
     tied = [next((one.report.tied or {} for one in stage.values()), {}) for stage in ledgers]
@@ -170,9 +170,9 @@ def _contradicting(
 
     def rank(index: int) -> tuple[int, int, int]:
         peers = {member.peer_id for member in ledgers[index]}
-        judge = next((place for place, peer in enumerate(right) if peer in peers), len(right))
+        arbiter = next((place for place, peer in enumerate(trusted) if peer in peers), len(trusted))
         alike = [other for other in range(len(ledgers)) if other == index or _agree(tied[index], tied[other])]
-        return judge, -sum(counted[other] for other in alike), index
+        return arbiter, -sum(counted[other] for other in alike), index
 
     known: dict[str, tuple[int, int]] = {}  # name -> hash, stage
     found: dict[PeerId, WeightsDiffer] = {}

@@ -196,7 +196,7 @@ def choose_blamed(
     *,
     spared: PeerId,
     has_strangers: bool = False,
-    believed: Collection[PeerId] = (),
+    trusted: Collection[PeerId] = (),
 ) -> list[PeerId]:
     """Choose the servers to exclude when a round of averaging is repeated.
 
@@ -206,12 +206,12 @@ def choose_blamed(
         unreached: Server -> the servers that it reports as unreached or silent.
         spared: The coordinator. It reaches the servers, so it is never blamed.
         has_strangers: If a single server reports another, exclude both, provided that the stage has a third server.
-        believed: Servers whose report counts more than that of another server.
+        trusted: Servers whose report counts more than that of another server.
 
     Returns:
         Servers without an answer. If all answered, the server that most members of its stage did not reach. If two
         servers report each other, the later one in the roster; if they are strangers both, or the one that is not
-        `believed`. Empty if all were reached.
+        `trusted`. Empty if all were reached.
     """
     if failed:
         return sorted(failed)
@@ -227,9 +227,9 @@ def choose_blamed(
         return []
     blamed = max(against, key=lambda peer: (len(against[peer]), order[peer]))
     accusers = against[blamed]
-    if not has_strangers or len(accusers) > 1 or not accusers.isdisjoint({spared, *believed}):
+    if not has_strangers or len(accusers) > 1 or not accusers.isdisjoint({spared, *trusted}):
         return [blamed]
-    if blamed in believed and not _would_be_empty(rosters, accusers):
+    if blamed in trusted and not _would_be_empty(rosters, accusers):
         return sorted(accusers)
     # Exclude both servers. If only the accused were excluded, one malicious server could have all other servers of its
     # stage excluded, and act unopposed.

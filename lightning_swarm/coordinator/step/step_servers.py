@@ -30,7 +30,7 @@ class StepServers:
         self._suspected: Counter[PeerId] = Counter()
         self.gone: dict[PeerId, SwarmError] = {}  # excluded server -> reason
         for peer, error in servers.unsettled.items():
-            self.lose(peer, error)
+            self.exclude(peer, error)
 
     @property
     def rosters(self) -> list[list[Member]]:
@@ -42,7 +42,7 @@ class StepServers:
         """All present servers."""
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
-    def lose(self, peer: PeerId, error: SwarmError) -> None:
+    def exclude(self, peer: PeerId, error: SwarmError) -> None:
         """Exclude a server from the step; raise the error if it is the coordinator's own."""
         if peer == self._own:
             raise error
@@ -56,7 +56,7 @@ class StepServers:
         """Exclude a server, but not after a first timeout alone, because a message may have been lost."""
         self._suspected[peer] += 1
         if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
-            self.lose(peer, error)
+            self.exclude(peer, error)
 
     def note_blameless(self, reason: str, blamed: Collection[PeerId]) -> None:
         """Count a round that failed although no server is gone; perhaps a message was damaged.
@@ -70,9 +70,9 @@ class StepServers:
         if set(blamed) >= set(self.peers):
             raise error
         for peer in blamed:
-            self.lose(peer, error)
+            self.exclude(peer, error)
 
-    def look_again(self, peers: Iterable[PeerId]) -> None:
+    def readmit(self, peers: Iterable[PeerId]) -> None:
         """Include servers again, because they may have come back."""
         for peer in peers:
             self.gone.pop(peer, None)

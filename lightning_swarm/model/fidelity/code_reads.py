@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import nn
 from torch.autograd import Function
 
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.model.fidelity.leftovers import OF_TORCH
 
 # Known libraries. Their globals are internal, such as whether a warning was shown.
@@ -38,7 +38,7 @@ NAMESPACES: Final = (Namespace, SimpleNamespace)
 
 def is_users(module_name: object) -> bool:
     """Return whether a Python module, given by name, is the user's, that is, no part of a known library."""
-    return isinstance(module_name, str) and not is_of(_LIBRARIES, module_name)
+    return isinstance(module_name, str) and not is_in_packages(_LIBRARIES, module_name)
 
 
 class Cells:

@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.model.partition.stages import Named
 
 HOOKS: Final = "hooks on modules"
@@ -51,7 +51,7 @@ def is_users(hook: Any) -> bool:
     if module_name == _CAPTURING:
         # The first call that asks for hidden states or the like leaves such hooks on the model for good.
         return bool(sys.modules[module_name]._active_collector.get())
-    return not is_of(_NOT_USERS, module_name)
+    return not is_in_packages(_NOT_USERS, module_name)
 
 
 def observes(hook: Any) -> bool:

@@ -193,7 +193,7 @@ class ForwardWatch:
                     found[place, key] = ValueChange(old, value)
         return found
 
-    def news(self, changes: Changes) -> bool:
+    def has_new_changes(self, changes: Changes) -> bool:
         """Return whether attributes changed that are not learned yet."""
         return not changes.keys() <= self._known | self._constants
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.model.fidelity.attribute_values import Comparison, is_comparable, kept, same
 from lightning_swarm.model.fidelity.code_reads import NAMESPACES, is_users
 
@@ -95,4 +95,4 @@ def _settings(value: Any) -> dict[Any, Any]:
     own = getattr(value, "__dict__", None)
     if isinstance(value, NO_SETTINGS) or type(own) is not dict:
         return {}
-    return {} if is_of(_LIBRARIES, type(value).__module__) else own
+    return {} if is_in_packages(_LIBRARIES, type(value).__module__) else own

@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.model.fidelity.attribute_values import Comparison, fits, is_plain, kept, packed, same, unpacked
 from lightning_swarm.model.fidelity.leftovers import OF_TORCH
 from lightning_swarm.model.fidelity.module_contents import Contents
@@ -72,7 +72,7 @@ def _class_values(kind: type) -> dict[str, Any]:
 
 def _classes(kind: type) -> list[type]:
     """Return a class and its bases, without torch's."""
-    return [one for one in kind.__mro__ if not is_of(("torch", "builtins"), one.__module__)]
+    return [one for one in kind.__mro__ if not is_in_packages(("torch", "builtins"), one.__module__)]
 
 
 def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

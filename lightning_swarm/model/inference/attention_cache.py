@@ -287,13 +287,13 @@ class Shadow:
         return [layer.get_seq_length() if _has_length(layer) else -1 for layer in self._cache.layers]
 
 
-def can_be_put_back(cache: Any) -> bool:
-    """Return whether steps only replace the tensors of a cache's layers, so that `putting_back` can restore them."""
+def is_restorable(cache: Any) -> bool:
+    """Return whether steps only replace the tensors of a cache's layers, so that `restorer_of` can restore them."""
     return cache is not None and all(_LAYERS.get(type(one).__name__) in ("full", "sliding") for one in cache.layers)
 
 
-def putting_back(cache: Any) -> Callable[[], None]:
-    """Return a function that restores the cache's present contents, if `can_be_put_back`."""
+def restorer_of(cache: Any) -> Callable[[], None]:
+    """Return a function that restores the cache's present contents, if `is_restorable`."""
     layers = [(layer, dict(vars(layer))) for layer in cache.layers]
 
     def put_back() -> None:

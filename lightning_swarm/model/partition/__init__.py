@@ -1,6 +1,6 @@
 """Partitions a LightningModule into stages: finds its blocks, decides where stages begin, and builds them."""
 
-from lightning_swarm.model.partition.blocks import Blocks, can_be_cut, find_blocks, no_blocks, says_blocks
+from lightning_swarm.model.partition.blocks import Blocks, can_be_cut, defines_stages, find_blocks, no_blocks
 from lightning_swarm.model.partition.call_binding import (
     CALLS,
     BlockCall,
@@ -33,6 +33,7 @@ __all__ = [
     "build_stages",
     "can_be_cut",
     "choose_ranges",
+    "defines_stages",
     "extras_after",
     "extras_for",
     "find_blocks",
@@ -41,7 +42,6 @@ __all__ = [
     "layers_by_block",
     "no_blocks",
     "plan_boundaries",
-    "says_blocks",
     "time_costs",
     "twin_of",
 ]

@@ -50,7 +50,7 @@ def no_blocks(model: nn.Module) -> Blocks:
     return Blocks(model, "", (), ())
 
 
-def says_blocks(model: nn.Module) -> bool:
+def defines_stages(model: nn.Module) -> bool:
     """Return whether a LightningModule defines `configure_stages`."""
     return callable(getattr(model, _HOOK, None))
 
@@ -68,7 +68,7 @@ def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
     """Find the chain of blocks of a LightningModule, whose parameters may be on meta."""
     # `pipeline` names a `Sequential`, or a `ModuleList` that the model's own forward goes through.
     name, root = ("", model) if pipeline is None else (pipeline, _submodule(model, pipeline))
-    if says_blocks(model):
+    if defines_stages(model):
         return _configured(model, name, root)
     if pipeline is None:
         name, root = _only_sequential(model)

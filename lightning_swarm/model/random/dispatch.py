@@ -14,8 +14,8 @@ from torch._dynamo.decorators import skip
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.random.keyed_stream import key_seed
 from lightning_swarm.model.random.operators import HANDLERS, Handler, plain_attention
-from lightning_swarm.model.random.philox import key_seed
 
 # The rules of random operations. A rule is called as (mode, func, args, kwargs); most operations have none. Torch tags
 # its random operations, so an operation that this package does not know is noticed, too.

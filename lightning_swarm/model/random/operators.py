@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from lightning_swarm.model.random.philox import keep, long_bits, normal, uniform
+from lightning_swarm.model.random.keyed_stream import keep, long_bits, normal, uniform
 
 _plain = torch.ops.aten._scaled_dot_product_attention_math
 

@@ -20,7 +20,7 @@ from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.access import Certify, Rpc
 from lightning_swarm.network.addresses import Address, HostPort, host_of
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
-from lightning_swarm.network.hivemind.daemon import on_its_own, remove_dead_sockets
+from lightning_swarm.network.hivemind.daemon import in_own_session, remove_dead_sockets
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
 from lightning_swarm.network.hivemind.transport import HivemindTransport
 from lightning_swarm.network.identity import Identity, load_identity
@@ -136,7 +136,7 @@ async def _start_daemon(
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
             # No relaying, hole punching or port mapping: peers are reached only at their announced addresses.
-            with on_its_own():
+            with in_own_session():
                 if known_as is not None and initial_peers and await _is_running(known_as, initial_peers):
                     raise P2PDaemonError(f"{known_as} {_TAKEN}")
                 return await P2P.create(

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ProtocolError, SwarmError, Unreachable
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.network import PeerId, framing
 from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.framing import FixedHeader, Kind
@@ -247,7 +247,7 @@ async def answer_calls(
         return
     finally:
         stream.close()
-        await ended(list(answers.tasks.values()))  # cancels the handlers, because the caller hung up
+        await cancel_and_wait(list(answers.tasks.values()))  # cancels the handlers, because the caller hung up
 
 
 @dataclass(eq=False)

@@ -42,7 +42,7 @@ class _PendingCalls(dict[UUID, asyncio.Future[Any]]):
         super().__setitem__(call_id, _Answer())
 
 
-def steady(p2p: P2P) -> asyncio.Task[None]:
+def ignore_late_answers(p2p: P2P) -> asyncio.Task[None]:
     """Make a connected client ignore late answers; return its reading task, which every call depends on."""
     control = p2p._client.control
     control._pending_calls = _PendingCalls(control._pending_calls)
@@ -59,7 +59,7 @@ _DIALING: Final = {"LIBP2P_TCP_REUSEPORT": "false"}
 
 
 @contextmanager
-def on_its_own() -> Iterator[None]:
+def in_own_session() -> Iterator[None]:
     """Start daemons within this context in a session of their own, and let them dial from any port."""
     # Ctrl-C ends all processes of the terminal's foreground group. A daemon in this group would end before its peer
     # could leave the run or fetch the trained weights. hivemind starts the daemon itself, without options for this.
@@ -105,7 +105,7 @@ def _is_dead(path: Path) -> bool:
     return False
 
 
-async def exited(pid: int) -> None:
+async def wait_for_exit(pid: int) -> None:
     """Wait until the child process `pid` has ended."""
     # The child is not reaped here: hivemind may still signal its pid, which must not belong to another process then.
     # SIGCHLD is of no use: torch's DataLoader replaces the signal's handler as soon as it starts workers.

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.core.process import max_files
-from lightning_swarm.core.tasks import ended, gather
+from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId
 from lightning_swarm.network.access import INTRODUCE
 from lightning_swarm.network.admission import StreamSlot, StreamSlots
@@ -23,7 +23,7 @@ from lightning_swarm.network.framing import Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
-from lightning_swarm.network.hivemind.daemon import exited, steady
+from lightning_swarm.network.hivemind.daemon import ignore_late_answers, wait_for_exit
 from lightning_swarm.network.hivemind.local_streams import LocalPeers
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
 from lightning_swarm.network.identity import Identity
@@ -77,7 +77,7 @@ class HivemindTransport(BaseTransport):
 
     async def open(self) -> None:
         """Begin to serve. All methods share two libp2p protocols, so they may be registered at any time."""
-        self._watch = asyncio.create_task(self._watch_daemon(steady(self._p2p)))
+        self._watch = asyncio.create_task(self._watch_daemon(ignore_late_answers(self._p2p)))
         for protocol in (_CALL, _STREAM):
             await self._p2p.add_binary_stream_handler(protocol, partial(self._on_stream, protocol))
         if self._neighbours is not None:
@@ -121,21 +121,21 @@ class HivemindTransport(BaseTransport):
         self._break_off()
         await self._wait_until_served()
         if self._watch is not None:
-            await ended([self._watch])
+            await cancel_and_wait([self._watch])
         pid = self.daemon_pid
         self._p2p._terminate()
         try:
             async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
-                await exited(pid)
+                await wait_for_exit(pid)
         except TimeoutError:
             # `_terminate` sends a SIGTERM, which a stopped process does not handle.
             with suppress(ProcessLookupError):
                 self._p2p._child.kill()
-            await exited(pid)
+            await wait_for_exit(pid)
 
     async def _watch_daemon(self, reading: asyncio.Task[None]) -> None:
         # Without the daemon, or the task that reads from it, hivemind's client would wait for answers for ever.
-        exiting = asyncio.create_task(exited(self.daemon_pid))
+        exiting = asyncio.create_task(wait_for_exit(self.daemon_pid))
         try:
             await asyncio.wait({exiting, reading}, return_when=asyncio.FIRST_COMPLETED)
             self.cut_off.reason = (
@@ -147,7 +147,7 @@ class HivemindTransport(BaseTransport):
             self._break_off()
             self.cut_off.set()
         finally:
-            await ended([exiting])
+            await cancel_and_wait([exiting])
 
     @override
     def _break_off(self) -> None:
@@ -215,7 +215,7 @@ class HivemindTransport(BaseTransport):
     def _open_slot(self, protocol: str, caller: PeerId, stream: Stream) -> StreamSlot | None:
         """Assign a slot to a stream that a caller has opened. None: the stream must close."""
         owner = (caller, protocol)
-        if self._gate is None or self._gate.knows(caller):
+        if self._gate is None or self._gate.is_certified(caller):
             return self._slots.open(owner, stream.close, at_most=_MAX_STREAMS.get(protocol, 0))
         slot = self._strangers.open(owner, stream.close, at_most=_STRANGER_STREAMS)
         if slot is not None:
@@ -246,7 +246,7 @@ class HivemindTransport(BaseTransport):
         asyncio.get_running_loop().call_later(_FAREWELL_S, self._hang_up_on, peer, self._gate)
 
     def _hang_up_on(self, peer: PeerId, gate: Gatekeeper | None) -> None:
-        if gate is None or gate is not self._gate or gate.knows(peer):  # other credentials apply, or the ban was lifted
+        if gate is None or gate is not self._gate or gate.is_certified(peer):  # new credentials, or a lifted ban
             return
         for slot in [slot for protocol in _MAX_STREAMS for slot in self._slots.of((peer, protocol))]:
             self._slots.close(slot)

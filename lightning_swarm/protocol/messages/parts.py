@@ -64,7 +64,7 @@ class MeanReplacement(WireMessage, frozen=True):
     stage_index: Count
 
 
-class ToldSketch(WireMessage, frozen=True):
+class ReportedSketch(WireMessage, frozen=True):
     """A sketch of a server's frozen sum, which the server reported before averaging."""
 
     seed: Challenge
@@ -83,7 +83,7 @@ class ExamineRequest(WireMessage, frozen=True):
     commitments: dict[PeerId, SumDigest]  # BLAKE3 of the members' frozen sums
     drawn: list[PeerId] | None  # members whose sums are compared; None: all, and their mean is computed
     # Sketches that members reported when their sums were audited.
-    told: dict[PeerId, list[ToldSketch]] = msgspec.field(default_factory=dict)
+    told: dict[PeerId, list[ReportedSketch]] = msgspec.field(default_factory=dict)
 
 
 class Contradiction(WireMessage, frozen=True):

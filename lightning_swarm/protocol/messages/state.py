@@ -33,7 +33,7 @@ class WriteRequest(WireMessage, frozen=True):
     """The lead asks a server to write one stage's state at a version into a checkpoint's folder."""
 
     stage_index: Count
-    step: int  # the version of the state
+    version: int = msgspec.field(name="step")  # the version of the state
     generation: Count
     folder: str  # path on the lead's machine
     optimizer: bool  # also write the optimizer's state
@@ -62,7 +62,7 @@ class StateRequest(WireMessage, frozen=True):
     """A peer asks a server for one stage's state at a version."""
 
     stage_index: int
-    step: int  # the version of the state
+    version: int = msgspec.field(name="step")  # the version of the state
     optimizer: bool  # False: weights and buffers. True: the optimizer's state
     generation: Count
 
@@ -76,7 +76,7 @@ class StageState(WireMessage, frozen=True):
     """The head of a message with a stage's state, from the lead to a server, or in a server's answer to a request."""
 
     stage_index: int
-    step: int  # the version of the state
+    version: int = msgspec.field(name="step")  # the version of the state
     generation: Count
     optimizer: bool
     names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
@@ -87,7 +87,7 @@ class ProofRequest(WireMessage, frozen=True):
     """A peer that got a stage's state from one server asks another server to prove which state it has itself."""
 
     stage_index: Count
-    step: Count  # the version of the state
+    version: Count = msgspec.field(name="step")  # the version of the state
     generation: Count
     kind: StateKind
     challenge: Challenge
@@ -128,7 +128,7 @@ class SnapshotOrder(WireMessage, frozen=True):
     keep: Count | None
     # For each stage, the server that keeps a copy besides the stage's own servers; None: no such server. Despite the
     # name, such a server need not be a keeper that decides.
-    keepers: list[PeerId | None]
+    backups: list[PeerId | None] = msgspec.field(name="keepers")
 
 
 class HeldSnapshots(WireMessage, frozen=True):

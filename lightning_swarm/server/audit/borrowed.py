@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from lightning_swarm.core.errors import PeerError, SwarmError
-from lightning_swarm.core.tasks import ended
+from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.model.confirmation import Confirmation
 from lightning_swarm.model.state_proof import parts_of_weights
 from lightning_swarm.network import PeerId
@@ -63,7 +63,7 @@ class BorrowedStages:
         """Load the weights of a version into a borrowed stage."""
         self._stages.pop(stage.index, None)  # its weights belong to no version meanwhile
         request = StateRequest(
-            stage_index=stage.index, step=version, generation=run.manifest.generation, optimizer=False
+            stage_index=stage.index, version=version, generation=run.manifest.generation, optimizer=False
         )
         peers = sorted((member.peer_id for member in run.rosters[stage.index]), key=self._failures.__getitem__)
         weights = await self._first(peers, request)
@@ -95,8 +95,8 @@ class BorrowedStages:
                         self._failures[peer] += 1
                         _log.info("%s does not give the weights of stage %d: %s", peer, request.stage_index, error)
         finally:
-            await ended(running)
-        raise PeerError(f"no server gives the weights of stage {request.stage_index} at version {request.step}")
+            await cancel_and_wait(running)
+        raise PeerError(f"no server gives the weights of stage {request.stage_index} at version {request.version}")
 
     async def _read(self, peer: PeerId, request: StateRequest) -> dict[str, Tensor]:
         """Fetch a server's weights, and have other servers confirm them."""

@@ -18,7 +18,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.protocol.mean_projections import StageScale, check_shape, num_buckets, same_numbers
-from lightning_swarm.protocol.messages.parts import Contradiction, ExamineReply, ExamineRequest, ToldSketch
+from lightning_swarm.protocol.messages.parts import Contradiction, ExamineReply, ExamineRequest, ReportedSketch
 from lightning_swarm.server.audit.kept_work import sketch_of, sum_digest
 from lightning_swarm.server.audit.projection import (
     bucket_norms,
@@ -59,7 +59,7 @@ class Examination:
         self._weight, self._gradient_scale, self._exact = closing.total_weight, closing.gradient_scale, exact
         self._scale = StageScale(request.length, request.dtype, self._weight * self._gradient_scale)
         self._seed, self._answers, self._commitments = request.seed, request.answers, request.commitments
-        self._told = request.told
+        self._reported = request.told
         self._dtype = DTYPES[request.dtype]
         self._bounds, self._size = self._scale.bounds(len(members)), num_buckets(len(members))
         self._given: dict[PeerId, list[bytes]] = {}  # member -> digests of the parts of its sum
@@ -88,7 +88,7 @@ class Examination:
         if not (same_numbers(answer.sums, sums, norms) and same_numbers(answer.norms, norms)):
             self.lies[peer] = f"{peer} answers projections that are not those of its sum of gradients"
             return
-        if not all(self._is_sketch(told, values) for told in self._told.get(peer, ())):
+        if not all(self._is_sketch(reported, values) for reported in self._reported.get(peer, ())):
             self.lies[peer] = f"{peer} answered sketches, when it was audited, that are not those of its sum"
             return
         self._given[peer] = [part_digest(self._part(values, bounds)) for bounds in self._bounds]
@@ -100,12 +100,12 @@ class Examination:
         if not self._exact:
             self._sizes += values.abs()
 
-    def _is_sketch(self, told: ToldSketch, values: Tensor) -> bool:
+    def _is_sketch(self, reported: ReportedSketch, values: Tensor) -> bool:
         """Return whether a sketch matches a sum."""
-        found = sketch_of(0, values, told.seed, exact=self._exact)
+        found = sketch_of(0, values, reported.seed, exact=self._exact)
         if not all(map(math.isfinite, found.values)):
-            return not all(map(math.isfinite, told.values))
-        return math.dist(told.values, found.values) <= _SAME * math.hypot(*found.values)
+            return not all(map(math.isfinite, reported.values))
+        return math.dist(reported.values, found.values) <= _SAME * math.hypot(*found.values)
 
     def _part(self, values: Tensor, bounds: slice) -> list[Tensor]:
         """Return a part of a sum in the form in which members send it."""
@@ -159,7 +159,7 @@ class Examination:
 
     # ------------------------------------------------------------------ verdict
 
-    def judge(self) -> None:
+    def decide(self) -> None:
         """Find members that contradict themselves or each other, once all sums and means are there."""
         for peer in self.members:
             answer, known = self._answers[peer], self._mean_of(peer)
@@ -170,13 +170,13 @@ class Examination:
                 self.lies[peer] = f"{peer} answers projections, or a norm, that are not those of the mean that it holds"
         for place, reducer in enumerate(self.members):
             if reducer not in self.lies:
-                self._judge_reducer(place, reducer)
+                self._check_reducer(place, reducer)
 
     def _mean_of(self, peer: PeerId) -> _MeanNumbers | None:
         """Return the numbers of a member's mean; None if the member was found to lie."""
         return self._known.get(tuple(self._answers[peer].parts)) if peer not in self.lies else None
 
-    def _judge_reducer(self, place: int, reducer: PeerId) -> None:
+    def _check_reducer(self, place: int, reducer: PeerId) -> None:
         """Check the part of the mean that a member made, against its inputs and against the others' copies."""
         own, answer = self._mean_of(reducer), self._answers[reducer]
         if own is not None and own.wrong[place]:

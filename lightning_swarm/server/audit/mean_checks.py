@@ -88,9 +88,9 @@ class AuditedRoundLog(RoundLog):
 
     def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:
         """Return the roster index of the member to ask for a mean: a trusted member, else each in turn."""
-        believed = [place for place, peer in enumerate(roster) if peer in self._membership.run.believed]
+        trusted = [place for place, peer in enumerate(roster) if peer in self._membership.run.trusted]
         turn = self._membership.me.boot_id + closing.step + closing.round
-        return believed[0] if believed else turn % len(roster)
+        return trusted[0] if trusted else turn % len(roster)
 
 
 class MeanChecks:
@@ -183,7 +183,7 @@ class MeanChecks:
             if examination.needs_mean(peer):
                 vector = await self._fetch(peer, request, "mean", examination)
                 await self._compute(partial(examination.take_mean, peer, vector))
-        await self._compute(examination.judge)
+        await self._compute(examination.decide)
         if examination.contradictions and not examination.lies:
             mean = examination.mean
             await gather(self._replace(peer, request, mean) for peer in examination.members)

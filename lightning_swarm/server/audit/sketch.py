@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.random.philox import bits, key_seed
+from lightning_swarm.model.random.keyed_stream import bits, key_seed
 from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH
 
 NUM_BUCKETS: Final = SKETCH_LENGTH

@@ -229,7 +229,7 @@ class JointSteps(Generic[_T]):
         self._problem = None
         if len(works) > 1:
             verdict = self._verdicts.of(works)
-            if not all(attention_cache.can_be_put_back(work.part.cache) for work in works):
+            if not all(attention_cache.is_restorable(work.part.cache) for work in works):
                 self._verdicts.enter(works, "their caches keep more than keys and values")
             elif verdict is None:
                 self._try(works[:_MAX_TRIED])
@@ -315,7 +315,7 @@ def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:
 
 def _putting_back(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:
     """Return a function that restores the steps' caches to their present contents."""
-    each = [attention_cache.putting_back(work.part.cache) for work in works]
+    each = [attention_cache.restorer_of(work.part.cache) for work in works]
 
     def put_back() -> None:
         for one in each:

@@ -61,8 +61,8 @@ class StateHandlers:
         run = self._membership.run
         run.check_generation(state.generation)
         stage = self._steps.stage(state.stage_index)
-        stage.check_version(state.step)
-        if state.step != run.manifest.first_step or (stage.index in self._membership.loaded) != state.optimizer:
+        stage.check_version(state.version)
+        if state.version != run.manifest.first_step or (stage.index in self._membership.loaded) != state.optimizer:
             raise ProtocolError(
                 f"stage {stage.index} takes its initial weights once, then its optimizer's state, and both before "
                 "the first step; from then on records change them"
@@ -88,7 +88,7 @@ class StateHandlers:
         """Send a stage's weights or optimizer state at a version to a trainer."""
         run = self._membership.run
         # If servers are not trusted, the coordinator reads states, too, to settle contradictions.
-        if caller != run.coordinator or not run.believed:
+        if caller != run.coordinator or not run.trusted:
             run.check_trainer(caller)
         # Records wait while the lead reads, unless they come late. For other callers, the tensors must not change
         # while they are sent.
@@ -126,12 +126,12 @@ class StateHandlers:
     ) -> tuple[Stage, _T]:
         """Read a stage at a version of the running generation, as soon as the stage has reached that version."""
         self._membership.run.check_generation(request.generation)
-        await self._steps.wait_for_version(request.step)
+        await self._steps.wait_for_version(request.version)
         stage = self._steps.stage(request.stage_index)
 
         def read_at_version() -> _T:
             self._membership.run.check_generation(request.generation)  # it may have changed meanwhile
-            stage.check_version(request.step)
+            stage.check_version(request.version)
             return read(stage)
 
         # On the compute thread, so that it falls between two records.
@@ -157,7 +157,7 @@ def _state(stage: Stage, request: StateRequest, *, copy: bool) -> WithTensors[St
     structure, tensors = serialization.flatten(list(state.values()))
     reply = StageState(
         stage_index=stage.index,
-        step=request.step,
+        version=request.version,
         generation=request.generation,
         optimizer=request.optimizer,
         names=list(state),

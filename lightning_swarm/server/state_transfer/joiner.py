@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError
 from lightning_swarm.core.readable import printable, short_name
-from lightning_swarm.core.tasks import first_found
+from lightning_swarm.core.tasks import first_result
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.keepers import check_shown_by_keeper
@@ -117,7 +117,7 @@ class Joiner:
             return None
 
         # All at once, because silent peers would otherwise delay this peer one by one.
-        found = await first_found(map(ask, await find()))
+        found = await first_result(map(ask, await find()))
         for there in others if found is None else ():
             check_protocol_version(there, there="in the run", here="here")
         return found

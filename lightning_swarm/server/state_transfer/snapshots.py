@@ -198,7 +198,7 @@ class _SnapshotOrder:
     generation: int
     version: int  # version of the weights after the record
     keep: int | None  # the older version whose snapshots stay; None: none stay
-    keepers: Sequence[PeerId | None]  # for each stage, the other server that keeps a copy
+    backups: Sequence[PeerId | None]  # for each stage, the other server that keeps a copy
     at_s: float  # time of its arrival, by `time.monotonic`
 
 
@@ -251,12 +251,12 @@ class Snapshots:
 
     def on_record(self, record: Record) -> Coroutine[Any, Any, None] | None:
         """Return the work of taking a snapshot after a record, if the record orders it."""
-        if record.snapshots and self._membership.run.believed:
+        if record.snapshots and self._membership.run.trusted:
             self._spawn(self._replace_false(record.snapshots))
         if record.snapshot is None or not self._membership.is_member:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
-        order = _SnapshotOrder(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
+        order = _SnapshotOrder(generation, record.step + 1, snapshot.keep, snapshot.backups, time.monotonic())
         self._older = next((one for one in (self._order, self._older) if one and one.version == snapshot.keep), None)
         self._order = order
         self._senders = {key: peer for key, peer in self._senders.items() if self._order_of(key[1]) is not None}
@@ -275,14 +275,14 @@ class Snapshots:
             if head.version == order.version and await self._put(head, tensors, order):  # else the stage is ahead
                 taken[head.stage_index] = head, tensors
         for index in sorted(first & taken.keys()):
-            keeper = order.keepers[index] if index < len(order.keepers) else None
-            if keeper is None or self._order is not order:  # no server keeps it, or the order is void by now
+            backup = order.backups[index] if index < len(order.backups) else None
+            if backup is None or self._order is not order:  # no server keeps it, or the order is void by now
                 continue
             try:
                 timeout = self._limits.join_timeout
-                await KEEP.ask(self._transport, keeper, *taken[index], timeout=timeout, max_bytes=0)
+                await KEEP.ask(self._transport, backup, *taken[index], timeout=timeout, max_bytes=0)
             except SwarmError as error:
-                _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
+                _log.warning("%s does not keep a snapshot of this server's stage: %s", backup, error)
 
     async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _SnapshotOrder) -> bool:
         """Keep a snapshot; return False if there is no room, or if another order has come meanwhile."""
@@ -295,18 +295,18 @@ class Snapshots:
 
     # ------------------------------------------------------------------ if servers are not trusted
 
-    async def _replace_false(self, told: Sequence[HeldSnapshot]) -> None:
+    async def _replace_false(self, recorded: Sequence[HeldSnapshot]) -> None:
         """Replace kept snapshots of other servers' stages whose digest is not the record's."""
         mine = {(one.stage_index, one.version): one.digest for one in self.store.held}
-        for one in told:
+        for one in recorded:
             if mine.get((one.stage_index, one.version), one.digest) != one.digest:
                 self.store.discard(one.version, one.stage_index)
                 await self._fetch(one)
 
-    async def _fetch(self, told: HeldSnapshot) -> None:
+    async def _fetch(self, recorded: HeldSnapshot) -> None:
         """Fetch a snapshot from a server that took it, because another server sent a false copy."""
-        index, version, order = told.stage_index, told.version, self._order_of(told.version)
-        if order is None or index >= len(order.keepers) or order.keepers[index] != self._transport.peer_id:
+        index, version, order = recorded.stage_index, recorded.version, self._order_of(recorded.version)
+        if order is None or index >= len(order.backups) or order.backups[index] != self._transport.peer_id:
             return
         sender = self._senders.pop((index, version), None)
         if sender is not None:
@@ -317,7 +317,7 @@ class Snapshots:
         for peer in [one.peer_id for one in self._membership.run.rosters[index] if one.peer_id != sender]:
             try:
                 head, tensors = await SNAPSHOT.ask(self._transport, peer, request, timeout=timeout, max_bytes=max_bytes)
-                if await asyncio.to_thread(digest, tensors, encode(head)) == told.digest:
+                if await asyncio.to_thread(digest, tensors, encode(head)) == recorded.digest:
                     await self.store.put(head, tensors, wanted=lambda: self._order_of(version) is order)
                     return
             except (SwarmError, OSError) as error:
@@ -343,12 +343,14 @@ class Snapshots:
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
             raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")
-        told = self._membership.run.digest_of(head.stage_index, head.version)
-        if told is not None and await asyncio.to_thread(digest, message.tensors, encode(head)) != told:
-            held = any(one.digest == told for one in self.store.held)
-            if self._membership.run.believed and not held:
+        recorded = self._membership.run.digest_of(head.stage_index, head.version)
+        if recorded is not None and await asyncio.to_thread(digest, message.tensors, encode(head)) != recorded:
+            held = any(one.digest == recorded for one in self.store.held)
+            if self._membership.run.trusted and not held:
                 self._senders[head.stage_index, head.version] = caller
-                self._spawn(self._fetch(HeldSnapshot(stage_index=head.stage_index, version=head.version, digest=told)))
+                self._spawn(
+                    self._fetch(HeldSnapshot(stage_index=head.stage_index, version=head.version, digest=recorded))
+                )
             raise ProtocolError(
                 f"a record tells the BLAKE3 digest of stage {head.stage_index} at version {head.version}, and this "
                 "copy has another one"
@@ -366,8 +368,8 @@ class Snapshots:
         if (
             order is None
             or head.version != order.version
-            or head.stage_index >= min(len(order.keepers), len(run.rosters))
-            or order.keepers[head.stage_index] != self._transport.peer_id
+            or head.stage_index >= min(len(order.backups), len(run.rosters))
+            or order.backups[head.stage_index] != self._transport.peer_id
         ):
             raise ProtocolError(
                 f"no record orders that stage {head.stage_index} at version {head.version} is kept here"
@@ -382,8 +384,8 @@ class Snapshots:
     async def _handle_snapshot(self, caller: PeerId, request: SnapshotRequest) -> WithTensors[Snapshot]:
         """Send a kept snapshot to the server that is to keep another copy, or to a trainer."""
         order = self._order_of(request.version)
-        keepers = order.keepers if order is not None else ()
-        if request.stage_index >= len(keepers) or keepers[request.stage_index] != caller:
+        backups = order.backups if order is not None else ()
+        if request.stage_index >= len(backups) or backups[request.stage_index] != caller:
             self._membership.run.check_trainer(caller)
         head, tensors = await self.store.get(request.stage_index, request.version)
         return head, tensors

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.tasks import ended, gather
+from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.membership import FollowReply, FollowRequest, PieceRequest, TensorLayout
@@ -206,7 +206,7 @@ class StageDownload:
         try:
             await gather(self._pull(donor, incoming, to_the_end=True) for _ in range(_PULLS))
         finally:
-            await ended([helping])
+            await cancel_and_wait([helping])
         if not helping.cancelled():
             helping.result()
         await gather(self._release(peer, incoming) for peer in self._copied)

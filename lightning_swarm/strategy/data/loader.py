@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.core.module_names import is_of
+from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.protocol.messages.run import BatchNumber, RandomNumbers
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
@@ -226,7 +226,7 @@ class SharedLoader:
         # This process reads it, unless the user's `worker_init_fn` prepares the dataset.
         prepare = self.loader.worker_init_fn if self.loader.num_workers else None
         module_name = getattr(getattr(prepare, "func", prepare), "__module__", None)
-        needs_worker = prepare is not None and not is_of(OWN_PACKAGES, module_name)
+        needs_worker = prepare is not None and not is_in_packages(OWN_PACKAGES, module_name)
         loader = copy.copy(self.loader)
         workers = {"num_workers": 1} if needs_worker else {"num_workers": 0, "prefetch_factor": None, "timeout": 0}
         # The workers' seed is drawn from a generator of its own, because the user's must not advance.

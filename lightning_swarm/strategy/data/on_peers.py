@@ -45,10 +45,10 @@ def _read(strategy: RankHooks, trainer: Trainer) -> None:
     """Prepare the data, once on each machine, and set the data module up."""
     strategy.has_read_data = True
     if strategy.local_rank:
-        strategy.own_peer.follower.await_said(strategy.launch_id, "prepare_data")
+        strategy.own_peer.follower.await_event(strategy.launch_id, "prepare_data")
     else:
         trainer._data_connector.prepare_data()
-        strategy.own_peer.lead.say(strategy.launch_id, "prepare_data")
+        strategy.own_peer.lead.announce_event(strategy.launch_id, "prepare_data")
     if trainer.datamodule is not None:  # type: ignore[attr-defined]  # Lightning sets it in its connector
         framework_of(trainer).call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
 

@@ -166,7 +166,7 @@ class SharedData:
             Override(fit_loop, "on_load_checkpoint", self._load_with_plans),
             Override(fit_loop.epoch_loop, "on_run_start", self._epoch_begins),
             Override(fit_loop.epoch_loop, "reset", self._quietly_reset),
-            Override(fit_loop, "on_advance_start", self._hear_metrics),
+            Override(fit_loop, "on_advance_start", self._receive_metrics),
         )
         self._save, self._load, self._begin, self._reset, self._advance = (
             override.replaced for override in self._overrides
@@ -306,7 +306,7 @@ class SharedData:
             self.run_is_over = self._trainer.should_stop = True
             return None
 
-    def _hear_metrics(self) -> None:
+    def _receive_metrics(self) -> None:
         """Set the callbacks' metrics from the lead's validations when an epoch begins, before the user's hooks run."""
         epoch = self._trainer.current_epoch
         if self.shares and self._session is not None and not self._session.is_lead and epoch not in self._plans:

@@ -68,7 +68,7 @@ class ResumePoint:
     """A state from which a loop may resume, and the versions of the weights that it fits."""
 
     state: LoopState
-    num_counted: int  # records that the loop had counted: equal to `version`, or less after a resume at `version`
+    loop_version: int  # records that the loop had counted: equal to `version`, or less after a resume at `version`
     version: int  # lowest version of the weights that the state fits
     # Places of own batches in the open step, the one that starts from `version`. If there are any, only later versions
     # fit, which count these batches.
@@ -76,7 +76,7 @@ class ResumePoint:
     before: RunNews  # records that the loop had received, but not counted, when the state was taken
     news: RunNews | None = None  # the same when the next batch had its grant; None before that grant
 
-    def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
+    def fits(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
         """Return whether the state fits a version of the weights; `counts` knows records that the loop has not seen."""
         if version <= self.version:
             return version == self.version and not self.completed
@@ -114,7 +114,7 @@ class LoopStates:
     def find(self, version: int, counts: Counts = lambda *_: False) -> ResumePoint | None:
         """Return the latest state that fits a version. May be called from any thread."""
         kept = reversed(self._kept)
-        return next((point for point in kept if point.is_at(version, counts, is_lead=self._is_lead)), None)
+        return next((point for point in kept if point.fits(version, counts, is_lead=self._is_lead)), None)
 
     @property
     def taking(self) -> bool:

@@ -171,7 +171,7 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
         followed=dict(followed),
         logs={lease: list(map(encode, batch)) for lease, batch in logs.items()},
         added={lease: _sent(metric_states.pack(*part) for part in batch) for lease, batch in added.items()},
-        num_counted=point.num_counted,
+        num_counted=point.loop_version,
         heard=[_pack_record(record) for record in point.news_at(version).records],
         position=position,
     )

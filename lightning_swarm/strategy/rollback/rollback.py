@@ -98,7 +98,7 @@ class Rollback:
         if session.is_lead:
             peer.lead.versions_kept = lambda: states.versions
         else:
-            peer.follower.set_could_go_on(self._offer_to_resume)
+            peer.follower.set_can_resume(self._offer_to_resume)
         self._offered, self.begins_anew = {}, False
         self._position_at = session.run.position_at
         self._finders = callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
@@ -115,8 +115,8 @@ class Rollback:
             version, point = self._target.version, self._target.resume_point
             restore_metrics(trainer, point.state)
             uncounted = point.news_at(version)
-            loop.recall(point.num_counted, uncounted, point.state.pending)
-            states.resume(ResumePoint(point.state, point.num_counted, version, completed=(), before=uncounted))
+            loop.recall(point.loop_version, uncounted, point.state.pending)
+            states.resume(ResumePoint(point.state, point.loop_version, version, completed=(), before=uncounted))
 
         resume_at = None if not self.is_resuming or self._target is None else self._target.resume_point.state.position
         self._position = DataPosition(

@@ -40,7 +40,7 @@ class _Run(Members):
     def banned_invitations_of(self, peer: PeerId) -> list[str]:
         return [number for number in self.invitations_of(peer) if number in self.banned]
 
-    def tell(self, signed: bytes) -> dict[PeerId, str | None]:
+    def send_ban(self, signed: bytes) -> dict[PeerId, str | None]:
         said = decode(signed, SignedBan)
         self.said.append(said)
         return {OTHER: None, PEER: "it is older" if said.subject == self.refusing else None}

@@ -155,7 +155,7 @@ def test_one_number_is_promised_to_one_peer() -> None:
         assert (refused.promised, refused.term) == (False, (5, "x", 1))
         assert not accepts(voter, record(0), other)
         ballot = Ballot(other, (0, 0), [member])
-        ballot.hear_promise(member, refused)
+        ballot.record_promise(member, refused)
         assert ballot.lost
         assert ballot.rival == (5, "x", 1), "the next number is a higher one"
     assert accepts(voter, record(0), (5, "x", 1))
@@ -212,7 +212,7 @@ def test_a_ballot_finishes_what_the_highest_term_proposed() -> None:
     with pytest.raises(ProtocolError, match="to be finished"):
         ballot.proposal(members[0], record())
     for voter, member in zip(voters[:2], members, strict=False):
-        ballot.hear_promise(member, voter.promise(ballot.prepare(member)))
+        ballot.record_promise(member, voter.promise(ballot.prepare(member)))
     assert ballot.prepared
     assert ballot.chosen == new
     with pytest.raises(ProtocolError, match="may be fenced when"):
@@ -232,12 +232,12 @@ def test_what_was_fenced_off_is_finished_by_nobody() -> None:
     for fence in (False, True):
         for i in (1, 2):
             request = second.prepare(members[i], fence=fence)
-            second.hear_promise(members[i], voters[i].promise(request), fence=fence)
+            second.record_promise(members[i], voters[i].promise(request), fence=fence)
     assert second.may_begin
 
     third = Ballot((3, "z", 0), (0, 0), members)
     for i in (0, 1):
-        third.hear_promise(members[i], voters[i].promise(third.prepare(members[i])))
+        third.record_promise(members[i], voters[i].promise(third.prepare(members[i])))
     assert third.prepared
     assert third.chosen is None
 
@@ -264,7 +264,7 @@ def test_a_fence_voids_a_record_if_a_majority_may_have_noted_it(num_fenced: int,
     ballot = Ballot((3, "z", 0), (0, 0), members)
     promise = Promise(promised=True, term=ballot.term, accepted=Accepted(term=(1, "x", 0), record=record()))
     for i, member in enumerate(members[:num_heard]):
-        ballot.hear_promise(member, replaced(promise, fence=(2, "y", 0)) if i < num_fenced else promise)
+        ballot.record_promise(member, replaced(promise, fence=(2, "y", 0)) if i < num_fenced else promise)
     assert (ballot.chosen is None) == voids
     assert ballot.doubtful == (voids and num_heard < 5), "others may know better"
 
@@ -275,7 +275,7 @@ def test_promises_hold_on_for_the_same_voters_only() -> None:
     ballot = Ballot(TERM, (0, 0), members)
     for fence in (False, True):
         for voter, member in zip(voters, members, strict=True):
-            ballot.hear_promise(member, voter.promise(ballot.prepare(member, fence=fence)), fence=fence)
+            ballot.record_promise(member, voter.promise(ballot.prepare(member, fence=fence)), fence=fence)
     after = ballot.after((0, 1), members)
     assert (after.prepared, after.may_begin, after.chosen) == (True, True, None)
     restarted = [*members[:2], replaced(members[2], boot_id=7)]

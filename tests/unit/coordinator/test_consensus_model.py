@@ -148,9 +148,9 @@ class Schedule:
             elif kind == "apply":
                 self.learn(node, content)
             elif kind == "vote":
-                ballot.hear_vote(*content)
+                ballot.record_vote(*content)
             else:
-                ballot.hear_promise(*content, fence=kind == "fenced")
+                ballot.record_promise(*content, fence=kind == "fenced")
         except ProtocolError:
             self.seen["other_life"] += 1
 

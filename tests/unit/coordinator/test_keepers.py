@@ -107,8 +107,8 @@ def test_a_lead_that_lacks_a_majority_of_keepers_says_so(make_swarm: MakeSwarm) 
     swarm = audited(make_swarm, "a b c")
     swarm.run(step(swarm, 0))
     run = swarm.steps.run
-    assert failover.lost(run, [A, B, D]) == ""
-    assert re.match(rf"only 1 of 3 voters answer; {REMEDY}", failover.lost(run, [B, D]))
+    assert failover.why_lost(run, [A, B, D]) == ""
+    assert re.match(rf"only 1 of 3 voters answer; {REMEDY}", failover.why_lost(run, [B, D]))
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["while-the-coordinator-is-there", "when-it-is-gone"])

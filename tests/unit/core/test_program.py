@@ -18,7 +18,7 @@ os.chdir("elsewhere")
 from lightning_swarm.peer import process
 print(process.child_command()[3:])
 from lightning_swarm.core import program
-print(program.started_in())
+print(program.start_folder())
 """
 
 

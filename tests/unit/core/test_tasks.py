@@ -11,7 +11,7 @@ import pytest
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import StepError
-from lightning_swarm.core.tasks import TaskOwner, first_found, gather, gather_bounded
+from lightning_swarm.core.tasks import TaskOwner, first_result, gather, gather_bounded
 
 
 async def after(seconds: float, result: int) -> int:
@@ -58,7 +58,7 @@ def test_the_first_result_that_there_is(loop: VirtualLoop) -> None:
         await asyncio.sleep(1.0)
 
     async def find(*works: Coroutine[Any, Any, int | None]) -> int | None:
-        return await first_found(works)
+        return await first_result(works)
 
     assert loop.run_until_complete(find(silent(), after(3.0, 3), nothing(), after(2.0, 2))) == 2
     assert (loop.time(), ended) == (2.0, ["silent"])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.export import export_folder
+from lightning_swarm.model.export import export_pretrained
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, device_of, dtype_of
 from tests.served import FAMILIES, make_model
 
@@ -118,11 +118,11 @@ def test_a_checkpoint_becomes_a_folder(tmp_path: Path) -> None:
     model.generation_config.save_pretrained(tmp_path)
     state = {f"net.model.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"state_dict": {**state, "net.other": torch.ones(2)}}, tmp_path / "last.ckpt")
-    export_folder(tmp_path / "last.ckpt", tmp_path)
+    export_pretrained(tmp_path / "last.ckpt", tmp_path)
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert found.generation_config.eos_token_id == [3, 5]
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, found.state_dict()[name])
     torch.save({"state_dict": {"other": torch.ones(2)}}, tmp_path / "last.ckpt")
     with pytest.raises(ConfigError, match="has them 0 times"):
-        export_folder(tmp_path / "last.ckpt", tmp_path)
+        export_pretrained(tmp_path / "last.ckpt", tmp_path)

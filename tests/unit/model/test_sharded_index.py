@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model import sharded_format, sharded_index
-from lightning_swarm.model.export import export_file
+from lightning_swarm.model.export import join_shards
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.model.sharded_index import read_index
 
@@ -241,7 +241,7 @@ def test_no_other_file_of_the_folder_is_executed(name: str, folder: Path, monkey
         index.storage_data[place] = stored
         (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(ConfigError, match=r"holds more, or is broken|cannot be read"):
-        export_file(folder, folder / "out.ckpt")
+        join_shards(folder, folder / "out.ckpt")
     assert not (folder / "sprung").exists()
     assert not (folder / "out.ckpt").exists()
 
@@ -252,14 +252,14 @@ def test_groups_without_parameters_are_no_optimizers(tmp_path: Path) -> None:
     )
     torch.save({}, tmp_path / "meta.pt")
     with pytest.raises(ConfigError, match=r"optimizer state in .* is not as Lightning writes it: KeyError"):
-        export_file(tmp_path, tmp_path / "out.ckpt")
+        join_shards(tmp_path, tmp_path / "out.ckpt")
 
 
 def test_an_old_torch_is_said_to_be_unsafe(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    export_file(folder, folder.parent / "out.ckpt")
+    join_shards(folder, folder.parent / "out.ckpt")
     assert "torch 2.9.1+cpu may execute code that a checkpoint's author hid in it" in caplog.text
 
 

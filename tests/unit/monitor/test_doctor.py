@@ -140,7 +140,7 @@ def test_a_clock_that_is_off_is_not_blamed_on_the_invitation(loop: VirtualLoop) 
         transport.set_credentials(RunCredentials("run", owner.key.peer_id, encode(made)), RPCS)
     queries.answer_greetings(peer)
     address = Address.parse(loop.run_until_complete(peer.addresses())[0])
-    dialed, meeting = loop.run_until_complete(doctor._meet(own, address))
+    dialed, meeting = loop.run_until_complete(doctor._greet(own, address))
     assert (dialed.obstacle, meeting) == (Obstacle.CLOCK, None)
     assert "in the future" in dialed.detail
     assert checks.check_reach(dialed).remedy == checks.SET_CLOCK
@@ -172,11 +172,11 @@ def test_a_port_is_tried(taken: int) -> None:
 
 
 def test_a_folder_is_written_to(tmp_path: Path) -> None:
-    problem, free_bytes = doctor.look_at_folder(tmp_path)
+    problem, free_bytes = doctor.probe_folder(tmp_path)
     assert problem is None
     assert free_bytes > 0
     assert list(tmp_path.iterdir()) == []
-    assert doctor.look_at_folder(tmp_path / "missing") == ("No such file or directory", 0)
+    assert doctor.probe_folder(tmp_path / "missing") == ("No such file or directory", 0)
 
 
 def test_the_daemon_comes_with_hivemind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_package_is_found_by_its_version() -> None:
 
 
 def knock(port: int, host: str = "127.0.0.1") -> Obstacle | None:
-    return doctor.knock(Address(host, port, PeerId("x")), timeout=0.2).obstacle
+    return doctor.probe_port(Address(host, port, PeerId("x")), timeout=0.2).obstacle
 
 
 def test_a_port_where_nobody_or_somebody_else_listens(taken: int) -> None:
@@ -328,7 +328,7 @@ def test_one_peer_that_answers_is_enough_while_another_is_silent(monkeypatch: py
             assert over.wait(60.0)
         return DialResult(address=str(address.place))
 
-    monkeypatch.setattr(doctor, "knock", knock)
+    monkeypatch.setattr(doctor, "probe_port", knock)
     doctor.check_answering([silent, answering])
     assert not over.is_set()
     over.set()
@@ -338,7 +338,7 @@ def test_without_a_daemon_a_peer_is_knocked_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]]
 ) -> None:
     monkeypatch.setattr(doctor, "find_daemon", lambda: None)
-    monkeypatch.setattr(doctor, "knock", lambda address: DialResult(address=address.place))
+    monkeypatch.setattr(doctor, "probe_port", lambda address: DialResult(address=address.place))
     assert run(monkeypatch, "--peer", f"{PEER}/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR") == 1
     said = capsys.readouterr().out
     assert f"ok     peer {PEER}: libp2p answers there; who it is needs a daemon here" in said
@@ -370,7 +370,7 @@ def test_a_run_by_invitation_is_reachable_all_the_same(loop: VirtualLoop) -> Non
     peer.set_credentials(credentials_of(peer.peer_id), RPCS)
     queries.answer_greetings(peer)
     address = Address.parse(loop.run_until_complete(peer.addresses())[0])
-    dialed, meeting = loop.run_until_complete(doctor._meet(own, address))
+    dialed, meeting = loop.run_until_complete(doctor._greet(own, address))
     assert meeting is None
     finding = checks.check_reach(dialed)
     assert finding.ok
@@ -416,5 +416,5 @@ def test_a_run_that_takes_any_peer_is_looked_at_without_the_key_of_another_run(
 def met(loop: VirtualLoop, peer: MemoryTransport, own: MemoryTransport, visitor: Visitor) -> Finding:
     queries.answer_greetings(peer)
     address = Address("127.0.0.1", 1, peer.peer_id)
-    dialed, meeting = loop.run_until_complete(doctor._meet(own, address, visitor))
+    dialed, meeting = loop.run_until_complete(doctor._greet(own, address, visitor))
     return checks.check_reach(dialed, meeting.round_trip_s if meeting else None)

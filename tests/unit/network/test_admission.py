@@ -21,10 +21,10 @@ def test_each_peer_has_its_share_and_all_together_have_theirs() -> None:
     assert budget.take(B, 45)
     assert not budget.take(C, 6), "the share of all"
     assert budget.take(C, 5)
-    budget.give_back(A, 50)
+    budget.release(A, 50)
     assert budget.take(C, 50)
     for peer, num_bytes in ((B, 45), (C, 5), (C, 50)):
-        budget.give_back(peer, num_bytes)
+        budget.release(peer, num_bytes)
     assert (dict(budget._by_peer), budget._num_bytes) == ({}, 0)
 
 
@@ -35,10 +35,10 @@ def test_what_is_larger_than_a_share_takes_a_share() -> None:
     assert not budget.take(A, 1)
     assert budget.take(B, 50)
     assert not budget.take(C, 1)
-    budget.give_back(A, 1000)
+    budget.release(A, 1000)
     assert budget.take(C, 1)
     assert not budget.take(A, 1000)
-    budget.give_back(C, 1)
+    budget.release(C, 1)
     assert budget.take(A, 1000)
 
 

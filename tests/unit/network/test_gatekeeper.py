@@ -85,7 +85,7 @@ async def show(caller: MemoryTransport, served: MemoryTransport, form: str, cert
             await caller.call(served.peer_id, CERTIFY, certificate, timeout=10.0)
     gate = served._gate
     assert gate is not None
-    assert gate.knows(A) == ("certified" in (form, first))
+    assert gate.is_certified(A) == ("certified" in (form, first))
     if first and then in BANNED:
         served.ban(ban_of(BANNED[then]))
     elif first:
@@ -225,7 +225,7 @@ def test_an_unknown_method_is_for_nobody(loop: VirtualLoop) -> None:
 
     async def go() -> None:
         with pytest.raises(AccessDenied, match=r"no role may call `new.method`"):
-            gate.check_caller(A, "new.method")
+            gate.check_may_call(A, "new.method")
 
     loop.run_until_complete(go())
 
@@ -284,7 +284,7 @@ def test_who_is_cut_off_is_told_once() -> None:
             gate.certify(A, certificate_of(A, expires_at_s=NOW_S + HOUR_S))
     assert cut_off == [A, "c"]
     clock_s.append(NOW_S + HOUR_S)
-    assert not any(gate.knows(PeerId(name)) for name in "aced")
+    assert not any(gate.is_certified(PeerId(name)) for name in "aced")
     assert cut_off == [A, "c", "e", "d"]
 
 
@@ -398,7 +398,7 @@ def test_who_shows_its_certificate_at_once_is_no_stranger(loop: VirtualLoop, cap
     async def go() -> None:
         for certificate in (certificate_of(A), None):
             with pytest.raises(Uncertified):
-                gate.check_caller(A if certificate else PeerId("c"), "peer.hello")
+                gate.check_may_call(A if certificate else PeerId("c"), "peer.hello")
             if certificate:
                 gate.certify(A, certificate)
         await asyncio.sleep(100.0)

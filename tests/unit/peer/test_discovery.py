@@ -304,10 +304,10 @@ def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
     """They ignore the data of an earlier run under the same id, which the directory still has."""
     directory = town.directory(town.seeker)
     run = town.loop.run_until_complete
-    run(directory.say("first", "prepare_data", b"yes", timeout=1.0))
-    assert run(directory.await_said("first", "prepare_data", timeout=1.0)) == b"yes"
+    run(directory.announce_event("first", "prepare_data", b"yes", timeout=1.0))
+    assert run(directory.await_event("first", "prepare_data", timeout=1.0)) == b"yes"
     with pytest.raises(DeadlineExceeded, match=r"did not come to `prepare_data` within 60 s"):
-        run(directory.await_said("second", "prepare_data", timeout=60.0))
+        run(directory.await_event("second", "prepare_data", timeout=60.0))
 
 
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:

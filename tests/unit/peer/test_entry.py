@@ -379,7 +379,7 @@ def test_the_network_starts_with_the_certificate_and_a_role_may_lead(
         async def serve(model: object, *, trains: bool, inherits: bool) -> None:
             announced.append(inherits)
 
-        monkeypatch.setattr(peer._host, "serve", serve)
+        monkeypatch.setattr(peer._host, "announce", serve)
         no_model: Any = None
         peer.serve(no_model, inherits=True)
         assert announced == [may_lead]

@@ -143,10 +143,10 @@ def beside(swarm: Swarm, name: PeerId) -> failover.StandbyLead:
 def test_loops_go_on_where_all_that_answer_can(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c")
     for name, known in ((A, {3, 5, 7}), (B, {3, 5})):
-        beside(swarm, name).could_go_on = lambda version, _, known=known: version in known  # type: ignore[misc]
+        beside(swarm, name).can_resume = lambda version, _, known=known: version in known  # type: ignore[misc]
     beside(swarm, C)
     swarm.network.kill(C)
-    ask = failover.loops_at(swarm.trainer, [A, B, C], [3, 5, 6, 7], timeout=1.0)
+    ask = failover.resumable_versions(swarm.trainer, [A, B, C], [3, 5, 6, 7], timeout=1.0)
     assert swarm.run(ask) == {3, 5}
 
 
@@ -154,10 +154,10 @@ def test_a_loop_knows_from_its_server_which_batches_count(make_swarm: MakeSwarm)
     swarm = make_swarm("a", "b")
     swarm.run(step(swarm, 1))
     loop = beside(swarm, B)
-    loop.could_go_on = lambda version, counts: counts(version - 1, [0])
-    assert swarm.run(failover.loops_at(swarm.trainer, [B], [1, 2], timeout=1.0)) == {1}
-    loop.could_go_on = lambda version, counts: counts(version - 1, [0, 1])
-    assert swarm.run(failover.loops_at(swarm.trainer, [B], [1, 2], timeout=1.0)) == set()
+    loop.can_resume = lambda version, counts: counts(version - 1, [0])
+    assert swarm.run(failover.resumable_versions(swarm.trainer, [B], [1, 2], timeout=1.0)) == {1}
+    loop.can_resume = lambda version, counts: counts(version - 1, [0, 1])
+    assert swarm.run(failover.resumable_versions(swarm.trainer, [B], [1, 2], timeout=1.0)) == set()
 
 
 def test_only_the_lead_asks_for_loops(make_swarm: MakeSwarm) -> None:
@@ -256,7 +256,7 @@ def test_what_a_run_cannot_go_on_without(
     make_swarm: MakeSwarm, rosters: Sequence[str], voters: str, alive: str, lost: str
 ) -> None:
     run = state(rosters, voters, make_swarm("a"))
-    assert failover.lost(run, {PeerId(name) for name in alive.split()}) == lost
+    assert failover.why_lost(run, {PeerId(name) for name in alive.split()}) == lost
 
 
 @pytest.mark.parametrize(("num_known_dead", "waited_s"), [(0, 20.0), (1, 0.0)])

@@ -441,7 +441,7 @@ async def decided(swarm: Swarm) -> None:
 
 def weights(swarm: Swarm) -> Message:
     tensors = {name: parameter.detach() for name, parameter in swarm.stages[1].named_stage_parameters()}
-    state = StageState(stage_index=1, step=0, generation=0, optimizer=False, names=list(tensors), structure=None)
+    state = StageState(stage_index=1, version=0, generation=0, optimizer=False, names=list(tensors), structure=None)
     return Message(encode(state), tuple(tensors.values()))
 
 
@@ -455,7 +455,7 @@ def evaluation_weights(swarm: Swarm) -> Message:
 def momenta(swarm: Swarm) -> Message:
     tensors = {name: torch.ones_like(parameter) for name, parameter in swarm.stages[1].named_stage_parameters()}
     structure, flat = serialization.flatten([{"momentum_buffer": tensor} for tensor in tensors.values()])
-    state = StageState(stage_index=1, step=0, generation=0, optimizer=True, names=list(tensors), structure=structure)
+    state = StageState(stage_index=1, version=0, generation=0, optimizer=True, names=list(tensors), structure=structure)
     return Message(encode(state), tuple(flat))
 
 
@@ -632,7 +632,7 @@ SAMPLES = [
         plain(
             lambda _: WriteRequest(
                 stage_index=1,
-                step=0,
+                version=0,
                 generation=0,
                 folder=f"/nowhere/.x.{32 * '0'}.partial",
                 optimizer=True,
@@ -643,9 +643,9 @@ SAMPLES = [
     Sample(
         CALL,
         PROVE.name,
-        plain(lambda _: ProofRequest(stage_index=1, step=0, generation=0, kind="weights", challenge=5)),
+        plain(lambda _: ProofRequest(stage_index=1, version=0, generation=0, kind="weights", challenge=5)),
     ),
-    Sample(STREAM, STATE.name, plain(lambda _: StateRequest(stage_index=1, step=0, generation=0, optimizer=True))),
+    Sample(STREAM, STATE.name, plain(lambda _: StateRequest(stage_index=1, version=0, generation=0, optimizer=True))),
     Sample(
         CALL,
         CHANGE.name,

@@ -747,7 +747,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
 def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stranger = swarm.network.transport("stranger")
-    state = StageState(stage_index=0, step=0, generation=0, optimizer=False, names=[], structure=None)
+    state = StageState(stage_index=0, version=0, generation=0, optimizer=False, names=[], structure=None)
     with pytest.raises(ProtocolError, match="the lead trainer brings weights, not stranger"):
         swarm.run(stranger.stream(A, LOAD.name, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ended by one of"):
@@ -813,7 +813,7 @@ def test_records_change_no_state_that_is_being_sent(make_swarm: MakeSwarm, monke
         return reply, tensors
 
     monkeypatch.setattr(handlers, "_state", noted)
-    request = StateRequest(stage_index=stage.index, step=0, optimizer=False, generation=0)
+    request = StateRequest(stage_index=stage.index, version=0, optimizer=False, generation=0)
     for reader in (swarm.trainer, other):
         swarm.run(STATE.ask(reader, A, request, timeout=100.0))
     assert shared == [True, True, False, False]
@@ -824,7 +824,7 @@ def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.step(x))
 
     def read(step: int) -> Message:
-        request = StateRequest(stage_index=0, step=step, optimizer=False, generation=0)
+        request = StateRequest(stage_index=0, version=step, optimizer=False, generation=0)
         return swarm.run(swarm.trainer.stream(A, STATE.name, Message(encode(request)), timeout=100.0))
 
     assert len(read(1).tensors) == 2

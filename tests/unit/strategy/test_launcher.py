@@ -248,7 +248,7 @@ def test_children_are_invited_by_a_file_without_a_name(monkeypatch: pytest.Monke
     monkeypatch.setattr(launcher.subprocess, "Popen", popen)
     strategy: Any = SimpleNamespace(config=SwarmStrategy(trust="invited").config, num_trainers=1)
     lead = SwarmLauncher(strategy, 3)
-    lead._entry = lead._enter()
+    lead._entry = lead._own_entry()
     lead._start_children([], [])
     assert lead._entry is not None
     assert [(one.owner, one.role) for one in told] == [(lead._entry.owner, Role.SERVER)] * 2
@@ -259,7 +259,7 @@ def test_children_are_invited_by_a_file_without_a_name(monkeypatch: pytest.Monke
 def test_a_run_that_is_open_warns_of_what_can_happen(caplog: pytest.LogCaptureFixture) -> None:
     for listen, num_warnings in (("127.0.0.1:5", 0), ("0.0.0.0:5", 1)):
         strategy: Any = SimpleNamespace(config=SwarmStrategy(trust="open", listen=listen).config)
-        assert SwarmLauncher(strategy, 1)._enter() is None
+        assert SwarmLauncher(strategy, 1)._own_entry() is None
         assert caplog.text.count("anyone who reaches this peer's port can join the run") == num_warnings
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_swarm.strategy.own_values import OwnValues
-from lightning_swarm.strategy.reachable_values import held_by, stamp
+from lightning_swarm.strategy.reachable_values import callable_stamps, stamp
 
 COUNTED = [0]
 HELD = types.SimpleNamespace(mean=0.0)
@@ -203,11 +203,11 @@ def test_a_collate_function_is_looked_into() -> None:
     def collate(factor: Plain, rows: list[int]) -> float:
         return around.value * factor.value
 
-    assert [name for name, _ in held_by("collate_fn", data.collate)] == ["collate_fn.labels"]
-    before = dict(held_by("collate_fn", partial(collate, Plain())))
+    assert [name for name, _ in callable_stamps("collate_fn", data.collate)] == ["collate_fn.labels"]
+    before = dict(callable_stamps("collate_fn", partial(collate, Plain())))
     assert "around.value" in before
     around.value = 2.0
-    assert dict(held_by("collate_fn", partial(collate, Plain())))["around.value"] != before["around.value"]
+    assert dict(callable_stamps("collate_fn", partial(collate, Plain())))["around.value"] != before["around.value"]
 
 
 def test_a_stamp_outlives_its_object() -> None:

@@ -56,7 +56,9 @@ async def through(run: MicrobatchRun) -> torch.Tensor:
 
 def banned(swarm: Swarm, context: PipelineContext) -> set[PeerId]:
     async def look() -> set[PeerId]:
-        return {peer for stage, roster in enumerate(swarm.rosters) for peer in roster if context.is_banned(stage, peer)}
+        return {
+            peer for stage, roster in enumerate(swarm.rosters) for peer in roster if context.is_ejected(stage, peer)
+        }
 
     return swarm.run(look())
 

@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 
 from lightning_swarm.client.pipeline.router import (
-    FIRST_BAN_S,
+    FIRST_EJECTION_S,
     FIRST_FORWARDS,
     FIRST_MEASURED,
-    LONGEST_BAN_S,
+    LONGEST_EJECTION_S,
     TRIED_AGAIN,
     PeerCharge,
     PeerLoad,
@@ -230,7 +230,7 @@ def test_nobody_waits_for_what_will_not_come(how: str) -> None:
     assert made.is_full
     match how:
         case "ban":
-            made.ban(A, now_s=0.0)
+            made.eject(A, now_s=0.0)
         case "leave":
             made.set_peers([B])
         case "note_forward":
@@ -326,7 +326,7 @@ def test_whatever_becomes_of_microbatches_nothing_stays_on_the_accounts() -> Non
             case 3:
                 made.settle(charge, busy_s=rng.choice([math.nan, rng.uniform(0.1, 3.0)]), queued=rng.randrange(9))
             case 4:
-                made.ban(charge.peer, now_s=0.0)
+                made.eject(charge.peer, now_s=0.0)
                 made.release(charge)
                 made.release(charge)
         under_way.remove(charge)
@@ -427,8 +427,8 @@ def test_a_decision_looks_at_few_of_many_peers(num_before: int, num_avoided: int
     made.note_forward(charge, busy_s=0.3)
     made.refund(charge)
     made.settle(made.choose(4, now_s=0.0), busy_s=1.0, queued=0)
-    made.ban(peers[0], now_s=0.0)
-    assert made.has_other_peer(peers[1], now_s=FIRST_BAN_S)
+    made.eject(peers[0], now_s=0.0)
+    assert made.has_other_peer(peers[1], now_s=FIRST_EJECTION_S)
     assert CountedPeer.num_looks < 200
 
 
@@ -466,68 +466,68 @@ def chosen(made: StageRouter, now_s: float, times: int = 20) -> set[PeerId]:
 
 def test_a_banned_peer_is_chosen_again_when_its_ban_is_over() -> None:
     made = router(A, B)
-    assert made.ban(A, now_s=100.0)
-    assert chosen(made, 100.0) == chosen(made, 100.0 + FIRST_BAN_S - 0.1) == {B}
-    assert chosen(made, 100.0 + FIRST_BAN_S) == {A, B}
+    assert made.eject(A, now_s=100.0)
+    assert chosen(made, 100.0) == chosen(made, 100.0 + FIRST_EJECTION_S - 0.1) == {B}
+    assert chosen(made, 100.0 + FIRST_EJECTION_S) == {A, B}
 
 
 def test_bans_grow_and_end() -> None:
     made, now_s, lengths = router(A, B), 0.0, []
     for _ in range(12):
-        assert made.ban(A, now_s=now_s)
-        until_s = made.peers[A].banned_until_s
+        assert made.eject(A, now_s=now_s)
+        until_s = made.peers[A].ejected_until_s
         assert until_s is not None
         lengths.append(until_s - now_s)
         now_s = until_s
-    assert lengths[:4] == [FIRST_BAN_S * factor for factor in (1, 2, 4, 8)]
-    assert lengths[-1] == LONGEST_BAN_S
+    assert lengths[:4] == [FIRST_EJECTION_S * factor for factor in (1, 2, 4, 8)]
+    assert lengths[-1] == LONGEST_EJECTION_S
 
 
 def test_a_peer_that_finishes_something_is_free_at_once_and_forgiven() -> None:
     made = router(A, B)
     charge = made.charge(A, 1)
-    made.ban(A, now_s=0.0)
+    made.eject(A, now_s=0.0)
     made.settle(charge, busy_s=1e-6, queued=0)
     assert A in chosen(made, 1.0)
-    made.ban(A, now_s=2.0)
-    assert made.peers[A].banned_until_s == 2.0 + FIRST_BAN_S
+    made.eject(A, now_s=2.0)
+    assert made.peers[A].ejected_until_s == 2.0 + FIRST_EJECTION_S
 
 
 def test_many_calls_that_fail_together_are_one_failure() -> None:
     made = router(A, B)
-    assert [made.ban(A, now_s=1.0) for _ in range(64)] == [True] + [False] * 63
+    assert [made.eject(A, now_s=1.0) for _ in range(64)] == [True] + [False] * 63
     assert made.peers[A].num_failures == 1
 
 
 def test_bans_are_ignored_when_all_are_banned() -> None:
     made = router(A, B)
-    made.ban(A, now_s=0.0)
-    made.ban(B, now_s=0.0)
+    made.eject(A, now_s=0.0)
+    made.eject(B, now_s=0.0)
     assert chosen(made, 1.0) == {A, B}
 
 
 def test_a_banned_peer_comes_before_one_that_shall_be_avoided() -> None:
     made = router(A, B)
-    made.ban(B, now_s=0.0)
+    made.eject(B, now_s=0.0)
     assert made.choose(1, now_s=1.0, avoid=frozenset({A})).peer == B
 
 
 def test_who_is_readmitted_is_tried_next_and_not_flooded() -> None:
     made = measured({A: 1.0, B: 1.0, C: 100.0})
-    made.ban(A, now_s=0.0)
+    made.eject(A, now_s=0.0)
     assert {made.choose(1, now_s=1.0).peer for _ in range(10)} == {C}
-    found = [made.choose(1, now_s=FIRST_BAN_S).peer for _ in range(10)]
+    found = [made.choose(1, now_s=FIRST_EJECTION_S).peer for _ in range(10)]
     assert found == [A, *[C] * 9]
 
 
 def test_nobody_who_left_is_banned_or_charged() -> None:
     made = router(A)
-    assert not made.ban(B, now_s=0.0)
+    assert not made.eject(B, now_s=0.0)
     assert made.charge(B, 10).expected_s == 0.0
     assert not made.has_other_peer(A, now_s=0.0)
     made.set_peers([A, B])
     assert made.has_other_peer(A, now_s=0.0)
-    made.ban(B, now_s=0.0)
+    made.eject(B, now_s=0.0)
     assert not made.has_other_peer(A, now_s=1.0)
 
 

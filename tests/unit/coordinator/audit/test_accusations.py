@@ -14,7 +14,7 @@ from lightning_swarm.coordinator.audit.disputes import (
     Kinds,
     WorkTolerance,
     compare,
-    judge_accusation,
+    resolve_accusation,
 )
 from lightning_swarm.coordinator.audit.policy import StageProjection, Tolerance, WorkClaim
 from lightning_swarm.core.errors import ProtocolError
@@ -29,7 +29,7 @@ SAID = ClaimedWork(CLAIMS, ORIGINS, b"sum", b"touched")
 TOLD = StageProjection((1.0, 2.0))
 WITHIN = WorkTolerance(results=0.1, sum=Tolerance(0.1))
 ONE_KIND, OTHER_AUDITOR, OTHER_JUDGE, OTHERS = (
-    Kinds(auditor=auditor, judge=judge) for judge in (True, False) for auditor in (True, False)
+    Kinds(auditor=auditor, referee=judge) for judge in (True, False) for auditor in (True, False)
 )
 TRUE = AuditResult(
     claims=CLAIMS,
@@ -94,8 +94,8 @@ def test_a_finding_of_another_weight_or_trainer_shows_nothing(origin: Origin) ->
     assert comparison.is_misweighed
     assert not comparison.wrong
     assert not comparison.is_equal
-    assert SAID.given(its) == RECEIPTS[:2]
-    assert judge_accusation(SAID, TOLD, its, TRUE, tolerance=WITHIN, kinds=ONE_KIND) is Accusation.UNPROVEN
+    assert SAID.with_claimed_inputs(its) == RECEIPTS[:2]
+    assert resolve_accusation(SAID, TOLD, its, TRUE, tolerance=WITHIN, kinds=ONE_KIND) is Accusation.UNPROVEN
 
 
 def test_an_order_names_each_microbatch_once() -> None:
@@ -120,7 +120,7 @@ def test_an_order_names_each_microbatch_once() -> None:
     ],
 )
 def test_an_auditor_that_says_it_was_given_something_else_may_be_right(kinds: Kinds, changes: dict[str, Any]) -> None:
-    shown = judge_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, kinds=kinds)
+    shown = resolve_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, kinds=kinds)
     assert shown is Accusation.UNPROVEN
 
 
@@ -145,7 +145,7 @@ def test_an_auditor_that_says_it_was_given_something_else_may_be_right(kinds: Ki
     ],
 )
 def test_accusations(kinds: Kinds, changes: dict[str, Any], expected: Accusation) -> None:
-    assert judge_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, kinds=kinds) is expected
+    assert resolve_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, kinds=kinds) is expected
 
 
 def test_the_accused_may_be_far_from_one_machine_alone() -> None:
@@ -153,4 +153,4 @@ def test_the_accused_may_be_far_from_one_machine_alone() -> None:
     its = found(distance=0.11)
     for distance, expected in ((0.04, Accusation.REFUTED), (0.09, Accusation.UNPROVEN)):
         true = found(distance=distance)
-        assert judge_accusation(SAID, TOLD, its, true, tolerance=WITHIN, kinds=OTHERS) is expected
+        assert resolve_accusation(SAID, TOLD, its, true, tolerance=WITHIN, kinds=OTHERS) is expected

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_swarm.coordinator.audit.policy import (
     FORGIVEN_AFTER,
+    IRREVERSIBLE_SHARE,
     PROBATION,
     WATCHED_STEPS,
-    WORTHWHILE_SHARE,
-    LeftOut,
     Screening,
+    SilenceBackoff,
     Silences,
     StageHistory,
     StageProjection,
@@ -25,13 +25,13 @@ from lightning_swarm.coordinator.audit.policy import (
     Tolerance,
     Unit,
     WorkClaim,
-    deviation_of,
     disagreeing,
-    is_worth_a_lie,
+    is_irreversible,
     read_claims,
+    relative_deviation,
     screen,
     share_of_step,
-    tolerance_between_machines,
+    sum_tolerance,
 )
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
@@ -185,18 +185,18 @@ def test_a_share_is_drawn(share: float) -> None:
     assert sum(map(bool, of_steps)) <= 1.65 * share * 16_000, "the step waits in few steps"
 
 
-@pytest.mark.parametrize(("share", "least"), [(0.0, 0.0), (1 / 16, WORTHWHILE_SHARE), (1.0, 1.0)])
+@pytest.mark.parametrize(("share", "least"), [(0.0, 0.0), (1 / 16, IRREVERSIBLE_SHARE), (1.0, 1.0)])
 def test_half_is_audited_where_a_lie_would_stay(share: float, least: float) -> None:
     rng = random.Random(1)
-    shares = [share_of_step(share, rng.random, worth_a_lie=True) for _ in range(1000)]
+    shares = [share_of_step(share, rng.random, irreversible=True) for _ in range(1000)]
     assert min(shares) == least
     assert max(shares) >= share
 
 
 def test_the_last_steps_and_those_of_snapshots_are_worth_a_lie() -> None:
-    assert [step for step in range(20) if is_worth_a_lie(step, 20, is_kept=False)] == [15, 16, 17, 18, 19]
-    assert not any(is_worth_a_lie(step, None, is_kept=False) for step in range(20))
-    assert is_worth_a_lie(3, None, is_kept=True)
+    assert [step for step in range(20) if is_irreversible(step, 20, is_kept=False)] == [15, 16, 17, 18, 19]
+    assert not any(is_irreversible(step, None, is_kept=False) for step in range(20))
+    assert is_irreversible(3, None, is_kept=True)
 
 
 # ------------------------------------------------------------------ comparing
@@ -209,7 +209,7 @@ def projection(values: Tensor) -> StageProjection:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_between_machines_sums_may_differ_by_a_share_of_what_is_added(dtype: str) -> None:
     total, error = torch.randn(2, 1000, dtype=torch.float64)
-    tolerance = deviation_of(float(total.norm()), tolerance_between_machines(dtype), dtype)
+    tolerance = sum_tolerance(float(total.norm()), relative_deviation(dtype), dtype)
     near, far = (total + factor * tolerance.distance / float(error.norm()) * error for factor in (0.5, 2.0))
     assert projection(near).agrees(projection(total), tolerance=tolerance)
     assert not projection(far).agrees(projection(total), tolerance=tolerance)
@@ -230,7 +230,7 @@ def test_what_overflows_is_only_like_what_overflows() -> None:
 
 def test_between_machines_a_codec_of_few_bits_may_choose_another_code() -> None:
     """AVX2 and AVX512 differed by 5.3e-4 with this codec, for outputs of a transformer's blocks."""
-    plain, of_16_bits, of_8_bits = (tolerance_between_machines("float32", bits) for bits in (None, 16.0, 8.0))
+    plain, of_16_bits, of_8_bits = (relative_deviation("float32", bits) for bits in (None, 16.0, 8.0))
     assert plain == 1e-4
     assert plain < of_16_bits < 2e-4
     assert 5.3e-4 < of_8_bits < 2e-2
@@ -249,7 +249,7 @@ def test_sums_that_overflow_in_one_order_alone_prove_no_lie(dtype: torch.dtype) 
     large = torch.full((50,), 0.7 * torch.finfo(dtype).max, dtype=dtype)
     gradients = [large, large, -large]
     magnitude = min(sum(magnitude_of([one], 1.0) for one in gradients), sys.float_info.max)
-    tolerance = deviation_of(magnitude, 1e-10, str(dtype).removeprefix("torch."))
+    tolerance = sum_tolerance(magnitude, 1e-10, str(dtype).removeprefix("torch."))
     one, other = (
         StageProjection(tuple(project(gradients[0] + gradients[i] + gradients[j], 1).tolist()))
         for i, j in ((1, 2), (2, 1))
@@ -274,7 +274,7 @@ def test_a_silence_counts_once_a_step() -> None:
 
 
 def test_a_server_that_answers_no_calls_is_left_out_for_twice_as_long_each_time() -> None:
-    left_out, peer = LeftOut(), PeerId("a")
+    left_out, peer = SilenceBackoff(), PeerId("a")
     assert left_out.wait_s(peer, now_s=5.0) <= 0.0
     waits = []
     for step in (1, 1, 2, 3):
@@ -289,10 +289,10 @@ def test_a_server_that_answers_no_calls_is_left_out_for_twice_as_long_each_time(
 
 def test_a_silent_auditor_is_excused_for_twice_as_many_steps_each_time() -> None:
     silences, peer = Silences(), PeerId("a")
-    assert not silences.is_excused(peer, 0)
+    assert not silences.is_spared_as_auditor(peer, 0)
     begins = [0]
     for _ in range(3):
         silences.note_auditor(peer, begins[-1])
         silences.note_auditor(peer, begins[-1])  # the same step
-        begins.append(next(step for step in range(begins[-1], 10_000) if not silences.is_excused(peer, step)))
+        begins.append(next(step for step in range(begins[-1], 10_000) if not silences.is_spared_as_auditor(peer, step)))
     assert begins == [0, 21, 62, 143]

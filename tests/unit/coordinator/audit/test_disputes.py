@@ -84,7 +84,7 @@ class Audits:
 def test_who_is_left_out_and_answers_is_not_silent(silent: bool) -> None:
     audits = Step().audits
     audits._audits, audits._silent, audits._silences = Audits(*[A] * silent), set(), Silences()
-    audits.told, audits.audited = defaultdict(list), set()
+    audits.sum_sketches, audits.audited = defaultdict(list), set()
     verdict = Verdict(failed={A: ProtocolError("its neighbour may have had it say two things")})
     claims: Any = {unit: {receipt(0): None} for unit in UNITS}
     examined = ExaminedStep(dict.fromkeys(UNITS), claims, {}, 0)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def audits(monkeypatch: pytest.MonkeyPatch) -> dict[PeerId, str]:
     async def closed(self: SumReconciliation) -> ReconciledStep | None:
         for peer, reason in found.items():
             if peer in self.step_servers.peers:
-                self.step_servers.lose(peer, StepError(reason))
+                self.step_servers.exclude(peer, StepError(reason))
         self.convicted.update(found)
         return await close(self)
 

@@ -87,7 +87,7 @@ class Stranger:
 
 def enter_first_stage(swarm: Swarm) -> asyncio.Task[None]:
     """Start an honest server that joins."""
-    swarm.coordinator.joiners.lots.know(J, 0)  # audited runs assign strangers' stages at random
+    swarm.coordinator.joiners.lots.record_stage(J, 0)  # audited runs assign strangers' stages at random
     server = swarm.add_server("j")
     server.joiner.move_to(0, former=0)
     return entering(swarm, server)

@@ -34,7 +34,7 @@ def test_lots_fall_on_all_stages() -> None:
 def test_a_server_asks_only_for_a_stage_that_is_its_own() -> None:
     lots = StageLots()
     assert not lots.may_choose(A, 0)
-    lots.know(A, 1)
+    lots.record_stage(A, 1)
     assert lots.draw(A, [2, 2, 1]) == 2
     drawn = lots.draw(A, [1, 2, 2])
     assert drawn == 0
@@ -55,7 +55,7 @@ def test_those_that_wait_or_have_come_keep_their_lots() -> None:
     lots, invitation = StageLots(), bytes(16)
     names = [PeerId(f"peer-{number}") for number in range(40)]
     for name in names[:20]:
-        lots.know(name, lots.draw(name, [2] * 4, invitation=invitation))
+        lots.record_stage(name, lots.draw(name, [2] * 4, invitation=invitation))
     drawn = [lots.draw(name, [2] * 4, invitation=invitation, waiting=names[20:]) for name in names]
     assert len(set(drawn[:20])) > 1
     assert len(set(drawn[20:])) > 1

@@ -37,7 +37,7 @@ def stage(tied: Mapping[str, int] | None = None, /, **hashes: int | None) -> Sta
 
 def left_out(*stages: Stage, guests: str = "", right: str = "", tied: bool = False) -> str:
     """Return the names of the excluded servers."""
-    found = choose_left_out(list(stages), guests=list(guests), right=list(right), tied=tied)  # type: ignore[arg-type]
+    found = choose_left_out(list(stages), guests=list(guests), trusted=list(right), tied=tied)  # type: ignore[arg-type]
     assert bool(found) == replicas_differ(list(stages), tied=tied)
     return "".join(sorted(found))
 
@@ -81,7 +81,7 @@ def test_where_one_is_right_whatever_most_have_the_others_are_left_out() -> None
     assert left_out(stage(a=1, b=2), right="b") == "a"
     assert left_out(stage(b=1, c=2, d=2), right="a") == "b", "it does not hold the stage"
     assert left_out(stage(b=1, c=2, d=2), right="abc") == "cd", "the first that does"
-    text = str(choose_left_out([stage(a=1, b=2, c=2)], right=[A])[B])
+    text = str(choose_left_out([stage(a=1, b=2, c=2)], trusted=[A])[B])
     assert "of a, which is right, and of 1 of 3 replicas" in text
 
 

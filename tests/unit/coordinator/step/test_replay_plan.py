@@ -168,7 +168,7 @@ def test_where_strangers_serve_one_server_s_word_costs_both_their_places() -> No
 def test_a_keeper_s_word_weighs_more_than_that_of_one_stranger() -> None:
     def blamed(*roster: PeerId, **unreached: PeerId) -> list[PeerId]:
         said = {PeerId(peer): [other] for peer, other in unreached.items()}
-        return choose_blamed([roster], [], said, spared=D, has_strangers=True, believed=[D, A])
+        return choose_blamed([roster], [], said, spared=D, has_strangers=True, trusted=[D, A])
 
     assert blamed(A, B, b=A) == [B], "else a stranger would have a keeper's stage to itself"
     assert blamed(A, B, C, b=A) == blamed(A, B, C, a=B) == blamed(A, B, C, a=B, b=A) == [B]

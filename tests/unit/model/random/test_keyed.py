@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.random import KeyedRandom, checkpoint_contexts, key_seed, operators
+from lightning_swarm.model.random.keyed_stream import bits
 from lightning_swarm.model.random.operators import PlainAttention
-from lightning_swarm.model.random.philox import bits
 
 CPU = torch.device("cpu")
 X = torch.linspace(-2, 2, 96).view(2, 3, 4, 4)

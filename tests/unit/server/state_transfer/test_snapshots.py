@@ -13,7 +13,7 @@ from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
-from lightning_swarm.coordinator.commit import agreed_snapshots, choose_keepers
+from lightning_swarm.coordinator.commit import agreed_snapshots, choose_backups
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, NotEnlisted, ProtocolError, TicketGone, Unreachable
 from lightning_swarm.core.limits import Limits
@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.run import HeldSnapshot, Member
 from lightning_swarm.protocol.messages.state import HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.queries import newest_complete, newest_safe, only_told, taken_alike, version_to_keep
+from lightning_swarm.protocol.queries import newest_complete, newest_safe, only_recorded, taken_alike, version_to_keep
 from lightning_swarm.protocol.rpc import KEEP, SNAPSHOT
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
@@ -70,17 +70,17 @@ def test_another_server_keeps_a_stage_on_another_host_if_there_is_one(
     names: Sequence[str], hosts: Mapping[str, str], keepers: Sequence[str | None]
 ) -> None:
     known = {PeerId(name): host for name, host in hosts.items()}
-    assert choose_keepers(rosters(*names), [False] * len(names), known) == keepers
+    assert choose_backups(rosters(*names), [False] * len(names), known) == keepers
 
 
 def test_what_trainers_hold_is_kept_by_no_server() -> None:
-    assert choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}) == ["b", "a", None]
+    assert choose_backups(rosters("a", "b", "a t"), [False, False, True], {}) == ["b", "a", None]
 
 
 def test_where_a_trainer_may_be_replaced_a_server_keeps_what_it_holds() -> None:
-    kept = choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}, has_standbys=True)
+    kept = choose_backups(rosters("a", "b", "a t"), [False, False, True], {}, has_standbys=True)
     assert kept == ["b", "a", "b"]
-    assert choose_keepers(rosters("a", "a", "a t"), [False, False, True], {}, has_standbys=True) == [None, None, None]
+    assert choose_backups(rosters("a", "a", "a t"), [False, False, True], {}, has_standbys=True) == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -499,24 +499,24 @@ def test_the_snapshot_is_what_the_coordinators_server_took_if_it_took_one() -> N
     own = rosters("a b c", "d e", "f")
     taken = {PeerId(peer): [snapshot(0, 4, 1)] for peer in "bc"} | {A: [snapshot(0, 4)]}
     assert agreed_snapshots(own, taken, [], version=4) == [snapshot(0, 4, 1)]
-    assert agreed_snapshots(own, taken, [], version=4, right=[A]) == [snapshot(0, 4)]
+    assert agreed_snapshots(own, taken, [], version=4, trusted=[A]) == [snapshot(0, 4)]
     del taken[A]
-    assert agreed_snapshots(own, taken, [], version=4, right=[A]) == [], "it has not said so yet"
-    assert agreed_snapshots(own, taken, [], version=4, right=[PeerId("d")]) == [snapshot(0, 4, 1)]
+    assert agreed_snapshots(own, taken, [], version=4, trusted=[A]) == [], "it has not said so yet"
+    assert agreed_snapshots(own, taken, [], version=4, trusted=[PeerId("d")]) == [snapshot(0, 4, 1)]
 
 
 def test_as_long_as_no_record_tells_most_takers_do() -> None:
     claimed = {PeerId(peer): bytes([number]) for peer, number in {"a": 0, "b": 1, "c": 1, "k": 1}.items()}
-    assert taken_alike(claimed, [A, B, C], right=[PeerId("d")]) == b"\1"
-    assert taken_alike(claimed, [A, B, C], right=[A]) == b"\0"
-    assert taken_alike(claimed, [A, B], right=[PeerId("d")]) is None
-    assert taken_alike(claimed, [], right=[A]) is None, "who keeps it for others did not take it"
-    assert taken_alike({B: b"1"}, [A, B], right=[A]) is None
+    assert taken_alike(claimed, [A, B, C], trusted=[PeerId("d")]) == b"\1"
+    assert taken_alike(claimed, [A, B, C], trusted=[A]) == b"\0"
+    assert taken_alike(claimed, [A, B], trusted=[PeerId("d")]) is None
+    assert taken_alike(claimed, [], trusted=[A]) is None, "who keeps it for others did not take it"
+    assert taken_alike({B: b"1"}, [A, B], trusted=[A]) is None
 
 
 def test_copies_count_if_records_tell_them() -> None:
     held = holding(a=[(1, 0), (1, 1), (2, 0)], b=[(1, 0)])
-    left = only_told(held, [snapshot(0, 1), snapshot(1, 1, 7)])
+    left = only_recorded(held, [snapshot(0, 1), snapshot(1, 1, 7)])
     assert [(one.version, one.stage_index) for one in left[A].snapshots] == [(1, 0)]
     assert left[B] == held[B]
 

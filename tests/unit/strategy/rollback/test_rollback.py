@@ -22,7 +22,7 @@ def versions(one: ResumePoint, *, is_lead: bool = False, counted: Collection[int
     def counts(step: int, firsts: Collection[int]) -> bool:
         return step == one.version and set(firsts) <= set(counted)
 
-    return [version for version in range(10) if one.is_at(version, counts, is_lead=is_lead)]
+    return [version for version in range(10) if one.fits(version, counts, is_lead=is_lead)]
 
 
 @pytest.mark.parametrize(
