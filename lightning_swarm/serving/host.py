@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, PeerError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.core.process import give_memory_back
+from lightning_swarm.core.process import release_free_memory
 from lightning_swarm.core.readable import short_name, shorten
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model.partition import StageModule
@@ -210,7 +210,9 @@ class ModelHost:
         cut = model.stages(self.models.card.ranges)
         for index in span:
             await self._load_stage(model, cut[index], index)
-            await asyncio.to_thread(give_memory_back)  # a quantised stage leaves the memory of its plain weights free
+            await asyncio.to_thread(
+                release_free_memory
+            )  # a quantised stage leaves the memory of its plain weights free
         return _parts(model, {index: cut[index] for index in span}, self._folder)
 
     async def _load_stage(self, model: PretrainedModel, stage: StageModule, index: int) -> None:
@@ -351,7 +353,7 @@ def _cut_model(
     cuts = [index * num_blocks // num_stages for index in range(num_stages + 1)]
     ranges = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
     card = folder.card(model, ranges)
-    give_memory_back()
+    release_free_memory()
     return model, msgspec.structs.replace(card, config=form.config, generation_config=form.generation_config)
 
 
