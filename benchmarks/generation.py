@@ -44,7 +44,7 @@ def save(folder: Path, num_blocks: int, width: int, *, dtype: torch.dtype = torc
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    model = transformers.LlamaForCausalLM(config).eval().to(dtype)
     model.save_pretrained(folder, max_shard_size="200MB")
     return model
 

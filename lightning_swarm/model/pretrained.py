@@ -226,12 +226,12 @@ class PretrainedModel:
     def hold_places(self, device: torch.device) -> list[Tensor]:
         """Replace the blocks' tensors by zeros of equal shapes that take no memory, and return these placeholders."""
         # Not on meta, because an adapter is made on the device of its layer, and needs values.
+        adapted = None if self.quantization is None else self.quantization.adapted_dtype
         quantized = {id(self.module.get_submodule(name).weight) for name in self.quantized}
         made: dict[int, Tensor] = {}
         for block in self.blocks.modules:
             for tensor in (*block.parameters(), *block.buffers()):
-                is_plain = self.quantization is None or id(tensor) not in quantized
-                dtype = tensor.dtype if is_plain else self.quantization.adapted_dtype
+                dtype = adapted if adapted is not None and id(tensor) in quantized else tensor.dtype
                 place = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(place, requires_grad=False) if is_parameter else place

@@ -232,9 +232,9 @@ def _kind_of(given: Any) -> str:
     """Return the kind that a `quantization_config` names; refuse those that are not read here."""
     method = given.get("quant_method") if isinstance(given, dict) else None
     if method == _PACKAGE and not given.get("llm_int8_has_fp16_weight"):
-        bits = [number for number in (4, 8) if given.get(f"load_in_{number}bit") is True]
-        kind = {(4,): given.get("bnb_4bit_quant_type", "fp4"), (8,): "int8"}.get(tuple(bits))
-        if kind in ("nf4", "fp4", "int8"):
+        is_4bit, is_8bit = given.get("load_in_4bit") is True, given.get("load_in_8bit") is True
+        kind = given.get("bnb_4bit_quant_type", "fp4") if is_4bit else "int8"
+        if is_4bit != is_8bit and kind in ("nf4", "fp4", "int8"):
             return str(kind)
     found = f"bitsandbytes with {given}" if method == _PACKAGE else repr(method)
     raise ConfigError(
