@@ -165,19 +165,18 @@ class Quantization:
     def _scales(self, num_weights: int, num_rows: int) -> dict[str, Tensor]:
         """Return empty tensors for a layer's scales."""
         if self.kind == "int8":
-            return {"SCB": torch.empty(num_rows)}
+            return {"SCB": torch.empty(num_rows, dtype=torch.float32)}
         num_scales = -(-num_weights // BLOCK)
-        found = {"absmax": torch.empty(num_scales, dtype=torch.uint8 if self.is_nested else torch.float32)}
-        found["quant_map"] = torch.empty(16)
+        shapes: dict[str, tuple[int, ...]] = {"absmax": (num_scales,), "quant_map": (16,)}
         if self.is_nested:
-            found["nested_absmax"] = torch.empty(-(-num_scales // NESTED_BLOCK))
-            found["nested_quant_map"] = torch.empty(256)
-            found["nested_offset"] = torch.empty(())
-        return found
+            shapes |= {"nested_absmax": (-(-num_scales // NESTED_BLOCK),), "nested_quant_map": (256,)}
+            shapes["nested_offset"] = ()
+        found = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
+        return {**found, "absmax": found["absmax"].to(torch.uint8)} if self.is_nested else found
 
     def check_device(self, layers: Mapping[str, Any], device: torch.device) -> None:
         """Refuse layers that bitsandbytes computes wrongly on a device."""
-        # On a CPU with AVX-512, version 0.50.2 applies scales to other weights than theirs if rows share them.
+        # On a CPU with AVX-512, version 0.50.2 applies wrong scales if two rows share one.
         odd = [name for name, layer in layers.items() if layer.in_features % BLOCK] if self.kind != "int8" else []
         if odd and device.type == "cpu":
             raise ConfigError(
@@ -234,7 +233,8 @@ def _kind_of(given: Any) -> str:
     if method == _PACKAGE and not given.get("llm_int8_has_fp16_weight"):
         is_4bit, is_8bit = given.get("load_in_4bit") is True, given.get("load_in_8bit") is True
         kind = given.get("bnb_4bit_quant_type", "fp4") if is_4bit else "int8"
-        if is_4bit != is_8bit and kind in ("nf4", "fp4", "int8"):
+        is_number = isinstance(given.get("llm_int8_threshold", 6.0), float | int)
+        if is_4bit != is_8bit and kind in ("nf4", "fp4", "int8") and is_number:
             return str(kind)
     found = f"bitsandbytes with {given}" if method == _PACKAGE else repr(method)
     raise ConfigError(

@@ -294,6 +294,7 @@ def test_blocks_from_another_server_are_compared(serve: Callable[..., ServedSwar
     [
         *(({"quant_method": one}, f"got '{one}'") for one in ("gptq", "awq", "compressed-tensors", "torchao", "gguf")),
         ({"quant_method": "bitsandbytes"}, "got bitsandbytes with"),
+        ({"quant_method": "bitsandbytes", **FORMS["int8"], "llm_int8_threshold": "6"}, "'llm_int8_threshold': '6'"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_has_fp16_weight": True}, "has_fp16_weight"),
         ({"quant_method": "bitsandbytes", **FORMS["int8"], "llm_int8_skip_modules": ["(a+)+"]}, "names of modules"),
         ({"quant_method": "bitsandbytes", **FORMS["nf4"], "bnb_4bit_compute_dtype": "float64"}, "got 'float64'"),
