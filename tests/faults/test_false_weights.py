@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.client.pipeline import audits
 from lightning_swarm.protocol.messages.audits import AuditRequest
 from tests.faults.test_audited import KEEPER, SINCE, audited, events_of
 
@@ -29,7 +28,7 @@ def test_a_false_weight_of_a_batch_convicts_nobody(monkeypatch: pytest.MonkeyPat
         lies.append(request)
         return AuditRequest(**{**fields, "weight": 2.0 * request.weight})
 
-    monkeypatch.setattr(audits, "AuditRequest", ask)
+    monkeypatch.setattr(sender, "AuditRequest", ask)
     weights, strategy = audited(6, **SWARM)
     assert len(lies) > 1, "the coordinator's own server was told, too"
     assert not events_of(strategy, "convicted")

@@ -14,7 +14,7 @@ from torch.autograd.function import Function
 from typing_extensions import override
 
 from lightning_swarm import Trust
-from lightning_swarm.client.pipeline import audits as orders
+from lightning_swarm.client.audit import sender as orders
 from lightning_swarm.coordinator.audit import policy, step_audits
 from lightning_swarm.core.tasks import gather_bounded
 from lightning_swarm.protocol.messages.audits import AuditFinding

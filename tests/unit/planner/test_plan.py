@@ -393,7 +393,8 @@ def test_codecs_make_the_page_s_plan_so_much_faster(
 ) -> None:
     page = PAGE.read_text()
     Path("machines.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
-    [words] = [line.split() for line in page.splitlines() if line.endswith("--vocabulary 50257 --compression 8bit")]
+    lines = page.replace("\\\n", " ").splitlines()
+    [words] = [line.split() for line in lines if line.endswith("--vocabulary 50257 --compression 8bit")]
     monkeypatch.setattr(sys, "argv", [*words, "--json"])
     assert cli.main() == 0
     best = json.loads(capsys.readouterr().out)["best"]
