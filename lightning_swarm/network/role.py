@@ -20,10 +20,10 @@ class RoleTransport(Transport):
         calls: Iterable[str],
         streams: Mapping[str, int],  # method -> most tensor bytes of a request
         *,
-        idle: str = "does not coordinate",  # the default is for the coordinator's role
-        refusal: type[SwarmError] = NotCoordinator,
+        idle: str = "does not coordinate",  # words of the error, after the peer's name
+        refusal: type[SwarmError] = NotCoordinator,  # class of the error; callers of a coordinator look for another one
     ) -> None:
-        self._idle, self._error = idle, refusal  # words and class of the error of a peer that does not play the role
+        self._idle, self._error = idle, refusal
         self.traffic = transport.traffic
         self._transport = transport
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}

@@ -1,4 +1,4 @@
-"""Sends microbatches of the open step to auditors when the coordinator asks, from this trainer's copies."""
+"""Sends microbatches of an undecided step to auditors when the coordinator asks, from this trainer's copies."""
 
 from __future__ import annotations
 

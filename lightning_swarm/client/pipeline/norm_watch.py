@@ -34,7 +34,7 @@ class NormWatch:
 
     def changes(self, *, in_batch: bool) -> bool:
         """Return whether a call changes running statistics; refuse a change outside of a batch."""
-        changing = next((norm for norm in self._norms if norm.training and norm.running_mean is not None), None)
+        changing = next(filter(_tracks, self._norms), None)
         if changing is not None and not in_batch:
             raise ConfigError(
                 "running statistics of `BatchNorm` in blocks change in `training_step` only: got a call of the "
@@ -64,9 +64,14 @@ class NormWatch:
 
     def batch_without_loss(self) -> None:
         """Warn once that running statistics do not count a batch whose `training_step` returned no loss."""
-        if self._norms and not self._has_warned:
+        if any(map(_tracks, self._norms)) and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "BatchNorm in the pipeline was called in train mode in a `training_step` without a loss: its running "
-                "statistics do not count that, and plain Lightning's would. Return a loss of zero.",
+                "BatchNorm in the pipeline is in train mode, and a `training_step` returned no loss: its running "
+                "statistics do not count that batch, and plain Lightning's would. Return a loss of zero.",
             )
+
+
+def _tracks(norm: _BatchNorm) -> bool:
+    """Return whether a forward changes the running statistics of a batch norm."""
+    return norm.training and norm.running_mean is not None

@@ -56,7 +56,7 @@ class TrainerResults:
 class AuditResults:
     """The results of one run of audits."""
 
-    order: int  # number of the run of audits
+    order: int  # random; names this run of audits
     seed: int  # seed of the sketches
     found: dict[tuple[Unit, PeerId], AuditResult] = field(default_factory=dict)  # unit, auditor -> findings
     sums: dict[Unit, StageProjection] = field(default_factory=dict)  # audited sums, by the same seed
@@ -180,9 +180,9 @@ class AuditRun:
             _log.warning("Trainer %s sent nothing to an auditor: %s", trainer, error)
             return
         results.lost |= set(reply.lost)
-        for done in work:
-            if done.auditor in reply.silent:
-                results.silent[Unit(done.stage_index, done.auditor)].add(trainer)
+        for item in work:
+            if item.auditor in reply.silent:
+                results.silent[Unit(item.stage_index, item.auditor)].add(trainer)
         undone = reply.undone
         for place, reason in sorted(undone.items())[:1]:
             one = work[place] if place < len(work) else None

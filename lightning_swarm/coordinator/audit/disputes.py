@@ -32,7 +32,9 @@ MAX_UNPROVEN: Final = 2  # unproven accusations of one server by another, before
 class AuditResult:
     """One auditor's findings on one server's work."""
 
-    claims: Mapping[Receipt, WorkClaim]  # digests of the auditor's own computation
+    # Digests of the auditor's own computation. If numbers are compared, the digests of results are those of the
+    # results that the audited server sent.
+    claims: Mapping[Receipt, WorkClaim]
     origins: Mapping[int, Origin]  # place of a batch -> its origin, as received by the auditor
     refused: frozenset[Receipt]  # the audited server sent no usable tensors of these
     unheard: frozenset[Receipt]  # the audited server gave no answer on these
@@ -76,17 +78,17 @@ class ClaimedWork:
 
     def with_claimed_inputs(self, found: AuditResult) -> list[Receipt]:
         """Return the microbatches that an auditor computed from their claimed inputs."""
-        misweighed = self.misweighed(found)
+        with_other_origin = self.with_other_origin(found)
         # If an auditor got other inputs, its claims show them; the audited server may have sent them.
         return [
             receipt
             for receipt, claim in self.claims.items()
             if (its := found.claims.get(receipt)) is not None
             and (its.input, its.output_gradient) == (claim.input, claim.output_gradient)
-            and receipt[0] not in misweighed
+            and receipt[0] not in with_other_origin
         ]
 
-    def misweighed(self, found: AuditResult) -> set[int]:
+    def with_other_origin(self, found: AuditResult) -> set[int]:
         """Return places of the batches that came to an auditor with another weight, or from another trainer."""
         return {first for first, origin in found.origins.items() if self.origins.get(first, origin) != origin}
 
@@ -127,7 +129,7 @@ def compare(
     """
     if finding.refused:
         return WorkComparison(frozenset({"refused"}))
-    if claimed.misweighed(finding):
+    if claimed.with_other_origin(finding):
         return WorkComparison(is_whole=False, is_misweighed=True)
     if not claimed.claims.keys() <= finding.claims.keys():
         return WorkComparison(is_whole=False, is_silent=bool(finding.unheard))

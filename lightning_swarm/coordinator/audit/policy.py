@@ -361,7 +361,7 @@ class WorkComparison:
     wrong: frozenset[str] = frozenset()  # fields of `WorkClaim`, "sum", "refused", "list of what has a gradient"
     is_whole: bool = True  # the auditor computed all microbatches
     is_silent: bool = False  # not whole, because the server gave no answer
-    is_misweighed: bool = False  # not whole, because a trainer sent a batch with another weight
+    is_misweighed: bool = False  # not whole, because a batch came with another weight or from another trainer
 
     @property
     def is_equal(self) -> bool:

@@ -28,7 +28,7 @@ def plan_relief(
         rosters: The servers of each stage.
         too_large: The stages for which each server has reported too little memory.
         state_bytes: The bytes of each stage's weights and optimizer state.
-        fixed: Servers that may not move.
+        fixed: Servers that neither move nor give up a stage.
     """
     moves: list[Move] = []
     releases: list[StageRelease] = []

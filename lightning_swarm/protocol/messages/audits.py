@@ -176,7 +176,9 @@ class AuditFinding(WireMessage, frozen=True):
     stage_index: Count
     receipts: Receipts  # the recomputed microbatches
     origins: Origins  # origins of their batches, as received; the weights scale the gradients in the sum
-    claims: Claims  # claims by the auditor's own computation, in the order of the receipts
+    claims: (
+        Claims  # in the order of the receipts; by the auditor's own computation, or by results if numbers are compared
+    )
     refused: Receipts  # microbatches whose kept tensors the audited server did not send
     unheard: Receipts  # microbatches about which the audited server did not answer
     sum_digest: SumDigest  # digest of the recomputed sum
