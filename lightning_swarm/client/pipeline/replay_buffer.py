@@ -1,4 +1,4 @@
-"""Copies of the microbatches of undecided steps, for replays when a server dies with the gradients that it had added."""
+"""Copies of undecided steps' microbatches, for replays when a server dies with the gradients that it had added."""
 
 from __future__ import annotations
 
