@@ -307,8 +307,8 @@ class StepCommit:
         leaving = [*self._server_membership.leaving, *(one.member.peer_id for one in movers)]
         next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
         staying = {member for roster in next_roster for member in roster}
-        told = [*self._run.snapshots, *(record.snapshots or ())]
-        snapshot = await self._snapshots.order(record.step, next_roster, told, self._lead.resumable)
+        recorded = [*self._run.snapshots, *(record.snapshots or ())]
+        snapshot = await self._snapshots.order(record.step, next_roster, recorded, self._lead.resumable)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         keepers, electorate = self._new_keepers(newcomers), self._run.electorate
         voters = choose_voters(

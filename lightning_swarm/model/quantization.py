@@ -24,6 +24,7 @@ BLOCK: Final = 64
 NESTED_BLOCK: Final = 256
 """Number of nested scales with one scale of their own."""
 
+_MAX_THRESHOLD: Final = 1e30  # no column of activations is that large
 _PIECE: Final = 1 << 18  # weights that are quantised at once, because bitsandbytes needs 20 bytes for each
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE: Final = "bitsandbytes"
@@ -87,13 +88,17 @@ class Quantization:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Quantization | None:
         """Return the form that a config describes; None if its weights are plain."""
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"config.json must hold an object, got {str(settings)[:200]}. Correct config.json.")
         given = settings.get("quantization_config") or settings.get("compression_config")
         if not given:
             return None
         kind = _kind_of(given)
         skipped = given.get("llm_int8_skip_modules")
         # The names are patterns of transformers. They may come from another peer, so only plain names are accepted.
-        if skipped is not None and not all(isinstance(one, str) and re.fullmatch(r"[\w.-]+", one) for one in skipped):
+        if skipped is not None and not (
+            isinstance(skipped, list) and all(isinstance(one, str) and re.fullmatch(r"[\w.-]+", one) for one in skipped)
+        ):
             raise ConfigError(
                 f"`llm_int8_skip_modules` must be names of modules, got {str(skipped)[:200]}. Correct config.json."
             )
@@ -104,7 +109,7 @@ class Quantization:
             compute_dtype=_dtype("bnb_4bit_compute_dtype", given.get("bnb_4bit_compute_dtype") or "float32"),
             storage=_dtype("bnb_4bit_quant_storage", given.get("bnb_4bit_quant_storage") or "uint8", torch.uint8),
             is_nested=kind != "int8" and bool(given.get("bnb_4bit_use_double_quant")),
-            threshold=float(given.get("llm_int8_threshold", 6.0)),
+            threshold=_threshold(given.get("llm_int8_threshold", 6.0)),
             skipped=None if skipped is None else tuple(skipped),
         )
 
@@ -225,6 +230,16 @@ class Quantization:
         nested, state = functional.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCK)
         tensors |= {"absmax": nested, "nested_absmax": state.absmax, "nested_quant_map": state.code}
         return {**tensors, "nested_offset": offset}
+
+
+def _threshold(given: object) -> float:
+    """Return a threshold of int8's large columns, checked."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= _MAX_THRESHOLD:
+        raise ConfigError(
+            f"`llm_int8_threshold` must be a number of 0..{_MAX_THRESHOLD:g}, got {str(given)[:200]}. Correct "
+            "config.json."
+        )
+    return float(given)
 
 
 def _kind_of(given: Any) -> str:

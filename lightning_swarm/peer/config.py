@@ -120,7 +120,7 @@ def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: 
         values = {name: getattr(given, name) for name in names}
     else:
         values = dict(given) if isinstance(given, Mapping) else {first: given}
-    if unknown := sorted(set(values) - set(names)):
+    if unknown := sorted(map(str, set(values) - set(names))):
         raise ConfigError(f"`{argument}` has {', '.join(names)}, got {unknown}. Correct it.")
     for name, value in deprecated.items():
         if value is None:

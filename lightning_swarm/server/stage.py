@@ -161,23 +161,23 @@ class StateHash:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         # Identities of the tensors after a step, and their fingerprint.
-        self._grant_ahead: tuple[object, Fingerprint] | None = None
+        self._begun_ahead: tuple[object, Fingerprint] | None = None
 
     def begin(self) -> None:
         """Begin to hash the state after a step."""
-        self._grant_ahead = self._begun()
+        self._begun_ahead = self._begun()
 
     def clear(self) -> None:
         """Drop what was begun, and the tensors that it refers to."""
-        self._grant_ahead = None
+        self._begun_ahead = None
 
     def advance(self) -> bool:
         """Hash one more piece; return whether more is left."""
-        return self._grant_ahead is not None and self._grant_ahead[1].advance()
+        return self._begun_ahead is not None and self._begun_ahead[1].advance()
 
     def fingerprint(self) -> int:
         """Return the hash; finish the one that was begun, unless a tensor has changed since."""
-        before, (identities, taken) = self._grant_ahead, self._begun()
+        before, (identities, taken) = self._begun_ahead, self._begun()
         return (before[1] if before is not None and before[0] == identities else taken).finish()
 
     def prove(self, challenge: int) -> int:

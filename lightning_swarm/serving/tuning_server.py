@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -37,6 +37,9 @@ from lightning_swarm.server.inference.adapters import Adapter, AdapterStore, Lay
 from lightning_swarm.server.out_of_memory import is_out_of_memory
 
 _MAX_KINDS: Final = 64  # kinds of forward whose costs are known
+_MAX_FETCHED: Final = 8  # fetched values that are held at once, of all clients
+_MAX_FETCHED_OF_CLIENT: Final = 2  # one is computed with, and the next one comes meanwhile
+_SMALL_VALUE: Final = 64 << 20  # bytes that a value may always have; a larger one takes at most its share of the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +128,7 @@ class TuningHandlers:
         self._aging: asyncio.TimerHandle | None = None  # drops graphs that are not used any more
         self._turns = FairTurns()
         self._checking = asyncio.Semaphore(1)
+        self._slots = FetchSlots()
         TUNE_ADAPTER.serve(transport, self._handle_adapter, max_bytes=limits.adapter_bytes)
         TUNE_FORWARD.serve(transport, self._handle_forward, max_bytes=limits.max_message_bytes)
         TUNE_BACKWARD.serve(transport, self._handle_backward, max_bytes=limits.max_message_bytes)
@@ -148,6 +152,10 @@ class TuningHandlers:
 
     async def _handle_forward(self, caller: PeerId, request: TuneForward, message: Message) -> WithTensors[bytes]:
         """Compute a forward, and keep its graph for a backward."""
+        async with self._slot(caller, request):
+            return await self._forward(caller, request, message)
+
+    async def _forward(self, caller: PeerId, request: TuneForward, message: Message) -> WithTensors[bytes]:
         stage = self._host.tuned_stage(request.model, request.stage)
         adapter = None if request.adapter is None else self.adapters.get(request.adapter, request.stage)
         tree, wants_grad = serialization.unflatten(request.structure, message.tensors), request.wants_grad
@@ -183,6 +191,10 @@ class TuningHandlers:
         self, caller: PeerId, request: TuneBackward, message: Message
     ) -> WithTensors[TuneGradients]:
         """Return the gradients of a kept forward's adapter, and those of its inputs unless these are held here."""
+        async with self._slot(caller, request):
+            return await self._backward(caller, request, message)
+
+    async def _backward(self, caller: PeerId, request: TuneBackward, message: Message) -> WithTensors[TuneGradients]:
         self._host.tuned_stage(request.model, request.stage)
         key = (caller, request.call, request.stage)
         kept = self._kept.get(key)
@@ -208,6 +220,12 @@ class TuningHandlers:
 
     # ------------------------------------------------------------------ values that go from server to server
 
+    def _slot(
+        self, client: PeerId, request: TuneForward | TuneBackward
+    ) -> AbstractAsyncContextManager[None, bool | None]:
+        """Return the context in which a call may hold a fetched value: it waits for its turn if it needs one."""
+        return nullcontext() if request.source is None else self._slots.held(client)
+
     async def _fetch(
         self, client: PeerId, request: TuneForward | TuneBackward, stage: int, direction: Direction
     ) -> tuple[serialization.Tree, list[bool]]:
@@ -218,7 +236,7 @@ class TuningHandlers:
         try:
             if request.source == self._transport.peer_id:
                 return from_message(await self._handle_fetch(client, wanted))
-            max_bytes = self._limits.max_message_bytes
+            max_bytes = min(self._limits.max_message_bytes, max(_SMALL_VALUE, self._limits.cache_bytes // _MAX_FETCHED))
             found = await TUNE_FETCH.ask(self._transport, request.source, wanted, timeout=timeout, max_bytes=max_bytes)
             return from_message(Message(*found))
         except SwarmError as error:
@@ -251,6 +269,7 @@ class TuningHandlers:
     # ------------------------------------------------------------------ kept graphs
 
     def _keep(self, key: _Key, kept: _Kept) -> None:
+        self._drop(key)  # another request for the same call may have ended meanwhile
         self._kept[key] = kept
         self._kept_bytes += kept.num_bytes
         while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # a single graph may be larger
@@ -270,6 +289,32 @@ class TuningHandlers:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._kept_bytes -= kept.num_bytes
+
+
+class FetchSlots:
+    """Bounds the fetched values that are held until they are computed with: those of one client, and all of them.
+
+    A request with tensors is counted against its sender before it is read. One that names a source is small, and its
+    value comes only when a slot is free.
+    """
+
+    def __init__(self) -> None:
+        self._all = asyncio.Semaphore(_MAX_FETCHED)
+        self._of_client: dict[PeerId, asyncio.Semaphore] = {}
+        self._num_calls: Counter[PeerId] = Counter()  # client -> calls that hold a slot or wait for one
+
+    @asynccontextmanager
+    async def held(self, client: PeerId) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it within the context."""
+        own = self._of_client.setdefault(client, asyncio.Semaphore(_MAX_FETCHED_OF_CLIENT))
+        self._num_calls[client] += 1
+        try:
+            async with own, self._all:
+                yield
+        finally:
+            self._num_calls[client] -= 1
+            if not self._num_calls[client]:
+                del self._num_calls[client], self._of_client[client]
 
 
 class FairTurns:

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 _LIMITS = Limits()
 # Deprecated argument -> the record that takes its place.
 _RECORDS = {
-    "audit_share": "trust=Trust(audit_share=...)",
-    "on_conviction": "trust=Trust(on_conviction=...)",
+    "audit_share": "trust=Trust('audited', audit_share=...)",
+    "on_conviction": "trust=Trust('audited', on_conviction=...)",
     "robust_averaging": "trust=Trust(robust_averaging=...)",
     "rebalance_interval": "rebalancing=Rebalancing(interval=...)",
 }
@@ -138,8 +138,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
         checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written in the background
             while training continues.
         precision_plugin: As in every strategy of Lightning.
-        audit_share: Deprecated. Use `trust=Trust(audit_share=...)`.
-        on_conviction: Deprecated. Use `trust=Trust(on_conviction=...)`.
+        audit_share: Deprecated. Use `trust=Trust("audited", audit_share=...)`.
+        on_conviction: Deprecated. Use `trust=Trust("audited", on_conviction=...)`.
         robust_averaging: Deprecated. Use `trust=Trust(robust_averaging=...)`.
         rebalance_interval: Deprecated. Use `rebalancing=Rebalancing(interval=...)`.
 
@@ -301,7 +301,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         """Return the launcher that starts this machine's peers; None if they are all in this process."""
         return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
 
-    # Methods that the launcher calls. `handed` are the arguments of the Trainer's method, by name.
+    # Methods that the launcher calls. `call_arguments` are the arguments of the Trainer's method, by name.
 
     def check(self, trainer: Trainer, call_arguments: Mapping[str, Any]) -> None:
         """Refuse unsupported settings and models, as far as they are known before the model is configured."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_swarm.client.audit import sender
 from lightning_swarm.protocol.messages.audits import AuditRequest
 from tests.faults.test_audited import KEEPER, SINCE, audited, events_of
 

@@ -290,7 +290,7 @@ def test_a_server_that_fails_is_replaced(swarm: ServedSwarm, monkeypatch: pytest
         compute = server.tuning._compute
 
         async def fails(client: PeerId, stage: int, work: Any) -> Any:
-            if f"_handle_{broken}" not in work.__qualname__:
+            if f"TuningHandlers._{broken}." not in work.__qualname__:
                 return await compute(client, stage, work)
             failed.append(name)
             raise StageError("the machine is broken")

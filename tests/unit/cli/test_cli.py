@@ -155,7 +155,7 @@ def test_records_are_set_by_word_or_by_field() -> None:
 
 def test_deprecated_arguments_work_and_warn() -> None:
     options = ("--trainer.strategy.trust=audited", "--trainer.strategy.audit_share=0.5")
-    with pytest.warns(DeprecationWarning, match=r"Write `trust=Trust\(audit_share=\.\.\.\)`"):
+    with pytest.warns(DeprecationWarning, match=r"Write `trust=Trust\('audited', audit_share=\.\.\.\)`"):
         settings = strategy_of(*options).config.settings
     assert settings.audit_share == 0.5
     with pytest.warns(DeprecationWarning, match=r"Write `rebalancing=Rebalancing\(interval=\.\.\.\)`") as caught:

@@ -117,3 +117,23 @@ def test_weights_that_are_larger_than_the_memory_are_loaded_quantised(tmp_path: 
     assert "memory" in plain.stderr
     assert not found.returncode, found.stderr
     assert int(found.stdout) < 0.3 * size
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"llm_int8_skip_modules": "lm_head"}, "must be names of modules"),
+        ({"llm_int8_skip_modules": 5}, "must be names of modules"),
+        *(({"llm_int8_threshold": value}, "llm_int8_threshold") for value in (10**400, -1, float("nan"), "6", True)),
+    ],
+)
+def test_a_config_with_values_that_cannot_be_is_refused(change: dict[str, Any], words: str) -> None:
+    """The config may come from another peer."""
+    given = {"quant_method": "bitsandbytes", "load_in_8bit": True, **change}
+    with pytest.raises(ConfigError, match=words):
+        Quantization.of({"quantization_config": given})
+
+
+def test_a_config_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must hold an object"):
+        Quantization.of([])  # type: ignore[arg-type]
