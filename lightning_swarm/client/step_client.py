@@ -186,7 +186,8 @@ class StepClient:
         self, serial: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
     ) -> Grant | int | None:
         """Return a place in the open step, or the step that must be over first, or None if the batch needs none."""
-        # Where trainers share an epoch, `batch` is the batch's number in the data. The place may be for another batch.
+        # If trainers share an epoch, `batch` is the batch's number in the data. The coordinator may grant a place for
+        # another batch.
         reserved = await self._take_reserved(num_samples, gradient_scale)
         if reserved is not None:
             return reserved
@@ -303,7 +304,8 @@ class StepClient:
                 generation.journal.withdrawn(report.step, report.lease)
             raise
         generation.imminent = generation.imminent if reply.imminent is None else reply.imminent
-        # If the step closes, `ended` answers `ends`; otherwise it has the record of a late step, `imminent`.
+        # If the step closes, `reply.ended` answers the request `report.ends`. Otherwise it carries the record of the
+        # late step whose number is `reply.imminent`.
         if reply.ended is not None and reply.closing:
             over = await self._learn_reply(report.step, reply.ended, decided=False)
             generation.step_ended = await self._wait_until_over(report.step, decided=False) if over is None else over
@@ -406,7 +408,7 @@ class StepClient:
         error = FalseWorkCounted(reasons, self.run.sound_version_after(record.step))
         if await self.can_go_back():
             raise error
-        _log.warning("The run goes on with what came of it, for there is no snapshot to go back to: %s.", error)
+        _log.warning("The run continues with the false work, because there is no snapshot to return to: %s.", error)
 
     async def _confirm(self, leases: Sequence[Lease]) -> None:
         """Ask whether finished batches still count, by reporting them again."""
@@ -427,18 +429,21 @@ class StepClient:
         return [(decode(head, BatchMetrics).metrics, tensors)]
 
     async def renew(self) -> None:
-        """Report that this trainer lives, as while it validates and a record waits; raise the open step's error."""
+        """Report that this trainer lives, for times when it sends nothing else. Raise the open step's error.
+
+        Such a time is a validation while a record waits.
+        """
         await self._enlisted.call(rpc.RENEW, None)
 
     async def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches, and return when a record has removed this trainer, if one can."""
+        """Not at the lead: bring no more batches; return once a record removes this trainer, unless no record can."""
         request = RetireRequest(reason=reason[:_MAX_REASON])
         with contextlib.suppress(NotEnlisted):
             while not (await self._coordinator.call(rpc.RETIRE, request)).retired:
                 pass
 
     async def lead_epoch(self) -> int:
-        """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
+        """Not at the lead: enlist this trainer unless it is a member; return the epoch of the lead's loop."""
         return await self._enlisted.enlist()
 
     async def _handle_leads(self, caller: PeerId, request: LeadsRequest) -> None:

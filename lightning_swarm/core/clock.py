@@ -1,4 +1,4 @@
-"""`VirtualLoop`: an asyncio loop whose clock jumps to the next timer instead of waiting for it.
+"""The running loop's clock, and `VirtualLoop`, whose clock jumps to the next timer instead of waiting for it.
 
 Source: trio's `MockClock` with `autojump_threshold`, in asyncio's terms.
 """

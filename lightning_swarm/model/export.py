@@ -95,7 +95,7 @@ def export_pretrained(checkpoint: Path, folder: Path) -> int:
 
 @contextmanager
 def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yield a temporary path, and move the file to `target` afterwards."""
+    """Yield a temporary path, and move the file to `target` afterwards; convert `errors` of writing to ConfigError."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield partial

@@ -21,6 +21,7 @@ class GradientClosure:
         self._parameters = parameters
         self._kind = kind
         self._gradients = [parameter.grad for parameter in parameters]
+        # One parameter is enough, because an optimizer that changes weights before its closure changes all of these.
         self._with_gradient = [parameter for parameter in parameters if parameter.grad is not None][-1:]
         self._called = False
         for parameter in parameters:

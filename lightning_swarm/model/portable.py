@@ -73,7 +73,7 @@ class PortableArithmetic(TorchDispatchMode):
             raise Unportable(schema.name)
         into = kwargs.pop("out", None)  # where results go: `out`, or the first argument of an in-place operation
         if into is None:
-            # Lists of like tensors are computed by one kernel each, which is faster than tensor by tensor.
+            # Lists of similar tensors are computed by one kernel each, which is faster than tensor by tensor.
             if (at_once := list_rule(func, args)) is not None:
                 lists = at_once(*args, **kwargs, in_place=schema.is_mutable)
                 return lists if schema.returns else None

@@ -107,7 +107,7 @@ class StreamSlots:
         return slot if self.enter(slot, at_most=at_most) else None
 
     def enter(self, slot: StreamSlot, *, at_most: int) -> bool:
-        """Do as `open` for a slot of another `StreamSlots`. False: its stream must close."""
+        """Add a slot that `open` or another `StreamSlots` has made, as `open` does. False: its stream must close."""
         own = self._by_owner.get(slot.owner, {})
         if not at_most:
             return False

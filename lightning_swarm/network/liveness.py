@@ -32,7 +32,7 @@ class Exchange:
     limit: asyncio.Timeout
     silent_s: float | None = None  # how long the peer had been silent, if that ended the exchange
     send_again: Callable[[], None] | None = None  # sends the request once more; None: it is sent once
-    is_large: bool = False  # repeated only while the link carries nothing large
+    is_large: bool = False  # repeated only while no bytes move between the peers
     begun_s: float = 0.0
     num_again: int = 0  # repeats so far
 
@@ -162,7 +162,7 @@ class Liveness:
                     exchange.silent_s = silent_s
                     exchange.limit.reschedule(now_s)
             watched.alive_s = now_s  # the next exchange waits as long again
-            return
+            return  # without a timer: these exchanges end now, and `watch` sets a timer for the next
         if silent_s >= interval_s / 2:
             ping = self._spawn(self._ping_once(peer, watched))
             watched.pings.add(ping)

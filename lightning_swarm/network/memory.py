@@ -25,7 +25,7 @@ class WireTap(Tap, Protocol):
 
     @property
     def is_on_wires(self) -> bool:
-        """Return whether the tap may still damage messages. If not, `damages` need not be called."""
+        """Return whether the tap may still damage messages. If not, `damages` is not called."""
         ...
 
     def damages(

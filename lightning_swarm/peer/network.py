@@ -59,8 +59,10 @@ def _start(
         )
     except BaseException as error:
         runtime.close()
-        # With a cause it is hivemind's error, not the doctor's: libp2p answers at an address, but not as that peer.
+        # hivemind's error has a cause, the doctor's has none. The doctor got an answer at an address, so another peer,
+        # or none, listens there under that id.
         if isinstance(error, InitialPeersSilent) and error.__cause__ is not None:
             raise InitialPeersSilent(doctor.explain(initial_peers)) from error
         raise
+    # The main thread must not wait for a peer that can no longer be reached.
     return UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason), transport, directory

@@ -73,7 +73,7 @@ class _Key:
     """A key of a machine in the file, whose value is a number."""
 
     field: str  # field of `Machine`
-    unit: str  # words for messages
+    unit: str  # what the number measures, in words for messages
     scale: float  # factor from the file's unit to the unit of `Machine`
     optional: bool = False  # the key may be left out, or be 0
 

@@ -112,7 +112,7 @@ class _Found:
     """The results of a run of the blocks."""
 
     output: Any
-    passed: Any  # values that earlier stages left on modules
+    passed: Any  # values that earlier stages left on modules, with a gradient
     observed: dict[str, list[Any]]  # module -> arguments and outputs of each call, if it has observing hooks
     arguments: CallWatch
     written: dict[str, Any]  # argument -> writes into it
@@ -183,7 +183,7 @@ class Computation:
             with contextlib.nullcontext() if len(parts) == 1 else attending_jointly(self._modules):
                 output = without_cache(self._module.uncompiled((inputs,), keywords), joint)
             outputs = [output] if len(parts) == 1 else split_rows(output, rows)
-            for shadow in shadows:
+            for shadow in shadows:  # of the caches: extends the lengths of later blocks' layers
                 shadow.follow()
         return [self._to_send(encoded(output, codec)) for output in outputs]
 
@@ -270,7 +270,7 @@ class Computation:
         # A close look takes longer, and also sees contents of containers and modules around the stage.
         found = run(closely=self._watch.is_first((mode.training, mode.grad)))
         if self._watch.has_new_changes(found.changes):
-            again = run(closely=True)
+            again = run(closely=True)  # a second run shows which changes repeat
             self._watch.learn(found.changes, again.changes, same_output=same_trees(found.output, again.output))
         left.differentiable = found.passed
         self._watch.take(found.changes, left)
@@ -369,12 +369,16 @@ class Computation:
         # Discard the statistics of blocks that a backward recomputes, because the forward recorded them.
         with self._states.entered(mode, backward=True), self._seeing(mode), modes.enter_backward_modes(mode):
             before = self._watch.snapshot()
-            # A backward that draws is an error. A block that recomputes its forward's draws restores torch's generators
-            # afterwards, so only the mode notices.
+            # A block that recomputes itself (`torch.utils.checkpoint`) draws in a backward. Unless it has
+            # `checkpoint_contexts`, `KeyedRandom.next_key` then raises `ConfigError`. Such a block restores torch's
+            # generators afterwards, so only the mode sees its draws.
             if graph.has_drawn:
                 with KeyedRandom(0):
                     found, own = compute(graph)
             else:
+                # A block that drew nothing in the forward draws nothing when it is recomputed. So the mode may be left
+                # out, if it saw no draw in an earlier backward. If torch's generators move all the same, the backward
+                # runs again in the mode. The first run has freed the graph, so the forward is computed again, too.
                 again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
             self._watch.undo(self._watch.changes(before))  # changes by blocks that the backward recomputed
@@ -497,7 +501,7 @@ class ActivationCache:
 
     @property
     def full(self) -> bool:
-        """Whether outputs should be dropped as soon as they are fetched."""
+        """Whether the budget is used up; then outputs should be dropped as soon as they are fetched."""
         return self.used_bytes >= self._max_bytes
 
     def keep(self, name: str, kept: CachedForward) -> None:

@@ -66,6 +66,7 @@ def json_rule(schema: Mapping[str, Any] | bool, param: str, *, is_lenient: bool 
         param: The request's field, for errors.
         is_lenient: Ignore keywords that llguidance does not support, instead of refusing the schema.
     """
+    # False admits no value. `x-guidance` holds llguidance's options, which a client must not set.
     if schema is False or (schema is not True and "x-guidance" in schema):
         raise RequestError(400, f"`{param}` needs a schema that admits a value, without `x-guidance`", param=param)
     options = {"whitespace_pattern": _BLANKS, "lenient": is_lenient}
@@ -107,6 +108,7 @@ def _lark(grammar: str) -> str:
 
 def refuse(param: str, problem: str) -> NoReturn:
     """Raise the error of a grammar that cannot be followed."""
+    # llguidance marks some of its messages by `<non-verbose/>`.
     problem = re.sub(r"\s+", " ", problem.replace("<non-verbose/>", "")).strip()
     raise RequestError(
         400, f"the grammar of `{param}` cannot be followed: {problem[:400]}. Simplify or correct it", param=param

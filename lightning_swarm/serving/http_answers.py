@@ -128,6 +128,7 @@ def _columns(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
     for score in scores:
         offsets.append(begin)
         begin += len(score.text)
+    # `top` begins with the most probable token. Of tokens with the same text, a dict keeps the last.
     tops = [None if score.logprob is None else dict(reversed(score.top)) for score in scores]
     return {
         "tokens": [score.text for score in scores],

@@ -109,8 +109,9 @@ class RequestLimits:
 
     @contextmanager
     def text(self, num_tokens: int, client: str) -> Iterator[None]:
-        """Hold a place for a text of at most `num_tokens` new tokens while it is written for the client."""
+        """Hold a slot for a text of at most `num_tokens` new tokens while it is written for the client."""
         own = self._of_clients.get(client, 0)
+        # Requests without an address have an empty `client`, and share no limit.
         if client and own >= MAX_TEXTS:
             raise RequestError(429, f"one client has at most {MAX_TEXTS} texts at once. Try again later")
         with self._texts.share() as grow:
@@ -125,8 +126,9 @@ class RequestLimits:
 
 
 def names_of(host: str, also: Sequence[str]) -> list[str]:
-    """Return the names by which clients may address an endpoint that listens at `host`; `["*"]` is any.
+    """Return the host names that requests to an endpoint at `host` may have; `["*"]` allows all names.
 
+    Names are checked only if `host` is local, so `also`, which adds further names, has no effect for any other host.
     A web page can make its own host name resolve to 127.0.0.1, and so read from an endpoint of the user's machine.
     Such requests are refused because they name the page's host.
     """

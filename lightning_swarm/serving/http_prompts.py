@@ -13,7 +13,7 @@ from lightning_swarm.serving.tool_calls import tools_of
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens, and its text if something needs it."""
+    """A prompt's tokens, and its text. Tokens that a client sends have an empty text, unless the answer repeats it."""
 
     tokens: dict[str, Any]
     text: str

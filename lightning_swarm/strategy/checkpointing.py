@@ -98,7 +98,7 @@ class CheckpointFiles(Callback):
         """Finish the pending writes before a hook of user code, which may read the files."""
         if name != "on_save_checkpoint":  # this hook is called within other hooks
             self._hook = name
-        # A failed write, as on a full disk, is reported at the next batch, but not in place of another error.
+        # A failed write, for example on a full disk, is reported at the next batch, but not in place of another error.
         is_over = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
         if name == "on_exception":
             wait(self._jobs)

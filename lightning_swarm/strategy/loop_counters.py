@@ -1,4 +1,4 @@
-"""Counters of the training loop: schedulers' moves, complete batches, the loss scale, and the ends of steps."""
+"""Adapts the training loop's counts to steps of the swarm: scheduler moves, complete batches, loss scale, step ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrainerSchedulers:
         self._num_moved = 0  # moves for records that are not counted yet
 
     def take_over(self) -> None:
-        """Keep Lightning's loop from moving the schedulers a second time for a record that `move` ran ahead of."""
+        """Replace Lightning's move after a batch, which is skipped if `move` has made it already."""
         self._update = Override(self._epoch_loop, "update_lr_schedulers", self._update_after_batch)
 
     def release(self) -> None:
@@ -55,8 +55,8 @@ class TrainerSchedulers:
             self._num_moved += 1
 
     def count(self, *, is_first: bool) -> None:
-        """Count a record: move the schedulers, except for a batch's first record, for which Lightning moves them."""
-        if not is_first:
+        """Count a record. Lightning itself moves the schedulers for a batch's first record."""
+        if not is_first:  # moves now, unless `move` has done so already
             self.move(1)
             self._num_moved -= 1
 

@@ -406,7 +406,7 @@ class SwarmOptimization:
         self._session.follow_records()  # the next hooks must find the weights of all counted steps
 
     def _ends_step(self, *, close: bool) -> bool:
-        """Return whether the current batch waits for the step's end; `close`: the step closes with this batch."""
+        """Return whether the current batch waits for the step's record; `close`: the step closes with this batch."""
         # Lightning logs and saves once a batch, so the lead leaves the end of a second step to its next batch.
         return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
 
@@ -424,7 +424,7 @@ class SwarmOptimization:
         return bool(lost)
 
     def _step(self) -> None:
-        """Wait for the record and count it."""
+        """Wait for the record of the step that closes, and count it if it came."""
         if not self._session.has_ended:
             self._before_step(has_all=False)
         if not self._is_ready:
@@ -505,7 +505,7 @@ class SwarmOptimization:
 
     def _prepare(self) -> None:
         """Move the schedulers to the open step, ahead of records that are not counted yet."""
-        # One move more in a batch that stepped, because Lightning moves them for its first step when the batch ends.
+        # One move more in a batch that stepped, because Lightning moves them for its first step, when the batch ends.
         self._schedulers.move(self.stepped + self._session.open_step - self._version)
         self._rate_hooks.call()
 

@@ -67,7 +67,8 @@ class AuditSender:
             try:
                 if work.auditor in silent:
                     raise _AuditorSilent(f"{work.auditor} was silent about another microbatch of this order")
-                convicts = work.auditor == caller  # the auditor is the coordinator
+                # The coordinator convicts a server that does not answer its own audit.
+                convicts = work.auditor == caller
                 await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor], convicts=convicts)
             except SwarmError as error:
                 undone[place] = shorten(str(error))[:500]
@@ -109,7 +110,7 @@ class AuditSender:
             await AUDIT.ask(context.transport, work.auditor, request, tensors, timeout=patience_s, max_bytes=0)
         except DeadlineExceeded as error:
             if now_s() < begin_s + patience_s:
-                raise  # the auditor reports a late audited server
+                raise  # the auditor's own error: the audited server did not answer it in time
             raise _AuditorSilent(str(error)) from error
 
     def _auditor_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
@@ -118,6 +119,7 @@ class AuditSender:
         These are more if the audited server may be convicted for its silence, because its link may be the slowest.
         """
         context = self._context
+        # samples/s, and seconds of a microbatch through all stages
         rate, whole_s = context.routers[stage].median_rate(), context.durations.usual_s
         if rate is None or whole_s is None:
             return context.timeout

@@ -188,6 +188,7 @@ class Leftovers:
         places = {*columns, *((*site, -1) for site in structures)}  # -1: the value's structure, with its constants
         new = {place for place in places if place not in self._rules}
         is_due = self._num_collected & (self._num_collected - 1) == 0  # a power of two
+        # `rows` depends on shapes alone, which `_fits` checks in each call.
         todo = new | {place for place in places if is_due and self._rules.get(place) not in (None, "rows")}
         # Eval mode first, because it draws fewer random numbers; some blocks leave values only in train mode.
         for training in (False, True):
@@ -204,7 +205,7 @@ class Leftovers:
                 known = self._rules.get(place)
                 self._rules[place] = known if known in agreeing else None if known or not agreeing else agreeing[0]
                 todo.discard(place)
-        self._rules.update(dict.fromkeys(todo & new))
+        self._rules.update(dict.fromkeys(todo & new))  # no rule, because no trial left them
 
 
 def _cannot_travel(kind: str) -> str:

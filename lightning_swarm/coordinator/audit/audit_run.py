@@ -36,7 +36,7 @@ _MOST_AT_ONCE: Final = 64  # microbatches that a trainer sends to one auditor in
 class Assignment:
     """Microbatches of one server's work that another server computes again."""
 
-    unit: Unit
+    unit: Unit  # the audited server and its stage
     auditor: PeerId
     receipts: Sequence[Receipt]  # ordered as they were added
     compare: bool = False  # the auditor's machine is of another kind, so numbers are compared, not digests

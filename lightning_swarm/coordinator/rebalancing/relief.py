@@ -1,4 +1,4 @@
-"""Decides which servers leave a stage for whose microbatches they have no memory. Pure."""
+"""Decides which servers leave a stage because its microbatches do not fit into their memory. Without side effects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Final
 from lightning_swarm.coordinator.rebalancing.policy import Move, StageRelease
 from lightning_swarm.network import PeerId
 
-_MAX_TRIED: Final = 2  # stages that a server tries, because each is a download, and most stages need like memory
+# Stages that a server tries. Each is a download, and most stages need about as much memory.
+_MAX_TRIED: Final = 2
 
 
 def plan_relief(
@@ -45,6 +46,7 @@ def plan_relief(
                 for target in range(len(rosters))
                 if target not in too_large[peer] and state_bytes[target] <= state_bytes[index]
             ]
+            # A stage's bytes are known, and the memory of its microbatches is not. The smallest stage fits most likely.
             if targets and len(too_large[peer]) < _MAX_TRIED:
                 moves.append(Move(peer, index, min(targets, key=state_bytes.__getitem__)))
     return moves, releases

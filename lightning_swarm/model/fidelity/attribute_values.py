@@ -23,6 +23,7 @@ def is_plain(value: object, depth: int = _MAX_DEPTH) -> bool:
         return depth > 0 and len(value) <= _MAX_LENGTH and all(is_plain(item, depth - 1) for item in value)
     if isinstance(value, str):
         return kind is str and len(value) <= _MAX_LENGTH
+    # Messages carry integers of 64 bits.
     return kind in SCALARS and not (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63)
 
 

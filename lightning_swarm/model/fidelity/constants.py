@@ -1,7 +1,8 @@
 """Sketches of the constants that modules keep as ordinary attributes, to compare them between peers.
 
-Each peer makes its own tensors, arrays and numbers. Numbers are compared only if they may be random: fractions, or
-several in a list. A single integer is a size, or counts the modules that a process has made.
+Each peer builds these tensors, arrays and numbers itself, so random ones may differ. Numbers are compared only if they
+may be random: fractions, or several in a list. A single integer is a size, or counts the modules that a process has
+made.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def remember_copy(copy: nn.Module, original: nn.Module) -> None:
 
 
 def exempt(module: nn.Module, name: str) -> None:
-    """Exempt an attribute that the swarm itself or a forward sets on a module from the comparison with first values."""
+    """Stop comparing a module's attribute with its first value, because the swarm or a forward sets it."""
     first = _first_of(module)
     first.plain.pop(name, None)
     first.exempt.add(name)
@@ -280,11 +280,11 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
             continue
         if first is _NOTHING:
             if name in one.at_first and same(value, one.at_first[name]):
-                continue
+                continue  # not plain, and unchanged since the stage was cut
             if isinstance(getattr(type(one.module), name, None), functools.cached_property):
-                continue
+                continue  # each peer computes it at the first access
             if name[:1] == "_" and not isinstance(one.at_first.get(name), Tensor):
-                continue  # libraries keep private state on modules
+                continue  # private state of libraries, which is not compared unless it began as a tensor
             first = one.class_default(name)
         if first is _NOTHING or not is_plain(value) or not fits(value, first):
             _refuse(one, name, value)
@@ -298,6 +298,7 @@ def _changed_attributes(one: _WatchedModule) -> dict[str, Any]:
     gone = [name for name in one.first.plain if name not in one.own and name not in one.first.exempt]
     if gone:
         _refuse(one, gone[0], _NOTHING)
+    # The swarm's own replacements of `forward` are marked by `of_swarm`.
     now = one.own.get("forward", _NOTHING)
     if now is not one.at_first.get("forward", _NOTHING) and not getattr(now, "of_swarm", False):
         _refuse(one, "forward", now)
@@ -407,7 +408,7 @@ class ServerStates:
 
 
 def _keep_own_of(one: _WatchedModule, target: _Target) -> bool:
-    """Have later calls not reset the attributes that a module's forward has set; return whether first values changed.
+    """Let later calls keep the attributes that a module's forward has set; return whether first values changed.
 
     A plain value replaces the first value of its attribute. Any other attribute is exempt from now on.
     """

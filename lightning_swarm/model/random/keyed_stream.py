@@ -34,7 +34,8 @@ _THIRD: Final = _signed(0x846CA68B)
 
 # Three rounds of xor-shift and multiply on 32-bit integers, after the finalisers of MurmurHash3 and of Wellons'
 # *hash-prospector*. The key determines the first counter and the first multiplier. 32-bit multiplication is vectorised
-# on every CPU, so a mask costs less than torch's own. All but normals are bitwise equal on every device.
+# on every CPU, so a mask costs less than torch's own. All draws are bitwise equal on every device, except normals,
+# which are rounded.
 def bits(key: int, count: int, device: torch.device) -> Tensor:
     """Draw `count` uniform int32, a function of (key, index)."""
     x: Tensor

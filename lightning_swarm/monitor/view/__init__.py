@@ -32,6 +32,7 @@ from lightning_swarm.monitor.view.scene import (
 )
 from lightning_swarm.protocol.events import Event
 
+# At run time `written_once` derives `SwarmView` from the `ProgressBar` of either import tree.
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -254,7 +255,7 @@ class SwarmView(_ProgressBar):
         metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:
             self._metrics = metrics
-            if metrics:
+            if metrics:  # the first one is drawn; see `Scene.losses`
                 self._curve.add(next(iter(metrics.values())))
         self._update_swarm()
 
@@ -272,7 +273,7 @@ class SwarmView(_ProgressBar):
             max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
             epoch=trainer.current_epoch,
             progress=_progress(trainer),
-            metrics=self._metrics,
+            metrics=self._metrics,  # replaced as a whole, so reading it needs no lock
             losses=losses,
             samples_per_s=samples_per_s if status.num_samples else None,
             steps_per_s=steps_per_s,

@@ -1,4 +1,4 @@
-"""The libp2p daemon's process: outside the terminal's process group, dialing from any port, awaited without SIGCHLD."""
+"""Adapts hivemind's libp2p daemon: its session, the port that it dials from, late answers, sockets and its exit."""
 
 from __future__ import annotations
 

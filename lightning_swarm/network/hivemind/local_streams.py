@@ -28,14 +28,14 @@ _MAGIC: Final = b"LSWN"
 _MAX_GREETING: Final = 64  # connections whose peers are not known yet
 
 Serve = Callable[[str, PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""``(protocol, caller, reader, writer)``: answer the requests that come over a neighbour's stream.
+"""``(protocol, caller, reader, writer)``: answer the requests that come over a local peer's stream.
 
-The protocol's name is unchecked text from the neighbour."""
+The protocol's name is unchecked text from that peer."""
 
 
-# libp2p still proves the identity of the other end. A peer that finds a socket with another peer's name asks that peer,
-# over the daemon, for two secrets: it sends the first over the socket, and must receive the second there. So another
-# user of the machine can impersonate neither peer, except with processes in the network namespaces of both.
+# The two ends prove their identities through libp2p. The caller asks the listener over the daemon for two secrets,
+# sends the first over the socket, and must receive the second. Another user of the machine could pass for a peer only
+# with processes in both peers' network namespaces.
 class LocalPeers:
     """Opens streams to other peers of this machine, and accepts theirs."""
 
@@ -52,7 +52,7 @@ class LocalPeers:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Accept connections of neighbours. Where this is impossible, neighbours use the daemon."""
+        """Accept connections of local peers. If this is impossible, they use the daemon."""
         if sys.platform != "linux":
             return
         listening = socket.socket(socket.AF_UNIX)
@@ -110,7 +110,7 @@ class LocalPeers:
             raise ProtocolError(f"Another process than {peer} listens on that peer's socket.")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Check the identity of a neighbour that has connected, and serve it."""
+        """Check the identity of a local peer that has connected, and serve it."""
         try:
             protocol, caller = await self._identify(reader)
             writer.write(self._secret(_LISTENER, caller))
@@ -146,7 +146,7 @@ class LocalPeers:
 
 
 def _name(peer: PeerId) -> str:
-    # Linux's abstract socket names end with their process, and are visible only in one network namespace: peers in
+    # Linux's abstract socket names vanish with their process, and are visible only in one network namespace. Peers in
     # containers with their own networks use the daemons.
     return f"\0lightning_swarm/{peer}"
 

@@ -18,9 +18,9 @@ _T = TypeVar("_T")
 
 # Most models can be built without data, and a peer's machine may have no data.
 def call_without_data(strategy: RankHooks, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
-    """Call user code first without data; if it fails, prepare the data as on the trainer, and call it once more.
+    """Call user code. If it fails on a peer that only serves, prepare the data as the trainer does, and call it again.
 
-    Returns its result. Raises ConfigError if it fails; `what` is its task, for the message.
+    Returns the result. Raises ConfigError if the code still fails; `what` is its task, for the message.
     """
     try:
         return work()
@@ -44,6 +44,7 @@ def call_without_data(strategy: RankHooks, trainer: Trainer, what: str, work: Ca
 def _read(strategy: RankHooks, trainer: Trainer) -> None:
     """Prepare the data, once on each machine, and set the data module up."""
     strategy.has_read_data = True
+    # Both are interfaces of this process's own peer, whatever its role. The machine's first process prepares the data.
     if strategy.local_rank:
         strategy.own_peer.follower.await_event(strategy.launch_id, "prepare_data")
     else:

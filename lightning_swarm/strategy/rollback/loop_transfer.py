@@ -145,6 +145,7 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
     """
     state = point.state
     parts = partial(_plain_parts, left_out=left_out)
+    # See `Pending`: for each metric, whether it has a value for each batch; and the metrics' contents by lease.
     logs, (followed, added) = state.pending
     checkpoint = {
         key: value for key, value in state.checkpoint.items() if not any(ignored in key for ignored in _MODULE_KEYS)
