@@ -395,12 +395,12 @@ class StepClient:
         for lease in lost:
             generation.journal.withdrawn(record.step, lease.grant.lease)
             generation.lost.append(lease.grant.lease)
-        await self._go_back(record)  # the rest does not matter if this raises
+        await self._raise_if_false_work_counted(record)  # the rest does not matter if this raises
         await self._confirm(unknown)
         for first in reply.measured:
             metrics += await self._fetch_metrics(record.step, first)
 
-    async def _go_back(self, record: Record) -> None:
+    async def _raise_if_false_work_counted(self, record: Record) -> None:
         """At the lead: raise `FalseWorkCounted` if false work may have counted and the run can go back."""
         if not record.goes_back or self.can_go_back is None:
             return

@@ -119,5 +119,5 @@ class _NumberedTask(asyncio.Task[Any]):
 
 def _where(task: asyncio.Task[Any]) -> str:
     frames = task.get_stack(limit=1)
-    place = f" at {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
-    return f"{task.get_name()} ({getattr(task.get_coro(), '__qualname__', '?')}{place})"
+    location = f" at {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
+    return f"{task.get_name()} ({getattr(task.get_coro(), '__qualname__', '?')}{location})"

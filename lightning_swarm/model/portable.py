@@ -23,7 +23,7 @@ from lightning_swarm.model.portable_products import exact_product, tree_sum
 
 _Number: TypeAlias = Tensor | float
 
-_WIDE: Final = (torch.float32, torch.float64)  # computed in their own dtype
+_NATIVE: Final = (torch.float32, torch.float64)  # computed in their own dtype
 _NARROW: Final = (torch.float16, torch.bfloat16)  # computed in float32
 _MAX_POWER: Final = 64  # largest integer exponent of a power that is computed by multiplications
 _MAX_COUNT: Final = 1 << 53  # float64 holds all integers up to it
@@ -66,7 +66,7 @@ class PortableArithmetic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        schema, kwargs, (exact, is_aten, rule) = func._schema, dict(kwargs or {}), _way(func)
+        schema, kwargs, (exact, is_aten, rule) = func._schema, dict(kwargs or {}), _treatment(func)
         if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):  # integers are not rounded
             return func(*args, **kwargs)
         if rule is None:
@@ -79,7 +79,7 @@ class PortableArithmetic(TorchDispatchMode):
                 return lists if schema.returns else None
             if schema.is_mutable:
                 into = args[0]
-        if isinstance(into, Tensor) and rule in _INTO:
+        if isinstance(into, Tensor) and rule in _ACCEPTS_OUT:
             return rule(*args, **kwargs, out=into)
         found = rule(*args, **kwargs)
         if into is None:
@@ -96,7 +96,7 @@ def is_exact(operation: str) -> bool:
 
 
 @cache  # on small tensors the look-up would take longer than the kernel
-def _way(func: Any) -> tuple[bool, bool, Callable[..., Any] | None]:
+def _treatment(func: Any) -> tuple[bool, bool, Callable[..., Any] | None]:
     """Return how to treat an operation: whether it is exact, whether it is torch's own, and its rule if any."""
     space, _, name = func._schema.name.partition("::")
     is_aten = space == "aten"
@@ -124,12 +124,12 @@ def _rule(name: str) -> Callable[..., Any] | None:
 def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any]) -> list[Any]:
     """Apply a rule to the elements of lists one by one; arguments that are no lists are used for each."""
 
-    def at(place: int, value: Any) -> Any:
-        return value[place] if isinstance(value, (list, tuple)) else value
+    def at(index: int, value: Any) -> Any:
+        return value[index] if isinstance(value, (list, tuple)) else value
 
     return [
-        rule(*(at(place, value) for value in lists), **{key: at(place, value) for key, value in more.items()})
-        for place in range(len(lists[0]))
+        rule(*(at(index, value) for value in lists), **{key: at(index, value) for key, value in more.items()})
+        for index in range(len(lists[0]))
     ]
 
 
@@ -138,7 +138,7 @@ def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any
 # A rule takes the arguments of torch's operation. `found` is its result.
 
 
-def _wide(value: _Number, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def _widened(value: _Number, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Convert a number or tensor to the dtype in which results of `dtype` are computed.
 
     A tensor without dimensions also moves to `device`, because torch combines such tensors with tensors of a GPU.
@@ -155,7 +155,7 @@ def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the rule of a single operation of IEEE 754."""
 
     def rule(first: Tensor, *others: _Number, out: Tensor | None = None) -> Tensor:
-        if first.dtype in _WIDE and _are_plain(first, (*others, out), compute):
+        if first.dtype in _NATIVE and _are_plain(first, (*others, out), compute):
             return compute(first, *others, out=out)
         dtype = first.dtype
         for other in others:
@@ -163,7 +163,7 @@ def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not dtype.is_floating_point and not dtype.is_complex:
             dtype = torch.get_default_dtype()  # the dtype of a quotient of integers
         device = next((one.device for one in (first, *others) if isinstance(one, Tensor) and one.dim()), first.device)
-        found = compute(*(_wide(value, dtype, device) for value in (first, *others))).to(dtype)
+        found = compute(*(_widened(value, dtype, device) for value in (first, *others))).to(dtype)
         return found if out is None else out.copy_(found)
 
     return rule
@@ -383,4 +383,4 @@ _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     "addmv": _addmv,
     "addr": _addr,
 }
-_INTO: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))  # rules that accept `out`
+_ACCEPTS_OUT: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))  # rules that accept `out`

@@ -16,12 +16,12 @@ from lightning_swarm.network.rpc import Channel
 PINGS_PER_SILENCE: Final = 4
 """Pings in a row that go unanswered before a peer counts as silent, so that one lost ping does no harm."""
 
-_LONGEST_LOOK_S: Final = 2.5  # longest time between two checks of the exchanges with a peer
-_AGAIN_S: Final = 1.25  # a request without an answer is sent again at the first check after this time
+_MAX_CHECK_INTERVAL_S: Final = 2.5  # longest time between two checks of the exchanges with a peer
+_FIRST_REPEAT_S: Final = 1.25  # a request without an answer is sent again at the first check after this time
 
 _ROUND_TRIPS: Final = 4  # a peer may be silent for this many of its round trips, even beyond the limit
-_LONGEST: Final = 6  # longest silence of such a peer, as a multiple of the limit
-_FADING: Final = 0.9  # factor on the slowest round trip with each later one
+_MAX_SILENCE_FACTOR: Final = 6  # longest silence of such a peer, as a multiple of the limit
+_ROUND_TRIP_DECAY: Final = 0.9  # factor on the slowest round trip with each later one
 _MAX_KNOWN: Final = 256  # beyond this number, peers without an exchange are forgotten, with their round trips
 
 
@@ -40,7 +40,7 @@ class Exchange:
         """Repeat the request if no answer has come: first after a moment, then after twice as long each time."""
         if self.send_again is None or (self.is_large and is_moving):
             return
-        if now_s - self.begun_s >= _AGAIN_S * 2**self.num_again:
+        if now_s - self.begun_s >= _FIRST_REPEAT_S * 2**self.num_again:
             self.num_again += 1
             self.send_again()
 
@@ -79,11 +79,11 @@ class Liveness:
         """Return the seconds that `peer` may be silent."""
         watched = self._watched.get(peer)
         slow_s = 0.0 if watched is None else _ROUND_TRIPS * watched.round_trip_s
-        return min(max(self.silence_s, slow_s), _LONGEST * self.silence_s)
+        return min(max(self.silence_s, slow_s), _MAX_SILENCE_FACTOR * self.silence_s)
 
     def _interval_s(self, peer: PeerId) -> float:
         """Return the seconds between two checks of a peer."""
-        return min(self.patience_s(peer) / PINGS_PER_SILENCE, _LONGEST_LOOK_S)
+        return min(self.patience_s(peer) / PINGS_PER_SILENCE, _MAX_CHECK_INTERVAL_S)
 
     def watch(self, peer: PeerId, exchange: Exchange) -> None:
         """End `exchange` if `peer` falls silent before `forget`."""
@@ -94,7 +94,7 @@ class Liveness:
         watched.exchanges[exchange] = None
         exchange.begun_s = loop.time()
         if watched.tick is None:
-            self._arm(peer, watched)
+            self._schedule_check(peer, watched)
 
     def forget(self, peer: PeerId, exchange: Exchange) -> None:
         """Watch `exchange` no longer, if it is watched."""
@@ -136,7 +136,7 @@ class Liveness:
             self._watched[peer] = _WatchedPeer()
         return self._watched[peer]
 
-    def _arm(self, peer: PeerId, watched: _WatchedPeer) -> None:
+    def _schedule_check(self, peer: PeerId, watched: _WatchedPeer) -> None:
         """Set the timer of the next check of a peer."""
         loop = asyncio.get_running_loop()
         watched.due_s = loop.time() + self._interval_s(peer)
@@ -170,19 +170,19 @@ class Liveness:
         if silent_s < 1.5 * interval_s:  # a silent peer would receive all repeats at once later
             for exchange in tuple(watched.exchanges):
                 exchange.repeat_if_due(now_s, is_moving=is_moving)
-        self._arm(peer, watched)
+        self._schedule_check(peer, watched)
 
     async def _ping_once(self, peer: PeerId, watched: _WatchedPeer) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            async with asyncio.timeout(_LONGEST * self.silence_s):
+            async with asyncio.timeout(_MAX_SILENCE_FACTOR * self.silence_s):
                 await self._ping(peer)
         except (SwarmError, TimeoutError):
             return  # the next tick decides
         now_s = loop.time()
         watched.alive_s = max(watched.alive_s, now_s)
-        watched.round_trip_s = max(now_s - began_s, _FADING * watched.round_trip_s)
+        watched.round_trip_s = max(now_s - began_s, _ROUND_TRIP_DECAY * watched.round_trip_s)
 
 
 async def alive_among(transport: Transport, peers: Iterable[PeerId], *, timeout: float | None = None) -> set[PeerId]:

@@ -32,7 +32,7 @@ def start_network(
         config.initial_peers,
         entry,
         listen=config.listen,
-        announce=[place.maddr for place in config.announce],
+        announce=[address.maddr for address in config.announce],
         identity_path=config.identity_path,
         startup_timeout=config.limits.start_timeout,
         silence_timeout=config.limits.silence_timeout,

@@ -73,7 +73,7 @@ class _Key:
     """A key of a machine in the file, whose value is a number."""
 
     field: str  # field of `Machine`
-    unit: str  # what the number measures, in words for messages
+    meaning: str  # what the number measures, in words for messages
     scale: float  # factor from the file's unit to the unit of `Machine`
     optional: bool = False  # the key may be left out, or be 0
 
@@ -106,8 +106,8 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
             "machines:\n  - {tflops: 10, memory_gb: 24, up_mbit: 100, down_mbit: 100}"
         )
     machines = []
-    for place, entry in enumerate(listed):
-        where = f"machine {place + 1} of {path}"
+    for index, entry in enumerate(listed):
+        where = f"machine {index + 1} of {path}"
         machine, count = _machine(entry, where, flop_per_sample, here_flop_per_s)
         machines += [machine] * count
     return machines
@@ -153,9 +153,11 @@ def _machine(
     numbers = {}
     for key, number in _NUMBERS.items():
         if key in entry:
-            numbers[number.field] = _checked(entry[key], key, number.unit, where, zero=number.optional) * number.scale
+            numbers[number.field] = (
+                _checked(entry[key], key, number.meaning, where, zero=number.optional) * number.scale
+            )
         elif not number.optional:
-            raise ConfigError(f"{where} must have `{key}`: {number.unit}. Add it.")
+            raise ConfigError(f"{where} must have `{key}`: {number.meaning}. Add it.")
     return Machine(name=name, flop_per_s=rate, processor=processor, **numbers), count
 
 
@@ -180,9 +182,9 @@ def _rate(
     return _checked(entry[key], key, "how fast it is", where) * (1e12 if key == "tflops" else flop_per_sample), False
 
 
-def _checked(value: Any, key: str, unit: str, where: str, *, zero: bool = False) -> float:
+def _checked(value: Any, key: str, meaning: str, where: str, *, zero: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < 0 or (value == 0 and not zero):
         least = "of at least 0" if zero else "above 0"
-        raise ConfigError(f"`{key}` of {where} must be a number {least} ({unit}), got {value!r}. Correct it.")
+        raise ConfigError(f"`{key}` of {where} must be a number {least} ({meaning}), got {value!r}. Correct it.")
     return float(value)

@@ -108,11 +108,11 @@ class ForwardResult:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _BlockRun:
     """The results of a run of the blocks."""
 
     output: Any
-    passed: Any  # values that earlier stages left on modules, with a gradient
+    earlier_values: Any  # values that earlier stages left on modules, with a gradient
     observed: dict[str, list[Any]]  # module -> arguments and outputs of each call, if it has observing hooks
     arguments: CallWatch
     written: dict[str, Any]  # argument -> writes into it
@@ -256,7 +256,7 @@ class Computation:
         """Run the blocks; return the output, still on its device, and the values left on modules."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
-        in_input = left.take_output_note()
+        names_in_input = left.take_output_note()
         structure, tensors = serialization.flatten(
             decoded((inputs, left.differentiable), self._codecs.activations, self._device)
         )
@@ -266,31 +266,31 @@ class Computation:
             tensor.detach().requires_grad_(mode.grad and wants and serialization.is_differentiable(tensor))
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
-        run = partial(self._watched, structure, leaves, call)
+        run_blocks = partial(self._watched, structure, leaves, call)
         # A close look takes longer, and also sees contents of containers and modules around the stage.
-        found = run(closely=self._watch.is_first((mode.training, mode.grad)))
-        if self._watch.has_new_changes(found.changes):
-            again = run(closely=True)  # a second run shows which changes repeat
-            self._watch.learn(found.changes, again.changes, same_output=same_trees(found.output, again.output))
-        left.differentiable = found.passed
-        self._watch.take(found.changes, left)
-        for name, calls in found.observed.items():
+        run = run_blocks(closely=self._watch.is_first((mode.training, mode.grad)))
+        if self._watch.has_new_changes(run.changes):
+            second = run_blocks(closely=True)  # a second run shows which changes repeat
+            self._watch.learn(run.changes, second.changes, same_output=same_trees(run.output, second.output))
+        left.differentiable = run.earlier_values
+        self._watch.take(run.changes, left)
+        for name, calls in run.observed.items():
             left.add(name, OBSERVED, calls)
-        self._take_written(found.written, left, in_input)
-        left.note_output(found.output, found.arguments.visible(in_input, is_first=self._module.spec.index == 0))
-        structure, outputs = serialization.flatten((found.output, left.differentiable))
+        self._take_written(run.written, left, names_in_input)
+        left.note_output(run.output, run.arguments.visible(names_in_input, is_first=self._module.spec.index == 0))
+        structure, outputs = serialization.flatten((run.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         result = ForwardResult(
             output=output,
             requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=SavedGraph(leaves, outputs, found.has_drawn, found.seen, call) if mode.grad else None,
-            graph_bytes=found.graph_bytes,
+            graph=SavedGraph(leaves, outputs, run.has_drawn, run.seen, call) if mode.grad else None,
+            graph_bytes=run.graph_bytes,
         )
         return result, Left(differentiable, left.others, left.refused)
 
     def _watched(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
-    ) -> _Found:
+    ) -> _BlockRun:
         """Run the blocks in the modes of the call, and find the changes that they leave on modules."""
         mode = call.mode
         compute = partial(self._run, structure, leaves, call, closely=closely)
@@ -301,14 +301,16 @@ class Computation:
             with self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
                 found, has_drawn = self._random.run(kind, call.seed, compute)
             changes = self._watch.changes(before)
-        return _Found(*found, has_drawn, seen.values, changes)
+        return _BlockRun(*found, has_drawn, seen.values, changes)
 
-    def _take_written(self, written: Mapping[str, Any], left: Left, in_input: Mapping[int, Sequence[str]]) -> None:
+    def _take_written(
+        self, written: Mapping[str, Any], left: Left, names_in_input: Mapping[int, Sequence[str]]
+    ) -> None:
         """Add the blocks' writes into arguments to `left`; refuse writes into tensors shared with other machines."""
         for argument, found in written.items():
             if argument != POSITIONAL or self._module.spec.index == 0:
                 left.add(next(filter(None, self._module.block_names)), WRITTEN + argument, found)
-            elif names := [name for place in written_places(found) for name in in_input.get(place, ())]:
+            elif names := [name for index in written_places(found) for name in names_in_input.get(index, ())]:
                 raise ConfigError(
                     "a block must not write into its input if other code holds the same tensor: stage "
                     f"{self._module.spec.index} begins with a block that works in place, and {few(names)} would change "
@@ -320,19 +322,19 @@ class Computation:
     ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
         """Return the output, earlier stages' values, observed calls, arguments, writes into them, and graph bytes."""
         mode, extras = call.mode, dict(call.extras)
-        said = extras.pop(HOOKS, None)  # the trainer's description of its hooks
+        hooks_at_trainer = extras.pop(HOOKS, None)  # the trainer's description of its hooks
         extra_structure, extra_tensors = serialization.flatten(extras)
         # Copy inputs and extras, because a block may work in place. A recomputation needs them unchanged, and so does
         # each microbatch that shares the extras.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
         copies = [leaf.clone() for leaf in leaves]
-        inputs, passed = serialization.unflatten(structure, copies)
+        inputs, earlier_values = serialization.unflatten(structure, copies)
         keywords = serialization.unflatten(extra_structure, shared)
         watch = CallWatch(inputs, keywords)
         module = self._module.uncompiled if call.is_probe else self._module
         run = partial(module, inputs, keywords)
         own_leaves = leaves[: len(watch.tensors[POSITIONAL])]
-        with recording(self._named_modules, said, self._module.spec.index) as observed:
+        with recording(self._named_modules, hooks_at_trainer, self._module.spec.index) as observed:
             if mode.grad and self.costs is None:
                 own = [parameter for _, parameter in self._module.named_stage_parameters()]
                 output, self.costs = measured(run, own, own_leaves, shared)
@@ -345,7 +347,7 @@ class Computation:
             sent[POSITIONAL] = list(own_leaves)
         written = watch.written(sent, closely=closely)
         self._check_read_later(written, one_by_one=CALLS in extras)
-        return output, passed, observed, watch, written, graph_bytes
+        return output, earlier_values, observed, watch, written, graph_bytes
 
     def _check_read_later(self, written: Iterable[str], *, one_by_one: bool) -> None:
         """Refuse writes into a keyword argument that later stages read, because each stage has its own copy.
@@ -379,8 +381,8 @@ class Computation:
                 # A block that drew nothing in the forward draws nothing when it is recomputed. So the mode may be left
                 # out, if it saw no draw in an earlier backward. If torch's generators move all the same, the backward
                 # runs again in the mode. The first run has freed the graph, so the forward is computed again, too.
-                again = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
-                found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
+                with_new_graph = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
+                found, own = self._random.run("backward", 0, partial(compute, graph), with_new_graph)[0]
             self._watch.undo(self._watch.changes(before))  # changes by blocks that the backward recomputed
         return self._to_send(encoded(found, self._codecs.gradients)), own
 
@@ -398,16 +400,16 @@ class Computation:
             for output, gradient in zip(graph.outputs, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
-        places = [i for i, leaf in enumerate(graph.inputs) if leaf.requires_grad]
-        wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
+        indices = [i for i, leaf in enumerate(graph.inputs) if leaf.requires_grad]
+        wanted = [*self.trainable, *(graph.inputs[i] for i in indices)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if used and wanted:
             found = torch.autograd.grad(
                 [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
             )
         input_gradients: list[Tensor | None] = [None] * len(graph.inputs)
-        for place, gradient in zip(places, found[len(self.trainable) :], strict=True):
-            input_gradients[place] = gradient
+        for index, gradient in zip(indices, found[len(self.trainable) :], strict=True):
+            input_gradients[index] = gradient
         return input_gradients, list(found[: len(self.trainable)])
 
     @contextlib.contextmanager

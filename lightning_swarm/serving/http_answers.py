@@ -71,7 +71,7 @@ class AnswerForm:
             if choice.calls:
                 message |= {"content": choice.text or None, "tool_calls": [_call(call) for call in choice.calls]}
             text = {"message": message}
-        return {**self._of(choice.index, choice.finish_reason, choice.scores, 0), **text}
+        return {**self._common_fields(choice.index, choice.finish_reason, choice.scores, 0), **text}
 
     def chunk(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
         """Return the chunk of a text's next piece, which `choice` does not contain yet."""
@@ -84,24 +84,30 @@ class AnswerForm:
                 delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in _merged(piece.calls)]
             text = {"delta": {**delta, **_reasoning(piece.reasoning)}}
         choice.has_begun = True
-        own = self._of(choice.index, piece.finish_reason, piece.scores, len(choice.text))
-        return self._piece([{**own, **text}])
+        own = self._common_fields(choice.index, piece.finish_reason, piece.scores, len(choice.text))
+        return self._chunk([{**own, **text}])
 
     def usage_chunk(self, usage: Mapping[str, int]) -> dict[str, Any]:
         """Return the last chunk of a stream that reports its usage."""
-        return {**self._piece([]), "usage": usage}
+        return {**self._chunk([]), "usage": usage}
 
-    def _piece(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._answer("chat.completion.chunk" if self.chat else _TEXT, choices)
 
     def _answer(self, kind: str, choices: Any) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": list(choices)}
 
-    def _of(self, index: int, reason: str | None, scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
+    def _common_fields(
+        self, index: int, reason: str | None, scores: Sequence[TokenScore], begin: int
+    ) -> dict[str, Any]:
         """Return a choice's fields beside its text; `begin` is the position in the text of the first scored token."""
         logprobs = None
         if self.has_scores:
-            logprobs = {"content": [_entry(one) for one in scores]} if self.chat else _columns(scores, begin)
+            logprobs = (
+                {"content": [_chat_logprobs(one) for one in scores]}
+                if self.chat
+                else _completion_logprobs(scores, begin)
+            )
         return {"index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -116,13 +122,13 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text} if text else {}
 
 
-def _entry(score: TokenScore) -> dict[str, Any]:
+def _chat_logprobs(score: TokenScore) -> dict[str, Any]:
     """Return a token's score in the form of chats."""
     top = [{"token": text, "logprob": value, "bytes": [*text.encode()]} for text, value in score.top]
     return {"token": score.text, "logprob": score.logprob, "bytes": [*score.text.encode()], "top_logprobs": top}
 
 
-def _columns(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
+def _completion_logprobs(scores: Sequence[TokenScore], begin: int) -> dict[str, Any]:
     """Return tokens' scores in the form of completions."""
     offsets = []
     for score in scores:

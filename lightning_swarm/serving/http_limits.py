@@ -16,7 +16,7 @@ MAX_BODY_BYTES: Final = 4 << 20
 _BODY_S: Final = 30.0  # seconds within which a body must arrive
 _SMALL_BODY_BYTES: Final = 64 << 10
 _SMALL_TEXT_TOKENS: Final = 512
-_MAX_IN_ALL: Final = 64  # texts of all clients
+_MAX_TEXTS_IN_ALL: Final = 64  # texts of all clients
 _GRAMMAR_S: Final = 30.0  # seconds within which a grammar must be compiled
 
 _T = TypeVar("_T")
@@ -62,7 +62,7 @@ class RequestLimits:
 
     def __init__(self) -> None:
         self._bodies = Budget(64 << 20, "bytes of requests")
-        self._texts = Budget(_MAX_IN_ALL, "texts")
+        self._texts = Budget(_MAX_TEXTS_IN_ALL, "texts")
         self._of_clients: dict[str, int] = {}  # client's address -> number of texts
         # Tokenizing a long prompt takes seconds. On the common threads it would delay all short prompts.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
@@ -110,13 +110,13 @@ class RequestLimits:
     @contextmanager
     def text(self, num_tokens: int, client: str) -> Iterator[None]:
         """Hold a slot for a text of at most `num_tokens` new tokens while it is written for the client."""
-        own = self._of_clients.get(client, 0)
+        num_own = self._of_clients.get(client, 0)
         # Requests without an address have an empty `client`, and share no limit.
-        if client and own >= MAX_TEXTS:
+        if client and num_own >= MAX_TEXTS:
             raise RequestError(429, f"one client has at most {MAX_TEXTS} texts at once. Try again later")
         with self._texts.share() as grow:
             grow(1, is_small=num_tokens <= _SMALL_TEXT_TOKENS)
-            self._of_clients[client] = own + 1
+            self._of_clients[client] = num_own + 1
             try:
                 yield
             finally:
@@ -141,5 +141,5 @@ def is_local(host: str) -> bool:
         found = socket.getaddrinfo(host, None)
     except OSError:  # the server will report it
         return False
-    addresses = [ipaddress.ip_address(place[0]) for *_, place in found]
+    addresses = [ipaddress.ip_address(socket_address[0]) for *_, socket_address in found]
     return all((getattr(one, "ipv4_mapped", None) or one).is_loopback for one in addresses)

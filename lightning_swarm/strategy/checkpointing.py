@@ -59,21 +59,21 @@ class CheckpointFiles(Callback):
     def __reduce__(self) -> tuple[type[Callback], tuple[()]]:  # a copy of the Trainer must not refer to the run
         return Callback, ()
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, own: Iterable[Tensor]) -> None:
-        """Write a file. `own` are tensors in the checkpoint that nothing else refers to, so they need no copy."""
+    def save(self, checkpoint: dict[str, Any], path: str | Path, options: Any, unshared: Iterable[Tensor]) -> None:
+        """Write a file. `unshared` tensors of the checkpoint need no copy, because nothing else refers to them."""
         self.finish()
         write = partial(self._io.save_checkpoint, storage_options=options)
-        taken = _copied(checkpoint, own) if self._in_background else None
+        taken = _copied(checkpoint, unshared) if self._in_background else None
         if taken is None:
             write(checkpoint, path)
         else:
             self._under_way = os.fspath(path)
-            self._jobs.append(self._thread.submit(self._do, write, taken, path))
+            self._jobs.append(self._thread.submit(self._run, write, taken, path))
 
     def remove(self, path: str | Path) -> None:
         """Remove a file after the pending writes, so that a killed run leaves the old file or the new one."""
         if self._jobs:
-            self._jobs.append(self._thread.submit(self._do, self._io.remove_checkpoint, path))
+            self._jobs.append(self._thread.submit(self._run, self._io.remove_checkpoint, path))
         else:
             self._io.remove_checkpoint(path)
 
@@ -99,10 +99,10 @@ class CheckpointFiles(Callback):
         if name != "on_save_checkpoint":  # this hook is called within other hooks
             self._hook = name
         # A failed write, for example on a full disk, is reported at the next batch, but not in place of another error.
-        is_over = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
+        reports_failure = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
         if name == "on_exception":
             wait(self._jobs)
-        elif is_over or name == "on_train_end" or (self._jobs and self._runs_users_code(trainer, name)):
+        elif reports_failure or name == "on_train_end" or (self._jobs and self._runs_users_code(trainer, name)):
             self.finish()
 
     def _runs_users_code(self, trainer: Trainer, name: str) -> bool:
@@ -110,12 +110,12 @@ class CheckpointFiles(Callback):
         hooks = [getattr(owner, name, None) for owner in (*self._callbacks, trainer.lightning_module)]
         return any(hook is not None and not _is_lightnings(hook) for hook in hooks)
 
-    def _do(self, do: Callable[..., object], *args: object) -> None:
+    def _run(self, work: Callable[..., object], *args: object) -> None:
         """Write or remove a file, in the background thread."""
         if self._error is not None:
             return  # a removal must not follow a failed write of the file's replacement
         try:
-            do(*args)
+            work(*args)
         except BaseException as error:  # noqa: BLE001 - `finish` raises it
             self._error = error
 
@@ -124,7 +124,7 @@ class CheckpointFiles(Callback):
 
         def save_meanwhile(trainer: Trainer, filepath: str) -> None:
             # The file must exist at once if the callback links to it, or if a logger or user code runs next.
-            is_read = callback.save_last == "link" or any(map(_reads, trainer.loggers))
+            is_read = callback.save_last == "link" or any(map(_may_read_file, trainer.loggers))
             self._in_background = not (is_read or self._runs_users_code(trainer, self._hook))
             try:
                 save.replaced(trainer, filepath)
@@ -158,24 +158,24 @@ def _is_lightnings(hook: object) -> bool:
     return is_in_packages(OWN_PACKAGES, getattr(hook, "__module__", None))
 
 
-def _copied(checkpoint: Mapping[str, Any], own: Iterable[Tensor]) -> Any:
-    """Copy a checkpoint, except its tensors `own`, so that training does not change it. None: an object has no copy."""
+def _copied(checkpoint: Mapping[str, Any], unshared: Iterable[Tensor]) -> Any:
+    """Copy a checkpoint, except `unshared` tensors, so training does not change it. None: an object has no copy."""
     try:
-        return copy.deepcopy(checkpoint, {id(tensor): tensor for tensor in own})
+        return copy.deepcopy(checkpoint, {id(tensor): tensor for tensor in unshared})
     except Exception:  # noqa: BLE001 - a user's class may raise anything, but can be saved all the same
         return None
 
 
-def _has_made_tensors(module: nn.Module, state: Mapping[str, Any], names: Mapping[str, str]) -> bool:
+def _has_computed_tensors(module: nn.Module, state: Mapping[str, Any], names: Mapping[str, str]) -> bool:
     """Return whether a state dict has tensors that are neither the module's own nor states of metrics."""
-    made = [key for key, value in state.items() if isinstance(value, Tensor) and key not in names]
-    if not made:
+    computed = [key for key, value in state.items() if isinstance(value, Tensor) and key not in names]
+    if not computed:
         return False
     metrics = tuple(f"{name}." if name else "" for name, one in module.named_modules() if isinstance(one, Metric))
-    return any(not key.startswith(metrics) for key in made) if metrics else True
+    return any(not key.startswith(metrics) for key in computed) if metrics else True
 
 
-def _reads(logger: object) -> bool:
+def _may_read_file(logger: object) -> bool:
     """Return whether a logger may read a file once it is saved."""
     # The methods of these two classes of loggers do nothing; a subclass may have a method of its own.
     modules = [import_module(f"{framework.name}.loggers") for framework in FRAMEWORKS]
@@ -193,7 +193,7 @@ class Checkpoints:
         self.files: CheckpointFiles | None = None  # the lead's during training, if `writes_files`
         self.restored_step: int | None = None  # step of the checkpoint that this run resumed from
         self.known_peers: Any = None  # entry `_PEERS` of that checkpoint, until a run has begun with it
-        self._peers_of_last: dict[str, Any] | None = None  # the same entry for the newest run's checkpoints
+        self._peers_of_newest_run: dict[str, Any] | None = None  # the same entry for the newest run's checkpoints
         self._folder: ShardedCheckpoint | None = None  # the loaded checkpoint, if it is sharded
 
     def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
@@ -216,42 +216,42 @@ class Checkpoints:
         strategy, module = self._strategy, self._strategy.own_module
         if not strategy.is_global_zero:
             return {}  # only the lead saves
-        own, names = self._state_and_names()
+        state, names = self._state_and_names()
         run = strategy.run
-        if self._stale_weights is not None and run is not None and _has_made_tensors(module, own, names):
+        if self._stale_weights is not None and run is not None and _has_computed_tensors(module, state, names):
             # The module's own `state_dict`, or a hook of it, may have computed such tensors from the old weights here.
             if is_on_meta(module):
                 raise ConfigError(
                     "the `state_dict` of a module on the meta device may rename and omit tensors, but must not "
-                    f"compute new ones; got {next(key for key in own if key not in names)!r}, which is no tensor of "
+                    f"compute new ones; got {next(key for key in state if key not in names)!r}, which is no tensor of "
                     "the module. Build the module with weights."
                 )
             run.access.refresh()
-            own, names = self._state_and_names()
+            state, names = self._state_and_names()
         states = self._rollback.states
         if states is not None and states.taking:  # a state of the loop for rollbacks, in memory
             written = run.access.pending if run is not None else {}
             with strategy.paused_access():
                 unsaved = unsaved_buffers(module)
-            return states.without_weights(own, unsaved, {**model_state.first_names(module), **names}, written)
+            return states.without_weights(state, unsaved, {**model_state.first_names(module), **names}, written)
         if strategy.weights is None:
-            return own
+            return state
         if self._is_sharded:
             if renamed := [key for key in names if key not in model_state.first_names(module)]:
                 raise ConfigError(
                     "servers write the weights of a sharded checkpoint under the names that the module's parameters "
                     f"have, and its `state_dict` calls one {renamed[0]!r}. Use `state_dict_type='full'`."
                 )
-            return strategy.weights.without_stages(own, names) if strategy.weights.stale else own
-        strategy.weights.complete(own, names)
-        return own
+            return strategy.weights.without_stages(state, names) if strategy.weights.stale else state
+        strategy.weights.complete(state, names)
+        return state
 
     def _state_and_names(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the module's state dict, and key -> first name of the tensor in the module."""
         module = self._strategy.own_module
         with self._strategy.paused_access():
-            own: dict[str, Any] = module.state_dict()
-            return own, model_state.names_of(module, own)
+            state: dict[str, Any] = module.state_dict()
+            return state, model_state.names_of(module, state)
 
     def optimizer_state(
         self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
@@ -285,15 +285,15 @@ class Checkpoints:
             # The weights lack these batches, so a run that resumes must read them again.
             take_back_batches(checkpoint, run.loop.num_late_batches)
         self._remember_peers()
-        if self._peers_of_last is not None:  # also of a run that is over
-            checkpoint[_PEERS] = self._peers_of_last
+        if self._peers_of_newest_run is not None:  # also of a run that is over
+            checkpoint[_PEERS] = self._peers_of_newest_run
         if self._is_sharded:
             self._save_sharded(checkpoint, path, options)
         elif self.files is None:
             default(checkpoint, path, options)
         else:
-            own = strategy.weights.gathered if strategy.weights is not None else ()
-            self.files.save(checkpoint, path, options, own)
+            unshared = strategy.weights.gathered if strategy.weights is not None else ()
+            self.files.save(checkpoint, path, options, unshared)
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Any, options: Any | None) -> None:
         checks.check_folder(path, options)
@@ -333,7 +333,7 @@ class Checkpoints:
         """Remember the peers that the run knows, if one is under way."""
         run = self._strategy.run
         if run is not None and self._strategy.is_global_zero:
-            self._peers_of_last = run.peer.lead.known_peers()
+            self._peers_of_newest_run = run.peer.lead.known_peers()
 
     def load(self, path: Any, default: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Read a checkpoint: a rollback's, a sharded folder, or an ordinary file of Lightning."""

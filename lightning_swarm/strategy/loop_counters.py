@@ -136,9 +136,9 @@ def scaling_of(trainer: Trainer) -> LossScaling | None:
 class LossScale:
     """The factor that brings gradients into float16's range. Trainers multiply losses by it; servers divide by it."""
 
-    def __init__(self, scaler: GradScaler | None, of_run: Callable[[], LossScaling | None] = lambda: None) -> None:
+    def __init__(self, scaler: GradScaler | None, run_scaling: Callable[[], LossScaling | None] = lambda: None) -> None:
         self._scaler = scaler  # the precision plugin's; None if the plugin never scales
-        self._of_run = of_run  # returns the scaling of all trainers; None if this trainer's scale is its own
+        self._run_scaling = run_scaling  # returns the scaling of all trainers; None if this trainer's scale is its own
 
     @property
     def adapts(self) -> bool:
@@ -169,7 +169,7 @@ class LossScale:
 
     def _follow(self) -> bool:
         """Set the scaler to the run's scale; False if the run has none, and the trainer's own applies."""
-        scaling = self._of_run()
+        scaling = self._run_scaling()
         if self._scaler is None or scaling is None:
             return False
         state = asdict(scaling)

@@ -40,7 +40,7 @@ from lightning_swarm.strategy.rate_hooks import RateHooks
 from lightning_swarm.strategy.run_log import RunLog
 
 _log = logging.getLogger(__name__)
-_MAX_RUNS = 8  # attempts to train on one batch
+_MAX_ATTEMPTS = 8  # attempts to train on one batch
 
 
 def _untrained() -> dict[str, Any]:
@@ -70,13 +70,13 @@ class SwarmOptimization:
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None), lambda: session.run.scaling)
         self._run_log = run_log
-        self._version = session.version  # number of records that were counted here
+        self._num_counted = session.version  # number of records that were counted here
         # Called when a batch stops waiting for its grant, with the records and lost batches not handled by then.
         self.on_grant: Callable[[RunNews], None] = lambda _: None
         self.stepped = False  # a step was counted in the current batch
         self._begun = False  # the loop has begun a batch in this run
-        self._num_trained = 0  # Lightning's count of ready batches when the newest trained batch ended
-        self._is_ready = False  # Lightning's counters include the step that the current batch may end
+        self._ready_at_last_batch = 0  # Lightning's count of ready batches when the newest trained batch ended
+        self._step_marked_ready = False  # Lightning's counters include the step that the current batch may end
         self._overrides: Sequence[Override] = ()
         self._schedulers = TrainerSchedulers(trainer)
         self._completed = CompletedBatches()
@@ -98,7 +98,7 @@ class SwarmOptimization:
 
     def take_over(self) -> None:
         """Replace Lightning's optimizer steps and schedulers."""
-        self._num_trained = self._num_ready()
+        self._ready_at_last_batch = self._num_ready()
         self._schedulers.take_over()
         self._overrides = (
             Override(self._lightning, "run", self.run),
@@ -120,7 +120,7 @@ class SwarmOptimization:
 
         Before a resumed loop's first batch, return whether a step ended in the last batch of the saved loop.
         """
-        if self._num_ready() != self._num_trained:
+        if self._num_ready() != self._ready_at_last_batch:
             return self._counters.by_windows and self._counters.is_due(0)
         if self._begun:
             return self.stepped
@@ -143,8 +143,8 @@ class SwarmOptimization:
             )
         self._access.send_written(pending_samples=self.pending_samples)
         self.tell_selection()
-        self._is_ready = self._counters.by_windows and self._counters.is_due(0)
-        if self._is_ready:
+        self._step_marked_ready = self._counters.by_windows and self._counters.is_due(0)
+        if self._step_marked_ready:
             self._lightning.optim_progress.optimizer.step.increment_ready()
         try:
             result = self._train(self._loop_batch(batch_idx, kwargs))
@@ -163,7 +163,7 @@ class SwarmOptimization:
             self._data.run_is_over = self.trainer.should_stop = True
             raise StopIteration from None  # how Lightning leaves an epoch
         finally:
-            self._num_trained = self._num_ready()
+            self._ready_at_last_batch = self._num_ready()
             self.logs.replay()
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
             self._session.pipeline.marks.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)
@@ -185,8 +185,8 @@ class SwarmOptimization:
     def _train(self, batch: LoopBatch) -> dict[str, Any] | None:
         """Train on a batch, again if it is struck. Returns None if another trainer brings the batch."""
         revoked: LeaseRevoked | None = None
-        for _ in range(_MAX_RUNS):
-            lease = self._begin(batch)
+        for _ in range(_MAX_ATTEMPTS):
+            lease = self._lease_for(batch)
             if lease is None:
                 return None
             self.logs.begin_batch(batch.num_samples, lease)
@@ -198,7 +198,7 @@ class SwarmOptimization:
                 self.logs.revoke()
                 revoked = error
         raise StepError(
-            f"a batch was struck from its step {_MAX_RUNS} times in a row: the coordinator does not hear of this "
+            f"a batch was struck from its step {_MAX_ATTEMPTS} times in a row: the coordinator does not hear of this "
             "trainer, or batches take too long. Look at the network between the two, or raise `Limits.call_timeout`."
         ) from revoked
 
@@ -227,7 +227,7 @@ class SwarmOptimization:
         end = self._data.lane_end  # None before the lane's last batch, and without shared data
         if end is not None:
             try:
-                self._begin(LoopBatch(batch_idx, OrderedDict(), 1, end))
+                self._lease_for(LoopBatch(batch_idx, OrderedDict(), 1, end))
             except RunOver:
                 if not self._session.is_lead:  # at the lead, the current batch was the run's last: no wait is needed
                     raise
@@ -282,11 +282,11 @@ class SwarmOptimization:
         # A trainer that stays alone knows where a step ends, so it can send the next requests with this report.
         alone = not (self._session.is_shared or self._data.shares)
         fills = self._counters.is_full(self.pending_samples + batch.num_samples)
-        ends = alone and self._ends_step(close=close or fills)
+        ends = alone and self._waits_for_step(close=close or fills)
         ahead = self._next_grant(batch, ends=ends) if alone else None
         window = self._counters.total_weight
         if ends:
-            self._before_step(has_all=not self.pending_samples)
+            self._call_step_hooks(has_all=not self.pending_samples)
         with self._profiled() if ends else nullcontext():
             closing = self._session.finish_batch(logs, metrics, close=close, total_weight=window, ahead=ahead)
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
@@ -342,7 +342,7 @@ class SwarmOptimization:
 
     def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
         """Continue a former run's loop: the records it counted, and records and logged values that it did not count."""
-        self._version = num_counted
+        self._num_counted = num_counted
         self._session.restore_news(news)
         self.logs.recall(pending)
         self._completed.lost = dict(news.lost)
@@ -351,14 +351,14 @@ class SwarmOptimization:
 
     def restart(self) -> None:
         """Forget the open step, because the run restarts with other weights."""
-        self._version = self._session.version
+        self._num_counted = self._session.version
         self._completed = CompletedBatches()
         self.stepped = False
         if self._run_log is not None:
             self._run_log.catch_up()
         self._schedulers.restart()
 
-    def _begin(self, batch: LoopBatch) -> int | None:
+    def _lease_for(self, batch: LoopBatch) -> int | None:
         """Wait for the batch's lease, and train on batches that must come first. None: another trainer brings it."""
         while not self._leaves():
             try:
@@ -386,7 +386,7 @@ class SwarmOptimization:
 
     def _count_others(self) -> None:
         """Count the records of steps that other trainers filled."""
-        while self._version < self._session.version:
+        while self._num_counted < self._session.version:
             self._lightning.optim_progress.optimizer.step.increment_ready()
             self._count()
 
@@ -396,8 +396,8 @@ class SwarmOptimization:
             # The batch was withdrawn, so no report of it has asked to close the step.
             self._session.close_step(total_weight=self._counters.total_weight)
             closing = True
-        if self._ends_step(close=closing):
-            self._step()
+        if self._waits_for_step(close=closing):
+            self._finish_step()
         else:
             self._session.follow_records()
         if self._counters.ends_epoch:
@@ -405,7 +405,7 @@ class SwarmOptimization:
         self._count_others()
         self._session.follow_records()  # the next hooks must find the weights of all counted steps
 
-    def _ends_step(self, *, close: bool) -> bool:
+    def _waits_for_step(self, *, close: bool) -> bool:
         """Return whether the current batch waits for the step's record; `close`: the step closes with this batch."""
         # Lightning logs and saves once a batch, so the lead leaves the end of a second step to its next batch.
         return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
@@ -423,13 +423,13 @@ class SwarmOptimization:
             self.logs.discard_batch(lease)
         return bool(lost)
 
-    def _step(self) -> None:
+    def _finish_step(self) -> None:
         """Wait for the record of the step that closes, and count it if it came."""
         if not self._session.has_ended:
-            self._before_step(has_all=False)
-        if not self._is_ready:
+            self._call_step_hooks(has_all=False)
+        if not self._step_marked_ready:
             self._lightning.optim_progress.optimizer.step.increment_ready()
-            self._is_ready = True
+            self._step_marked_ready = True
         with nullcontext() if self._session.has_ended else self._profiled():
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
@@ -437,21 +437,21 @@ class SwarmOptimization:
                 self._session.close_step(total_weight=self._counters.total_weight)
                 closed = self._session.end_step()
                 self._take_lost()
-        if self._session.version > self._version:
-            self._is_ready = False
+        if self._session.version > self._num_counted:
+            self._step_marked_ready = False
             self._count()
         else:  # records are late, or a batch was withdrawn and the step takes more batches
             self._take_back_ready()
 
     def _take_back_ready(self) -> None:
         """Remove from Lightning's counters the step that was to end in the current batch, if it did not."""
-        if self._is_ready:
-            self._is_ready = False
+        if self._step_marked_ready:
+            self._step_marked_ready = False
             progress = self._lightning.optim_progress.optimizer.step
             progress.current.ready -= 1
             progress.total.ready -= 1
 
-    def _before_step(self, *, has_all: bool) -> None:
+    def _call_step_hooks(self, *, has_all: bool) -> None:
         """Call `on_before_optimizer_step`. `has_all`: this trainer's own layers hold the whole gradient of the step."""
         self._prepare()
         call = self._framework.call
@@ -473,9 +473,9 @@ class SwarmOptimization:
             self._log_step()
         self._schedulers.count(is_first=not self.stepped)
         self._lightning.optim_progress.optimizer.step.increment_completed()
-        decided = self._session.receive_record(self._version)
-        self._completed.count(self._version)
-        self._version += 1
+        decided = self._session.receive_record(self._num_counted)
+        self._completed.count(self._num_counted)
+        self._num_counted += 1
         self.stepped = True
         # Schedulers check whether the optimizer stepped, which it did on the servers.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -506,7 +506,7 @@ class SwarmOptimization:
     def _prepare(self) -> None:
         """Move the schedulers to the open step, ahead of records that are not counted yet."""
         # One move more in a batch that stepped, because Lightning moves them for its first step, when the batch ends.
-        self._schedulers.move(self.stepped + self._session.open_step - self._version)
+        self._schedulers.move(self.stepped + self._session.open_step - self._num_counted)
         self._rate_hooks.call()
 
     def tell_selection(self) -> None:

@@ -46,17 +46,22 @@ def count_steps(num_batches: int, size: float, last: float, *, num_epochs: int, 
 
     All batches of an epoch have the same `size`, except the `last`.
     """
-    steps, have, of_a_step = 0, 0.0, math.ceil(target_batch_size / size)
+    steps, pending_samples, batches_per_step = 0, 0.0, math.ceil(target_batch_size / size)
     for _ in range(num_epochs if num_batches else 0):
-        left = num_batches - 1
-        missing = math.ceil((target_batch_size - have) / size) if have else of_a_step
-        if left >= missing:
-            steps, left = steps + 1 + (left - missing) // of_a_step, (left - missing) % of_a_step
-            have = 0.0
-        have += left * size + last
-        if have >= target_batch_size:
-            steps, have = steps + 1, 0.0
-    return steps + (have > 0.0)
+        batches_left = num_batches - 1
+        batches_missing = (
+            math.ceil((target_batch_size - pending_samples) / size) if pending_samples else batches_per_step
+        )
+        if batches_left >= batches_missing:
+            steps, batches_left = (
+                steps + 1 + (batches_left - batches_missing) // batches_per_step,
+                (batches_left - batches_missing) % batches_per_step,
+            )
+            pending_samples = 0.0
+        pending_samples += batches_left * size + last
+        if pending_samples >= target_batch_size:
+            steps, pending_samples = steps + 1, 0.0
+    return steps + (pending_samples > 0.0)
 
 
 def _sizes(loader: object) -> tuple[float, float, int] | None:

@@ -78,7 +78,7 @@ def stand_in_for(peer: Peer) -> socket.socket:
     """Listen under a peer's name."""
     inside(peer).close()
     impostor = socket.socket(socket.AF_UNIX)
-    impostor.bind(neighbours._name(peer.id))
+    impostor.bind(neighbours._socket_name(peer.id))
     impostor.listen()
     impostor.setblocking(False)
     return impostor

@@ -58,7 +58,7 @@ class AuditSender:
                 )
         undone, lost, silent = dict[int, str](), set[Receipt](), set[PeerId]()
 
-        async def send(place: int, work: AuditWork) -> None:
+        async def send(index: int, work: AuditWork) -> None:
             key = CallKey.of(order.generation, order.step, work.receipt)
             copy = await self._context.replay_buffer.find(key)
             if copy is None:
@@ -68,29 +68,29 @@ class AuditSender:
                 if work.auditor in silent:
                     raise _AuditorSilent(f"{work.auditor} was silent about another microbatch of this order")
                 # The coordinator convicts a server that does not answer its own audit.
-                convicts = work.auditor == caller
-                await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor], convicts=convicts)
+                may_convict = work.auditor == caller
+                await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor], may_convict=may_convict)
             except SwarmError as error:
-                undone[place] = shorten(str(error))[:500]
+                undone[index] = shorten(str(error))[:500]
                 if isinstance(error, _AuditorSilent):
                     silent.add(work.auditor)
 
         orders = Counter(work.auditor for work in order.work)
         self._num_audits.update(orders)
         try:
-            await gather_bounded([send(place, work) for place, work in enumerate(order.work)], self._max_in_flight)
+            await gather_bounded([send(index, work) for index, work in enumerate(order.work)], self._max_in_flight)
         finally:
             self._num_audits.subtract(orders)
         return AuditOrderReply(undone=undone, lost=sorted(lost), silent=sorted(silent))
 
     async def _send(
-        self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int, convicts: bool
+        self, order: AuditOrder, work: AuditWork, copy: ReplayCopy, *, num_ahead: int, may_convict: bool
     ) -> None:
         """Send a microbatch to its auditor; raise the auditor's error, or `_AuditorSilent` if it does not answer."""
         context = self._context
         # Twice the time if the audited server computes its part again, too, or if its silence may convict it.
-        patience_s = (1 + (order.compare or convicts)) * self._auditor_patience_s(
-            work.stage_index, copy.microbatch.num_rows, num_ahead, convicts=convicts
+        patience_s = (1 + (order.compare or may_convict)) * self._auditor_patience_s(
+            work.stage_index, copy.microbatch.num_rows, num_ahead, may_convict=may_convict
         )
         structure, tensors = serialization.flatten(_trainer_tensors(copy, work.stage_index))
         request = AuditRequest(
@@ -113,7 +113,7 @@ class AuditSender:
                 raise  # the auditor's own error: the audited server did not answer it in time
             raise _AuditorSilent(str(error)) from error
 
-    def _auditor_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, convicts: bool) -> float:
+    def _auditor_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, may_convict: bool) -> float:
         """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it.
 
         These are more if the audited server may be convicted for its silence, because its link may be the slowest.
@@ -124,7 +124,7 @@ class AuditSender:
         if rate is None or whole_s is None:
             return context.timeout
         usual_s = max(MOST_SLOWER * num_rows / rate, whole_s) * (1 + num_ahead)
-        if convicts:
+        if may_convict:
             return deadline_s(MOST_SLOWER * usual_s, longest_s=context.timeout, least_s=UNFAMILIAR_S)
         return deadline_s(usual_s, longest_s=context.timeout)
 

@@ -23,7 +23,7 @@ Rule: TypeAlias = Literal["rows", "mean", "sum", "same"]
 Site: TypeAlias = tuple[str, str]
 """The names of a module and of an attribute."""
 
-Place: TypeAlias = tuple[str, str, int]
+LeftTensor: TypeAlias = tuple[str, str, int]
 """A site, and the index of a tensor in the value there."""
 
 Trial: TypeAlias = Callable[[bool], tuple[Sequence[Left], Sequence[int]]]
@@ -40,29 +40,29 @@ _REMEDY: Final = (
 class Collected:
     """The combined values that the forwards of one call left on modules."""
 
-    tensors: dict[Place, Tensor]
+    tensors: dict[LeftTensor, Tensor]
     structures: dict[Site, serialization.Structure]
     refused: dict[Site, str]  # site -> reason why it has no value
     objects: set[Site]  # refused sites whose values hold objects that cannot be sent
-    rules: dict[Place, Rule]
-    places: list[list[Place]]  # differentiable tensors of each microbatch, in the order of its servers
+    rules: dict[LeftTensor, Rule]
+    differentiable: list[list[LeftTensor]]  # differentiable tensors of each microbatch, in the order of its servers
     sizes: Sequence[int]
 
     def flags(self) -> list[bool]:
         """Return which tensors have a gradient."""
-        differentiable = {place for places in self.places for place in places}
-        return [place in differentiable for place in self.tensors]
+        differentiable = {key for keys in self.differentiable for key in keys}
+        return [key in differentiable for key in self.tensors]
 
     def gradients(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """Cut the tensors' gradients into the gradients of each microbatch."""
         whole = dict(zip(self.tensors, gradients, strict=True))
-        return [[self._part(whole.get(place), place, i) for place in own] for i, own in enumerate(self.places)]
+        return [[self._part(whole.get(key), key, i) for key in own] for i, own in enumerate(self.differentiable)]
 
-    def _part(self, gradient: Tensor | None, place: Place, index: int) -> Tensor | None:
+    def _part(self, gradient: Tensor | None, key: LeftTensor, index: int) -> Tensor | None:
         """Return a microbatch's gradient of the tensor at a place, by the tensor's rule."""
         if gradient is None or len(self.sizes) < 2:
             return gradient
-        rule, rows = self.rules[place], sum(self.sizes)
+        rule, rows = self.rules[key], sum(self.sizes)
         if rule == "rows":
             factor = len(gradient) // rows
             return torch.split(gradient, [factor * size for size in self.sizes])[index]
@@ -75,7 +75,7 @@ class Leftovers:
 
     modules: Mapping[str, nn.Module]  # name -> module, in all blocks
     sites: set[Site] = field(default_factory=set)  # sites of all values so far
-    _rules: dict[Place, Rule | None] = field(default_factory=dict)  # None: no rule fits
+    _rules: dict[LeftTensor, Rule | None] = field(default_factory=dict)  # None: no rule fits
     _num_collected: int = 0  # calls with several microbatches
 
     def collect(self, parts: Sequence[Left], sizes: Sequence[int], trial: Trial) -> Collected | None:
@@ -87,7 +87,7 @@ class Leftovers:
         values = [{**dict(_sites(left.others)), **dict(_sites(left.differentiable))} for left in parts]
         self._check_sites([*refused, *(site for own in values for site in own)])
         structures: dict[Site, serialization.Structure] = {}
-        columns: dict[Place, list[Tensor]] = {}
+        columns: dict[LeftTensor, list[Tensor]] = {}
         for site in {site: None for own in values for site in own if site not in refused}:
             flat = [serialization.flatten(own[site]) for own in values if site in own]
             if len(flat) == len(parts) and all(structure == flat[0][0] for structure, _ in flat):
@@ -97,14 +97,12 @@ class Leftovers:
                 refused[site] = "the microbatches of a batch leave values of different structures there. " + _REMEDY
         rules = self._found_rules(columns, structures, refused, sizes, trial)
         return Collected(
-            tensors={
-                place: _joined(column, sizes, rules[place]) for place, column in columns.items() if place in rules
-            },
+            tensors={key: _joined(column, sizes, rules[key]) for key, column in columns.items() if key in rules},
             structures={site: structure for site, structure in structures.items() if site not in refused},
             refused=refused,
             objects=objects,
             rules=rules,
-            places=[[place for place, _ in _places(left.differentiable) if place[2] >= 0] for left in parts],
+            differentiable=[[key for key, _ in _left_tensors(left.differentiable) if key[2] >= 0] for left in parts],
             sizes=sizes,
         )
 
@@ -154,57 +152,57 @@ class Leftovers:
 
     def _found_rules(
         self,
-        columns: Mapping[Place, Sequence[Tensor]],
+        columns: Mapping[LeftTensor, Sequence[Tensor]],
         structures: Mapping[Site, serialization.Structure],
         refused: dict[Site, str],
         sizes: Sequence[int],
         trial: Trial,
-    ) -> dict[Place, Rule]:
+    ) -> dict[LeftTensor, Rule]:
         """Return the rules of the tensors in `columns`; move sites without a rule to `refused`."""
         if len(sizes) < 2:
             return dict.fromkeys(columns, "same")
         self._learn(columns, structures, sizes, trial)
-        for place, column in columns.items():
-            rule = self._rules.get(place)
+        for key, column in columns.items():
+            rule = self._rules.get(key)
             if rule is None or not _fits(rule, column, sizes):
-                refused[place[:2]] = (
+                refused[key[:2]] = (
                     "the values that the microbatches of a batch leave there are neither one for each sample nor a "
                     "mean or a sum over the samples, so the batch's value cannot be computed from them. " + _REMEDY
                 )
         for site in structures:
             if self._rules.get((*site, -1), "same") is None:
                 refused[site] = f"its numbers depend on the size of the microbatch. {_REMEDY}"
-        return {place: rule for place in columns if place[:2] not in refused and (rule := self._rules[place])}
+        return {key: rule for key in columns if key[:2] not in refused and (rule := self._rules[key])}
 
     def _learn(
         self,
-        columns: Mapping[Place, Sequence[Tensor]],
+        columns: Mapping[LeftTensor, Sequence[Tensor]],
         structures: Mapping[Site, serialization.Structure],
         sizes: Sequence[int],
         trial: Trial,
     ) -> None:
         """Find the unknown rules, and check the known ones again at ever longer intervals."""
         self._num_collected += 1
-        places = {*columns, *((*site, -1) for site in structures)}  # -1: the value's structure, with its constants
-        new = {place for place in places if place not in self._rules}
+        keys = {*columns, *((*site, -1) for site in structures)}  # -1: the value's structure, with its constants
+        new = {key for key in keys if key not in self._rules}
         is_due = self._num_collected & (self._num_collected - 1) == 0  # a power of two
         # `rows` depends on shapes alone, which `_fits` checks in each call.
-        todo = new | {place for place in places if is_due and self._rules.get(place) not in (None, "rows")}
+        todo = new | {key for key in keys if is_due and self._rules.get(key) not in (None, "rows")}
         # Eval mode first, because it draws fewer random numbers; some blocks leave values only in train mode.
         for training in (False, True):
             if not todo:
                 break
             lefts, trial_sizes = trial(training)
             first, second, together = (
-                {**dict(_places(left.others)), **dict(_places(left.differentiable))} for left in lefts
+                {**dict(_left_tensors(left.others)), **dict(_left_tensors(left.differentiable))} for left in lefts
             )
-            for place in todo & first.keys() & second.keys() & together.keys():
-                agreeing = _agreeing([first[place], second[place]], together[place], trial_sizes)
-                if place[1].startswith(WRITTEN):  # a sum would count the argument's former contents several times
+            for key in todo & first.keys() & second.keys() & together.keys():
+                agreeing = _agreeing([first[key], second[key]], together[key], trial_sizes)
+                if key[1].startswith(WRITTEN):  # a sum would count the argument's former contents several times
                     agreeing = [rule for rule in agreeing if rule in ("rows", "same")]
-                known = self._rules.get(place)
-                self._rules[place] = known if known in agreeing else None if known or not agreeing else agreeing[0]
-                todo.discard(place)
+                known = self._rules.get(key)
+                self._rules[key] = known if known in agreeing else None if known or not agreeing else agreeing[0]
+                todo.discard(key)
         self._rules.update(dict.fromkeys(todo & new))  # no rule, because no trial left them
 
 
@@ -220,7 +218,7 @@ def _sites(values: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[Site, o
             yield (module, name), value
 
 
-def _places(values: Values) -> Iterator[tuple[Place, Tensor | serialization.Structure]]:
+def _left_tensors(values: Values) -> Iterator[tuple[LeftTensor, Tensor | serialization.Structure]]:
     """Yield all tensors with their places, and each value's structure at index -1."""
     for site, value in _sites(values):
         structure, tensors = serialization.flatten(value)

@@ -88,7 +88,7 @@ class _SpilledCopy:
 
     without_tensors: ReplayCopy
     structure: serialization.Structure  # tree of (inputs, extras, gradients)
-    places: Sequence[TensorPlace]
+    extents: Sequence[TensorPlace]
 
 
 class ReplayBuffer:
@@ -133,11 +133,11 @@ class ReplayBuffer:
         without_tensors = replace(copy, microbatch=replace(microbatch, inputs=(), extras=()), gradients=())
         async with self._using_file:
             try:
-                places = await asyncio.to_thread(self._file.write, tensors)
+                extents = await asyncio.to_thread(self._file.write, tensors)
             except OSError as error:
                 self._abandon_file(error)
             else:
-                self._spilled[key] = _SpilledCopy(without_tensors, structure, places)
+                self._spilled[key] = _SpilledCopy(without_tensors, structure, extents)
 
     async def find(self, key: CallKey) -> ReplayCopy | None:
         """Return a copy, or None if it is not kept here."""
@@ -161,8 +161,8 @@ class ReplayBuffer:
         found: defaultdict[tuple[int, PeerId], set[Receipt]] = defaultdict(set)
         for key, (_, replaced) in self._given.items():
             if (key.generation, key.step) == (generation, step):
-                for place in replaced:
-                    found[place].add(key.receipt)
+                for unit in replaced:
+                    found[unit].add(key.receipt)
         return found
 
     async def release(self, step: int) -> None:
@@ -170,14 +170,14 @@ class ReplayBuffer:
         self._decided = max(self._decided, step)
         for key in [key for key in (*self._in_memory, *self._spilled, *self._given) if key.step <= step]:
             self._forget(key)
-        await self._shrink()
+        await self._clear_unused_file()
 
     async def clear(self) -> None:
         """Drop all copies, because the run rolled back or is void; accept copies of any step again."""
         self._decided = -1
         for key in (*self._in_memory, *self._spilled, *self._given):
             self._forget(key)
-        await self._shrink()
+        await self._clear_unused_file()
 
     def close(self) -> None:
         """Drop all copies and close the file."""
@@ -193,7 +193,7 @@ class ReplayBuffer:
         self._spilled.pop(key, None)
         self._given.pop(key, None)
 
-    async def _shrink(self) -> None:
+    async def _clear_unused_file(self) -> None:
         """Empty the file if it holds no copy. That happens often, because steps are released whole."""
         async with self._using_file:
             if not self._spilled:
@@ -211,7 +211,7 @@ class ReplayBuffer:
         self._file.close()
 
     def _read(self, spilled: _SpilledCopy) -> ReplayCopy:
-        tensors = self._file.read(spilled.places)
+        tensors = self._file.read(spilled.extents)
         inputs, extras, gradients = serialization.unflatten(spilled.structure, tensors)
         microbatch = replace(spilled.without_tensors.microbatch, inputs=inputs, extras=extras)
         return replace(spilled.without_tensors, microbatch=microbatch, gradients=gradients)

@@ -84,11 +84,11 @@ class AuditRun:
             try:
                 if isinstance(reply, SwarmError):
                     raise reply
-                told = {Unit(one.stage_index, peer): StageProjection(tuple(one.values)) for one in reply.stages}
+                reported = {Unit(one.stage_index, peer): StageProjection(tuple(one.values)) for one in reply.stages}
                 own = [unit for unit in wanted if unit.peer == peer]
-                if lacking := [unit for unit in own if unit not in told]:
+                if lacking := [unit for unit in own if unit not in reported]:
                     raise ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
-                sums.update({unit: told[unit] for unit in own})  # sketches of other stages are ignored
+                sums.update({unit: reported[unit] for unit in own})  # sketches of other stages are ignored
             except SwarmError as error:
                 failed[peer] = error
         return sums, failed
@@ -106,12 +106,12 @@ class AuditRun:
                 receipts = sorted(unpack(one.receipts))
                 if len(one.digests) != DIGEST_BYTES * len(receipts):
                     raise ProtocolError(f"each result has {DIGEST_BYTES} bytes of digest, got {len(one.digests)} bytes")
-                for place, receipt in enumerate(receipts):
-                    digest = one.digests[DIGEST_BYTES * place : DIGEST_BYTES * (place + 1)]
+                for index, receipt in enumerate(receipts):
+                    digest = one.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
                     found.given[one.direction, receipt] = one.server, digest
-            for failed in reply.replaced:
-                for receipt in unpack(failed.receipts):
-                    found.replaced[receipt].add(Unit(failed.stage_index, failed.server))
+            for replaced in reply.replaced:
+                for receipt in unpack(replaced.receipts):
+                    found.replaced[receipt].add(Unit(replaced.stage_index, replaced.server))
         return found
 
     async def audit(self, assignments: Sequence[Assignment], round_: int) -> AuditResults:
@@ -141,9 +141,9 @@ class AuditRun:
             try:
                 if isinstance(reply, SwarmError):
                     raise reply
-                told = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
+                reported = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
                 # Other findings are not read, because a few bytes may name many microbatches.
-                found |= {key: AuditResult.read(one) for key, one in told.items() if key in about}
+                found |= {key: AuditResult.read(one) for key, one in reported.items() if key in about}
             except SwarmError as error:
                 failed[auditor] = error
         return found, failed
@@ -152,13 +152,13 @@ class AuditRun:
         """Group the work by the calls that order it: (trainer, whether numbers are compared, auditor) -> work."""
         found: defaultdict[tuple[PeerId, bool, PeerId], list[AuditWork]] = defaultdict(list)
         for one in assignments:
-            for place, receipt in enumerate(one.receipts):
+            for position, receipt in enumerate(one.receipts):
                 work = AuditWork(
                     receipt=receipt,
                     stage_index=one.unit.stage_index,
                     audited=one.unit.peer,
                     auditor=one.auditor,
-                    place=place,
+                    place=position,
                 )
                 found[self._step.trainer_of(receipt[0]), one.compare, one.auditor].append(work)
         return found

@@ -86,6 +86,6 @@ def _sketch(tensor: Tensor) -> list[float]:
     values = tensor.detach().flatten()[:_MAX_LENGTH].cpu()
     values = torch.view_as_real(values.resolve_conj()).flatten() if values.is_complex() else values
     values = values.double().nan_to_num(0.0, 0.0, 0.0)
-    places = torch.arange(1.0, len(values) + 1.0, dtype=torch.float64, device="cpu")
+    positions = torch.arange(1.0, len(values) + 1.0, dtype=torch.float64, device="cpu")
     norm = float(values.norm())
-    return [norm, float(values @ (places * places).cos()) / (norm or 1.0)]
+    return [norm, float(values @ (positions * positions).cos()) / (norm or 1.0)]

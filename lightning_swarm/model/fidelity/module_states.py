@@ -37,7 +37,7 @@ class _FirstValues:
     plain: dict[str, Any]  # name -> value
     of_class: dict[str, Any]  # plain attributes of its class and their values
     exempt: set[str] = field(default_factory=set)  # not compared, because a forward or the swarm sets them
-    moved: set[str] = field(default_factory=set)  # names in `plain` that a forward on this peer has changed
+    changed_by_forward: set[str] = field(default_factory=set)  # names in `plain`, by forwards on this peer
 
 
 # Keyed by `id`, because some modules have a hash that changes or raises an error.
@@ -94,7 +94,7 @@ def remember_copy(copy: nn.Module, original: nn.Module) -> None:
     for own, other in zip(copy.modules(), original.modules(), strict=True):
         first, there = _first_of(own), _first_of(other)
         first.plain = {name: kept(value) for name, value in there.plain.items()}
-        first.exempt, first.moved = set(there.exempt), set(there.moved)
+        first.exempt, first.changed_by_forward = set(there.exempt), set(there.changed_by_forward)
         first.of_class = there.of_class
 
 
@@ -114,7 +114,7 @@ def is_exempt(module: nn.Module, name: str) -> bool:
 def built_values(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes that a module was built with, without attributes that forwards have set since."""
     first = _first_of(module)
-    return {name: value for name, value in first.plain.items() if name not in first.exempt | first.moved}
+    return {name: value for name, value in first.plain.items() if name not in first.exempt | first.changed_by_forward}
 
 
 def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -155,10 +155,10 @@ class _WatchedModule:
         for key in [key for key in self.first.plain if not is_plain(self.own.get(key, _NOTHING))]:
             del self.first.plain[key]
         self.seen: dict[str, Any] = {}
-        self.look()
+        self.record()
         self.at_first = self.seen  # attributes when the stage was cut
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record the module's present attributes."""
         self.seen = {name: kept(value) for name, value in _attributes(self.own)}
         if "training" in self.own:
@@ -167,7 +167,7 @@ class _WatchedModule:
         self.size = len(self.own)
 
     def is_as_seen(self) -> bool:
-        """Return whether no attribute was set since `look`."""
+        """Return whether no attribute was set since `record`."""
         return len(self.own) == self.size and Comparison([self.own], [self.seen]).holds()
 
     def class_default(self, name: str) -> Any:
@@ -185,15 +185,15 @@ class _Changes:
         self._compare()
 
     def find(self) -> list[_WatchedModule]:
-        """Return the modules on which attributes were set since the last `look`."""
+        """Return the modules on which attributes were set since the last `record`."""
         if list(map(len, self._owns)) == self._sizes and self._comparison.holds():
             return []
         return [one for one in self._modules if not one.is_as_seen()]
 
-    def look(self, changed: Iterable[_WatchedModule]) -> None:
+    def record(self, changed: Iterable[_WatchedModule]) -> None:
         """Record the present attributes of these modules."""
         for one in changed:
-            one.look()
+            one.record()
         self._compare()
 
     def _compare(self) -> None:
@@ -205,14 +205,14 @@ def _watched(stage: StageModule) -> list[_WatchedModule]:
     """Return the modules in a stage's blocks, each once, in the same order on every peer."""
     found: list[_WatchedModule] = []
     known: set[nn.Module] = set()
-    for place, (title, block) in enumerate(zip(stage.block_names, stage.blocks, strict=True)):
+    for number, (title, block) in enumerate(zip(stage.block_names, stage.blocks, strict=True)):
         if title is None:  # half of a boundary layer, which has no modes
             continue
-        places: dict[str, int] = {}
-        for name, module in block.named_modules(known, prefix=str(place)):
-            places[name] = len(found)
-            outer = places.get(name.rpartition(".")[0])
-            found.append(_WatchedModule(name, title + name[len(str(place)) :], outer, module))
+        indices: dict[str, int] = {}
+        for name, module in block.named_modules(known, prefix=str(number)):
+            indices[name] = len(found)
+            outer = indices.get(name.rpartition(".")[0])
+            found.append(_WatchedModule(name, title + name[len(str(number)) :], outer, module))
     return found
 
 
@@ -253,7 +253,7 @@ class TrainerStates:
         changed = self._changes.find() if held and self._class_holds else self._modules
         if changed:
             self._attributes.update({one.name: _changed_attributes(one) for one in changed})
-            self._changes.look(changed)
+            self._changes.record(changed)
             self._read = self._collected()
         return self._read
 
@@ -324,7 +324,7 @@ def _refuse(one: _WatchedModule, name: str, value: object, became: str = "became
 
 
 @dataclass(frozen=True)
-class _Target:
+class _Required:
     """The attributes that a call requires of a module."""
 
     watched: _WatchedModule
@@ -332,16 +332,16 @@ class _Target:
     named: frozenset[str]  # the attributes that the call itself names
 
 
-class _Targets:
+class _AllRequired:
     """The attributes that a call requires of a stage's modules."""
 
-    def __init__(self, targets: Iterable[_Target]) -> None:
-        self.each = [target for target in targets if target.values]
-        self._met = Comparison([one.watched.own for one in self.each], [one.values for one in self.each])
+    def __init__(self, targets: Iterable[_Required]) -> None:
+        self.targets = [target for target in targets if target.values]
+        self._comparison = Comparison([one.watched.own for one in self.targets], [one.values for one in self.targets])
 
     def set(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """Set the attributes that differ, and return the changes, for restoring them."""
-        return [] if self._met.holds() else [change for target in self.each for change in _set(target)]
+        return [] if self._comparison.holds() else [change for target in self.targets for change in _set(target)]
 
 
 class ServerStates:
@@ -352,35 +352,35 @@ class ServerStates:
         self._modules = _watched(stage)
         self._names = {one.name: one for one in self._modules}
         self._changes = _Changes(self._modules)
-        self._known: list[tuple[tuple[bool, ModuleStates | None], _Targets]] = []  # the latest targets
+        self._known: list[tuple[tuple[bool, ModuleStates | None], _AllRequired]] = []  # for the latest calls
 
     @contextlib.contextmanager
     def entered(self, mode: ComputeMode, *, backward: bool = False) -> Iterator[None]:
         """Set modes and attributes inside. Attributes that a forward itself sets stay, and belong to this peer."""
-        targets = self._targets(mode)
-        changed = targets.set()
+        required = self._all_required(mode)
+        changed = required.set()
         try:
             yield
         finally:
             if not backward:
-                self._keep_own(targets)
+                self._adopt_forward_writes(required)
             for own, name, before, value in reversed(changed):
                 if own.get(name, _NOTHING) is value:
                     own[name] = before
                     if before is _NOTHING:
                         del own[name]
 
-    def _targets(self, mode: ComputeMode) -> _Targets:
+    def _all_required(self, mode: ComputeMode) -> _AllRequired:
         """Return the attributes that a call requires; the latest few are cached."""
         key = (mode.training, mode.modules)
-        for known, targets in self._known:
+        for known, required in self._known:
             if known == key:
-                return targets
-        targets = _Targets(self._made(mode.training, mode.modules or ModuleStates()))
-        self._known = [(key, targets), *self._known[:3]]
-        return targets
+                return required
+        required = _AllRequired(self._made(mode.training, mode.modules or ModuleStates()))
+        self._known = [(key, required), *self._known[:3]]
+        return required
 
-    def _made(self, training: bool, states: ModuleStates) -> Iterable[_Target]:
+    def _made(self, training: bool, states: ModuleStates) -> Iterable[_Required]:
         """Make each module's target from the states of a call; raise `ProtocolError` if these are invalid."""
         for name in {**states.modes, **states.attributes}:
             if name not in self._names:
@@ -393,21 +393,21 @@ class ServerStates:
             values = {**one.first.plain, **given}
             if "training" in one.own:
                 values["training"] = flags[-1]
-            yield _Target(one, values, frozenset(given))
+            yield _Required(one, values, frozenset(given))
 
-    def _keep_own(self, targets: _Targets) -> None:
+    def _adopt_forward_writes(self, required: _AllRequired) -> None:
         """Find the attributes that the forward itself has set, so that later calls do not reset them."""
         changed = self._changes.find()
         if not changed:
             return
-        wanted = {target.watched.name: target for target in targets.each}
+        wanted = {target.watched.name: target for target in required.targets}
         for one in changed:
-            if _keep_own_of(one, wanted.get(one.name, _Target(one, {}, frozenset()))):
+            if _adopt_module_writes(one, wanted.get(one.name, _Required(one, {}, frozenset()))):
                 self._known = []
-        self._changes.look(changed)
+        self._changes.record(changed)
 
 
-def _keep_own_of(one: _WatchedModule, target: _Target) -> bool:
+def _adopt_module_writes(one: _WatchedModule, target: _Required) -> bool:
     """Let later calls keep the attributes that a module's forward has set; return whether first values changed.
 
     A plain value replaces the first value of its attribute. Any other attribute is exempt from now on.
@@ -418,13 +418,13 @@ def _keep_own_of(one: _WatchedModule, target: _Target) -> bool:
             continue
         if name in first.plain and is_plain(value):
             first.plain[name] = kept(value)
-            first.moved.add(name)
+            first.changed_by_forward.add(name)
         elif name in first.plain or not same(value, one.seen.get(name, _NOTHING)):
             exempt(one.module, name)
     return before != first.plain
 
 
-def _set(target: _Target) -> list[tuple[dict[str, Any], str, Any, Any]]:
+def _set(target: _Required) -> list[tuple[dict[str, Any], str, Any, Any]]:
     """Set the attributes that differ, and return (attributes, name, old value, new value) for each."""
     own, changed = target.watched.own, []
     for name, value in target.values.items():

@@ -58,7 +58,7 @@ class LocalPeers:
         listening = socket.socket(socket.AF_UNIX)
         try:
             listening.setblocking(False)
-            listening.bind(_name(self._peer))
+            listening.bind(_socket_name(self._peer))
             self._server = await asyncio.start_unix_server(self._accept, sock=listening)
         except OSError as error:
             listening.close()
@@ -145,7 +145,7 @@ class LocalPeers:
         return hmac.digest(self._key, end + caller.encode(), "sha256")
 
 
-def _name(peer: PeerId) -> str:
+def _socket_name(peer: PeerId) -> str:
     # Linux's abstract socket names vanish with their process, and are visible only in one network namespace. Peers in
     # containers with their own networks use the daemons.
     return f"\0lightning_swarm/{peer}"
@@ -156,7 +156,7 @@ def _connect(peer: PeerId) -> socket.socket | None:
     connecting = socket.socket(socket.AF_UNIX)
     try:
         connecting.setblocking(False)
-        connecting.connect(_name(peer))
+        connecting.connect(_socket_name(peer))
     except OSError:
         connecting.close()
         return None

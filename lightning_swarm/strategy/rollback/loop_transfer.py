@@ -37,7 +37,7 @@ from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, 
 
 _log = logging.getLogger(__name__)
 
-_NEARLY: Final = 0.9
+_QUIET_FRACTION: Final = 0.9
 """For this fraction of the snapshot interval after an order of snapshots, no further order is expected. It is less than
 1 because an order reaches this peer's server some time after it was issued."""
 
@@ -46,14 +46,14 @@ class LoopRecorder:
     """Records one trainer's loop in one run, for versions that have a snapshot or may get one."""
 
     def __init__(
-        self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization, snapshot_interval: float | None
+        self, trainer: Trainer, peer: Peer, session: Session, loop: SwarmOptimization, snapshot_interval_s: float | None
     ) -> None:
         names = {name for stage in peer.lead.stages for name in stage.named_stage_tensors()}
         self.states = LoopStates(trainer, names, is_lead=session.is_lead)
         self._peer = peer
         self._session = session
         self._loop = loop
-        self._snapshot_interval_s = snapshot_interval  # None if no snapshots are ordered
+        self._snapshot_interval_s = snapshot_interval_s  # None if no snapshots are ordered
         self._first_step = session.version
         self._newest: OrderedSnapshots | None = None  # newest order of snapshots in this run
         self._newest_sent: int | None = None  # version of the state that standbys have
@@ -85,8 +85,8 @@ class LoopRecorder:
         """Find the newest order of snapshots, from this peer's server or from the trainer's newest record."""
         record, ordered = self._session.newest_record, self._peer.ordered
         if record is not None and record.snapshot is not None and record.step >= self._first_step:
-            heard = OrderedSnapshots(record.step + 1, record.snapshot.keep, time.monotonic())
-            ordered = heard if ordered is None or ordered.version < heard.version else ordered
+            from_record = OrderedSnapshots(record.step + 1, record.snapshot.keep, time.monotonic())
+            ordered = from_record if ordered is None or ordered.version < from_record.version else ordered
         if ordered is not None and (self._newest is None or ordered.version > self._newest.version):
             self._newest = ordered
 
@@ -107,7 +107,7 @@ class LoopRecorder:
         return (
             newest is None
             or newest.version > version
-            or time.monotonic() >= newest.at_s + _NEARLY * self._snapshot_interval_s
+            or time.monotonic() >= newest.at_s + _QUIET_FRACTION * self._snapshot_interval_s
         )
 
     # ------------------------------------------------------------------ standby leads
@@ -181,22 +181,24 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
 
 def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
     """Unpack a state for a Trainer's loop that resumes with the weights of `version`. Raises ProtocolError."""
-    came = TravellingLoop.read(value)
-    set_position(came.checkpoint, came.position)
+    travelled = TravellingLoop.read(value)
+    set_position(travelled.checkpoint, travelled.position)
     state = LoopState(
-        checkpoint=came.checkpoint,
-        gaps=[leaf for _, leaf in leaves(came.checkpoint) if isinstance(leaf, Awaited)],
-        parameter_names=came.parameter_names,
-        position=BatchPosition(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
-        metrics=came.metrics,
-        attributes=came.attributes,
-        results=_results(came.results, trainer),
-        shown=came.shown,
-        logging=came.logging,
-        pending=_pending(came, trainer),
+        checkpoint=travelled.checkpoint,
+        gaps=[leaf for _, leaf in leaves(travelled.checkpoint) if isinstance(leaf, Awaited)],
+        parameter_names=travelled.parameter_names,
+        position=BatchPosition(
+            made=travelled.made, first=travelled.first, now=travelled.now, num_batches=travelled.num_batches
+        ),
+        metrics=travelled.metrics,
+        attributes=travelled.attributes,
+        results=_results(travelled.results, trainer),
+        shown=travelled.shown,
+        logging=travelled.logging,
+        pending=_pending(travelled, trainer),
     )
-    news = RunNews(version, [_unpack_record(*record) for record in came.heard])
-    return ResumePoint(state, came.num_counted, version, (), news)
+    news = RunNews(version, [_unpack_record(*record) for record in travelled.heard])
+    return ResumePoint(state, travelled.num_counted, version, (), news)
 
 
 def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
@@ -245,11 +247,13 @@ def _pack_record(heard: DecidedRecord) -> tuple[bytes, list[bytes], list[SentMet
 
 
 def _unpack_record(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> DecidedRecord:
-    came: list[Metrics] = [([decode(state, MetricState) for state in states], tensors) for states, tensors in metrics]
-    return DecidedRecord(decode(record, Record), [decode(value, LoggedValue) for value in logs], came)
+    unpacked: list[Metrics] = [
+        ([decode(state, MetricState) for state in states], tensors) for states, tensors in metrics
+    ]
+    return DecidedRecord(decode(record, Record), [decode(value, LoggedValue) for value in logs], unpacked)
 
 
-def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
+def _pending(travelled: TravellingLoop, trainer: Trainer) -> Pending:
     """Unpack the logged values and metric contents of batches that no record counts yet."""
     modules = dict(trainer.lightning_module.named_modules())
 
@@ -262,8 +266,8 @@ def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
             if isinstance(metric, Metric):
                 yield state.name, metric_states.unpack(metric, state, own)
 
-    logs = {lease: [decode(value, LoggedValue) for value in batch] for lease, batch in came.logs.items()}
-    return logs, (came.followed, {lease: list(contents(sent)) for lease, sent in came.added.items()})
+    logs = {lease: [decode(value, LoggedValue) for value in batch] for lease, batch in travelled.logs.items()}
+    return logs, (travelled.followed, {lease: list(contents(sent)) for lease, sent in travelled.added.items()})
 
 
 # ---------------------------------------------------------------------- Lightning's results

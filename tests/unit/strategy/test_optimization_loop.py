@@ -21,7 +21,7 @@ def test_a_lost_batch_changes_nothing_that_was_logged(
     loop._completed = CompletedBatches()
     loop._completed.lost = {3: LoopBatch(0, OrderedDict(), 1)}
     loop.logs = SimpleNamespace(begin_batch=lambda *_: None, restore=lambda: restored.append(1))
-    monkeypatch.setattr(SwarmOptimization, "_begin", lambda *_: lease)
+    monkeypatch.setattr(SwarmOptimization, "_lease_for", lambda *_: lease)
     monkeypatch.setattr(SwarmOptimization, "_train_here", lambda *_: {})
     loop._train_lost()
     assert not loop._completed.lost
