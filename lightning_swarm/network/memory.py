@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId, check_record
-from lightning_swarm.network.framing import Buffer, Kind, decode
+from lightning_swarm.network.framing import TRAILER_BYTES, Buffer, Kind, decode
 from lightning_swarm.network.rpc import Channel, Feed, Tap
 from lightning_swarm.network.simulated_link import SimulatedLink, cross
 from lightning_swarm.network.transport import SILENCE_S, BaseTransport
@@ -299,7 +299,7 @@ class MemoryTransport(BaseTransport):
 
 def _damage(data: bytes) -> bytes:
     """Flip one bit near the end: in a whole message, in the last byte before the trailer."""
-    index = max(0, len(data) - 9)
+    index = max(0, len(data) - TRAILER_BYTES - 1)
     return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
 
 

@@ -301,7 +301,7 @@ class Computation:
             with self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
                 found, has_drawn = self._random.run(kind, call.seed, compute)
             changes = self._watch.changes(before)
-        return _BlockRun(*found, has_drawn, seen.values, changes)
+        return _BlockRun(*found, has_drawn=has_drawn, seen=seen.values, changes=changes)
 
     def _take_written(
         self, written: Mapping[str, Any], left: Left, names_in_input: Mapping[int, Sequence[str]]

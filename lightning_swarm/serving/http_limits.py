@@ -16,7 +16,8 @@ MAX_BODY_BYTES: Final = 4 << 20
 _BODY_S: Final = 30.0  # seconds within which a body must arrive
 _SMALL_BODY_BYTES: Final = 64 << 10
 _SMALL_TEXT_TOKENS: Final = 512
-_MAX_TEXTS_IN_ALL: Final = 64  # texts of all clients
+_MAX_BODY_BYTES_IN_ALL: Final = 64 << 20
+_MAX_TEXTS_IN_ALL: Final = 64
 _GRAMMAR_S: Final = 30.0  # seconds within which a grammar must be compiled
 
 _T = TypeVar("_T")
@@ -61,7 +62,7 @@ class RequestLimits:
     """Admits requests by the bytes of their bodies, and by the number and length of the texts that they ask for."""
 
     def __init__(self) -> None:
-        self._bodies = Budget(64 << 20, "bytes of requests")
+        self._bodies = Budget(_MAX_BODY_BYTES_IN_ALL, "bytes of requests")
         self._texts = Budget(_MAX_TEXTS_IN_ALL, "texts")
         self._of_clients: dict[str, int] = {}  # client's address -> number of texts
         # Tokenizing a long prompt takes seconds. On the common threads it would delay all short prompts.

@@ -305,7 +305,7 @@ class Checkpoints:
             optimizer = self._strategy.optimizers[0] if "optimizer_states" in checkpoint else None
             weights.save_shards(Path(path), checkpoint, optimizer)
         else:  # the checkpoint has all weights, and servers add none
-            model_state.save(Path(path), checkpoint, lambda _: [], part=0, also={})
+            model_state.save(Path(path), checkpoint, write_stages=lambda _: [], part=0, also={})
 
     def remove(self, path: Any, default: Callable[[Any], None]) -> None:
         """Remove a checkpoint after the pending writes."""

@@ -236,7 +236,8 @@ class LoopCounters:
         fit_loop, progress = self._trainer.fit_loop, self._epoch_loop.batch_progress
         own = fit_loop.max_batches, progress.is_last_batch
         num_batches = self._data.num_batches()
-        fit_loop.max_batches, progress.is_last_batch = num_batches, number[1] + 1 == num_batches
+        _, index = number  # in the whole epoch
+        fit_loop.max_batches, progress.is_last_batch = num_batches, index + 1 == num_batches
         try:
             yield
         finally:

@@ -506,7 +506,7 @@ class SwarmOptimization:
     def _prepare(self) -> None:
         """Move the schedulers to the open step, ahead of records that are not counted yet."""
         # One move more in a batch that stepped, because Lightning moves them for its first step, when the batch ends.
-        self._schedulers.move(self.stepped + self._session.open_step - self._num_counted)
+        self._schedulers.move(int(self.stepped) + self._session.open_step - self._num_counted)
         self._rate_hooks.call()
 
     def tell_selection(self) -> None:

@@ -37,6 +37,7 @@ _MAX_DEPTH: Final = 4
 _MAX_PATH: Final = 3  # nested objects whose attributes are stamped under their own names
 _MAX_ITEMS: Final = 4096  # items stamped per value; the rest counts only by the lengths of containers
 _MAX_BYTES: Final = 1 << 16  # bytes hashed per array; a larger contiguous array is sampled at regular intervals
+_MAX_ELEMENTS: Final = 4096  # elements hashed of an array that is not contiguous, from its beginning
 
 
 class _SameObject:
@@ -88,7 +89,11 @@ def _content(value: np.ndarray) -> int | None:
     """Return a checksum of an array, or of a sample if it is large or not contiguous; None for Python objects."""
     if value.dtype.hasobject:
         return None
-    sample = value.reshape(-1)[:: max(1, value.nbytes // _MAX_BYTES)] if value.flags.c_contiguous else value.flat[:4096]
+    sample: np.ndarray
+    if value.flags.c_contiguous:
+        sample = value.reshape(-1)[:: max(1, value.nbytes // _MAX_BYTES)]
+    else:
+        sample = value.flat[:_MAX_ELEMENTS]
     return zlib.crc32(np.ascontiguousarray(sample).view(np.uint8).data)
 
 

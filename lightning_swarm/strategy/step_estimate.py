@@ -48,16 +48,13 @@ def count_steps(num_batches: int, size: float, last: float, *, num_epochs: int, 
     """
     steps, pending_samples, batches_per_step = 0, 0.0, math.ceil(target_batch_size / size)
     for _ in range(num_epochs if num_batches else 0):
-        batches_left = num_batches - 1
-        batches_missing = (
-            math.ceil((target_batch_size - pending_samples) / size) if pending_samples else batches_per_step
-        )
+        batches_left = num_batches - 1  # before the epoch's last batch, which may be smaller
+        batches_missing = batches_per_step
+        if pending_samples:
+            batches_missing = math.ceil((target_batch_size - pending_samples) / size)
         if batches_left >= batches_missing:
-            steps, batches_left = (
-                steps + 1 + (batches_left - batches_missing) // batches_per_step,
-                (batches_left - batches_missing) % batches_per_step,
-            )
-            pending_samples = 0.0
+            whole_steps, batches_left = divmod(batches_left - batches_missing, batches_per_step)
+            steps, pending_samples = steps + 1 + whole_steps, 0.0
         pending_samples += batches_left * size + last
         if pending_samples >= target_batch_size:
             steps, pending_samples = steps + 1, 0.0

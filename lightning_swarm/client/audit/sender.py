@@ -88,10 +88,11 @@ class AuditSender:
     ) -> None:
         """Send a microbatch to its auditor; raise the auditor's error, or `_AuditorSilent` if it does not answer."""
         context = self._context
-        # Twice the time if the audited server computes its part again, too, or if its silence may convict it.
-        patience_s = (1 + (order.compare or may_convict)) * self._auditor_patience_s(
+        patience_s = self._auditor_patience_s(
             work.stage_index, copy.microbatch.num_rows, num_ahead, may_convict=may_convict
         )
+        # Twice the time if the audited server computes its part again, too, or if its silence may convict it.
+        patience_s *= 2 if order.compare or may_convict else 1
         structure, tensors = serialization.flatten(_trainer_tensors(copy, work.stage_index))
         request = AuditRequest(
             key=copy.microbatch.key,
@@ -119,7 +120,7 @@ class AuditSender:
         These are more if the audited server may be convicted for its silence, because its link may be the slowest.
         """
         context = self._context
-        # samples/s, and seconds of a microbatch through all stages
+        # In samples/s, and the usual seconds of a microbatch through all stages.
         rate, whole_s = context.routers[stage].median_rate(), context.durations.usual_s
         if rate is None or whole_s is None:
             return context.timeout

@@ -24,7 +24,9 @@ Site: TypeAlias = tuple[str, str]
 """The names of a module and of an attribute."""
 
 LeftTensor: TypeAlias = tuple[str, str, int]
-"""A site, and the index of a tensor in the value there."""
+"""A site, and the index of a tensor in the value there, or `_STRUCTURE`."""
+
+_STRUCTURE: Final = -1  # stands for the structure of the value at a site, with its constants
 
 Trial: TypeAlias = Callable[[bool], tuple[Sequence[Left], Sequence[int]]]
 """Computes two microbatches, in train mode or not. Returns the values of the first, of the second and of both as one,
@@ -59,7 +61,7 @@ class Collected:
         return [[self._part(whole.get(key), key, i) for key in own] for i, own in enumerate(self.differentiable)]
 
     def _part(self, gradient: Tensor | None, key: LeftTensor, index: int) -> Tensor | None:
-        """Return a microbatch's gradient of the tensor at a place, by the tensor's rule."""
+        """Return a microbatch's gradient of a tensor, by the tensor's rule."""
         if gradient is None or len(self.sizes) < 2:
             return gradient
         rule, rows = self.rules[key], sum(self.sizes)
@@ -102,7 +104,9 @@ class Leftovers:
             refused=refused,
             objects=objects,
             rules=rules,
-            differentiable=[[key for key, _ in _left_tensors(left.differentiable) if key[2] >= 0] for left in parts],
+            differentiable=[
+                [key for key, _ in _left_tensors(left.differentiable) if key[2] != _STRUCTURE] for left in parts
+            ],
             sizes=sizes,
         )
 
@@ -170,7 +174,7 @@ class Leftovers:
                     "mean or a sum over the samples, so the batch's value cannot be computed from them. " + _REMEDY
                 )
         for site in structures:
-            if self._rules.get((*site, -1), "same") is None:
+            if self._rules.get((*site, _STRUCTURE), "same") is None:
                 refused[site] = f"its numbers depend on the size of the microbatch. {_REMEDY}"
         return {key: rule for key in columns if key[:2] not in refused and (rule := self._rules[key])}
 
@@ -183,7 +187,7 @@ class Leftovers:
     ) -> None:
         """Find the unknown rules, and check the known ones again at ever longer intervals."""
         self._num_collected += 1
-        keys = {*columns, *((*site, -1) for site in structures)}  # -1: the value's structure, with its constants
+        keys = {*columns, *((*site, _STRUCTURE) for site in structures)}
         new = {key for key in keys if key not in self._rules}
         is_due = self._num_collected & (self._num_collected - 1) == 0  # a power of two
         # `rows` depends on shapes alone, which `_fits` checks in each call.
@@ -201,7 +205,10 @@ class Leftovers:
                 if key[1].startswith(WRITTEN):  # a sum would count the argument's former contents several times
                     agreeing = [rule for rule in agreeing if rule in ("rows", "same")]
                 known = self._rules.get(key)
-                self._rules[key] = known if known in agreeing else None if known or not agreeing else agreeing[0]
+                if known is None:  # a new tensor has the first rule that agrees
+                    self._rules[key] = agreeing[0] if agreeing else None
+                elif known not in agreeing:  # no other rule, which may agree by chance as this one did
+                    self._rules[key] = None
                 todo.discard(key)
         self._rules.update(dict.fromkeys(todo & new))  # no rule, because no trial left them
 
@@ -219,10 +226,10 @@ def _sites(values: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[Site, o
 
 
 def _left_tensors(values: Values) -> Iterator[tuple[LeftTensor, Tensor | serialization.Structure]]:
-    """Yield all tensors with their places, and each value's structure at index -1."""
+    """Yield all tensors, and the structure of each value."""
     for site, value in _sites(values):
         structure, tensors = serialization.flatten(value)
-        yield (*site, -1), structure
+        yield (*site, _STRUCTURE), structure
         yield from (((*site, index), tensor) for index, tensor in enumerate(tensors))
 
 

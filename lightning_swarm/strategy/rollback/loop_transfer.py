@@ -165,7 +165,7 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
         now=state.position.now,
         num_batches=state.position.num_batches,
         metrics=parts(state.metrics, "what was gathered by metric"),
-        attributes={name: dict(own) for name, own in state.attributes.items()},
+        attributes={name: dict(values) for name, values in state.attributes.items()},
         results=parts(results, "what was logged in the epoch as"),
         shown={name: parts(found, "the value shown as") for name, found in state.shown.items()},
         logging=dict(state.logging),
