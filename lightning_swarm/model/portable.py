@@ -67,7 +67,7 @@ class PortableArithmetic(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         schema, kwargs, (exact, is_aten, rule) = func._schema, dict(kwargs or {}), _treatment(func)
-        if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):  # integers are not rounded
+        if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):  # torch's operations round no integers
             return func(*args, **kwargs)
         if rule is None:
             raise Unportable(schema.name)
