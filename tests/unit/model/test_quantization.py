@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from lightning_swarm.cli.serving import serve_parser
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model import quantization
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel
 from lightning_swarm.model.quantization import Quantization, is_quantized, with_quantization
