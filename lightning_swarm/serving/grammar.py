@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 
 from lightning_swarm.serving.http_fields import RequestError, TextFields
 
-_MAX_GBNF: Final = 64 << 10  # characters; GBNF is converted in Python
+_MAX_SOURCE: Final = 64 << 10  # characters
 # Without a bound, a model that prefers blanks could write them until its text is full.
 _BLANKS: Final = r"( |\n[ \t]{0,20})"
 
@@ -23,11 +23,13 @@ class Grammar:
         param: The request's field that asks for it.
         rule: The right-hand side of the rule for the text. Empty: `text` is the whole grammar.
         text: The whole grammar. Empty: one rule.
+        source: A whole grammar in Lark or in GBNF of llama.cpp, which becomes `text` when it is compiled.
     """
 
     param: str
     rule: str = ""
     text: str = ""
+    source: str = ""
 
     @property
     def whole(self) -> str:
@@ -55,7 +57,10 @@ def grammar_of(asked: TextFields) -> Grammar | None:
 
     if other.regex is not None:
         return Grammar(name, rule=f"/{regex_to_lark(other.regex, use_ascii='')}/")
-    return Grammar(name, text=_lark(str(other.grammar)))
+    source = str(other.grammar)
+    if len(source) > _MAX_SOURCE:
+        refuse(name, f"it has {len(source)} characters, more than {_MAX_SOURCE}")
+    return Grammar(name, source=source)
 
 
 def json_rule(schema: Mapping[str, Any] | bool, param: str, *, is_lenient: bool = False) -> str:
@@ -92,18 +97,6 @@ def _decoded(schema: Any) -> Any:
     if isinstance(found, dict | bool):
         return found
     raise RequestError(400, f"`json` must be a schema, got {schema[:100]!r}", param="structured_outputs")
-
-
-def _lark(grammar: str) -> str:
-    """Convert a grammar of llama.cpp (GBNF) to Lark; return others unchanged."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if len(grammar) > _MAX_GBNF:
-        refuse("structured_outputs", f"it has {len(grammar)} characters, more than {_MAX_GBNF}")
-    try:
-        return str(any_to_lark(grammar))
-    except Exception as error:
-        raise RequestError(400, f"`grammar` cannot be read: {error}", param="structured_outputs") from error
 
 
 def refuse(param: str, problem: str) -> NoReturn:

@@ -1,16 +1,19 @@
 """Compiles a grammar in a process of its own, which may run out of time, memory or stack without harm to the endpoint.
 
-Run as a script, with the grammar on standard input. It prints the grammar's error, or nothing. A tokenizer of bytes
-replaces the model's, because compiling depends little on the vocabulary.
+Run as a script, with the arguments of `_check` as JSON on standard input. The last line that it prints has the result,
+as JSON. A tokenizer of bytes replaces the model's, because compiling depends little on the vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import threading
 from typing import Any, Final
 
+MAX_CHARACTERS: Final = 256 << 10
+TOO_COMPLEX: Final = "it is too complex to compile it with bounded time and memory"
 _CPU_S: Final = 2
 _MEMORY_BYTES: Final = 1 << 30
 # Recursive grammars overflow this stack long before they overflow that of a thread of the endpoint, 8 MiB.
@@ -32,13 +35,36 @@ def new_limits() -> Any:
     )
 
 
-def _check(grammar: str) -> None:
-    import llguidance
+def _check(grammar: str, is_source: bool) -> tuple[str, str]:
+    """Compile a grammar; return it in Lark, and its error or an empty text.
 
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0, limits=new_limits())
+    Args:
+        grammar: The grammar.
+        is_source: It may be GBNF, which llguidance converts in Python, in time that is quadratic in its length.
+    """
+    import llguidance
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        found = str(any_to_lark(grammar)) if is_source else grammar
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the converter has no error of its own for wrong grammars
+        return "", f"it cannot be read: {error}"
+    if len(found) > MAX_CHARACTERS:
+        return "", f"it has {len(found)} characters, more than {MAX_CHARACTERS}"
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), found, log_level=0, limits=new_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    sys.stdout.write(matcher.get_error())
+    return found, matcher.get_error()
+
+
+def _print_result(arguments: tuple[str, bool]) -> None:
+    try:
+        result = _check(*arguments)
+    except MemoryError:
+        result = "", TOO_COMPLEX
+    sys.stdout.write(json.dumps(result))
 
 
 if __name__ == "__main__":
@@ -46,6 +72,6 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK_BYTES)
-    checking = threading.Thread(target=_check, args=(sys.stdin.read(),))
+    checking = threading.Thread(target=_print_result, args=(json.load(sys.stdin),))
     checking.start()
-    checking.join()
+    checking.join()  # if the thread fails, its traceback is on standard error, and no result is printed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +20,6 @@ from lightning_swarm.serving import grammar_check
 from lightning_swarm.serving.grammar import Grammar, refuse
 from lightning_swarm.serving.http_fields import RequestError
 
-_MAX_CHARACTERS: Final = 256 << 10
 _CHECK_S: Final = 15.0  # the check's own limit is of processor time
 
 
@@ -43,9 +44,13 @@ class GrammarCompiler:
         """Check and compile a grammar, which may take seconds. Raises RequestError if it is wrong or too complex."""
         from llguidance import LLMatcher
 
-        if len(grammar.whole) > _MAX_CHARACTERS:
-            refuse(grammar.param, f"it has {len(grammar.whole)} characters, more than {_MAX_CHARACTERS}")
-        if problem := _problem(grammar.whole):
+        given = grammar.source or grammar.whole
+        if len(given) > grammar_check.MAX_CHARACTERS:
+            refuse(grammar.param, f"it has {len(given)} characters, more than {grammar_check.MAX_CHARACTERS}")
+        found, problem = _checked(given, is_source=bool(grammar.source))
+        if grammar.source:
+            grammar = replace(grammar, text=found, source="")
+        if problem:
             refuse(grammar.param, _without_excerpt(problem, grammar))
         matcher = LLMatcher(self._tokenizer, grammar.whole, log_level=0, limits=grammar_check.new_limits())
         if matcher.is_error():
@@ -62,20 +67,28 @@ def _without_excerpt(problem: str, grammar: Grammar) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _problem(grammar: str) -> str:
-    """Compile a grammar in a process of its own; return the error, or an empty text."""
+def _checked(grammar: str, *, is_source: bool) -> tuple[str, str]:
+    """Compile a grammar in a process of its own; return the grammar in Lark, and its error or an empty text."""
     try:
-        found = subprocess.run(
+        ended = subprocess.run(
             [sys.executable, "-P", str(Path(grammar_check.__file__))],
-            input=re.sub(r"<\[\d+\]>", '"<>"', grammar),  # the check's tokenizer has no special tokens
+            # the check's tokenizer has no special tokens
+            input=json.dumps([re.sub(r"<\[\d+\]>", '"<>"', grammar), is_source]),
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
             timeout=_CHECK_S,
         )
     except subprocess.TimeoutExpired as error:
         raise RequestError(429, "this endpoint is too busy to compile a grammar. Try again later") from error
-    return found.stdout if found.returncode == 0 else "it is too complex to compile it with bounded time and memory"
+    if ended.returncode < 0:  # by a signal: the limit of time, memory or stack
+        return "", grammar_check.TOO_COMPLEX
+    if ended.returncode > 0 or not ended.stdout:
+        reason = " ".join(ended.stderr.splitlines()[-1:]) or "the check ended without a result"
+        raise RequestError(500, f"grammars cannot be compiled here: {reason[-300:]}")
+    found, problem = json.loads(ended.stdout.splitlines()[-1])
+    return found, problem
 
 
 class CompiledGrammar:

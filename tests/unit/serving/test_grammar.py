@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_swarm.serving import grammar_check
 from lightning_swarm.serving.grammar import Grammar, grammar_of
 from lightning_swarm.serving.grammar_masks import GrammarCompiler
 from lightning_swarm.serving.http_fields import Completion, RequestError, read
@@ -123,7 +125,9 @@ def nested(depth: int) -> Any:
         (json_schema({"enum": ["x" * 300_000]}), "characters, more than 262144"),
         (outputs(regex="(?=a)a"), "look-around"),
         (outputs(grammar="start: foo"), 'unknown name: "foo", in start: foo'),
-        (outputs(grammar="root ::= (((" + "(" * 5000), "cannot be read|cannot be followed"),
+        (outputs(grammar="root ::= (((" + "(" * 5000), "it cannot be read"),
+        (outputs(grammar="root ::= " + "\n" * 65_000), "too complex to compile"),
+        (outputs(grammar="root ::= " + "a" * 65_536), "characters, more than 65536"),
         (outputs(json="{"), "`json` is no JSON"),
     ],
 )
@@ -134,6 +138,32 @@ def test_a_grammar_that_cannot_be_followed_is_refused(fields: dict[str, Any], wo
     with pytest.raises(RequestError, match=words) as found:
         COMPILER.compile(asked_grammar(**fields))
     assert (found.value.status, found.value.param) == (400, next(iter(fields)))
+
+
+def test_a_grammar_of_a_request_is_not_converted_in_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converting GBNF holds the interpreter's lock for seconds, so even a thread would delay all other requests."""
+    monkeypatch.setattr("llguidance.gbnf_to_lark.any_to_lark", None)
+    assert admits(asked_grammar(**outputs(grammar='root ::= "a" [b-d]')), "ac")
+
+
+@pytest.mark.parametrize("script", ["raise SystemExit('no llguidance')", ""])
+def test_a_check_that_fails_is_no_verdict(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = asked_grammar(**outputs(choice=["for a check that fails", script]))
+    (tmp_path / "check.py").write_text(script)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_check, "__file__", str(tmp_path / "check.py"))
+        with pytest.raises(RequestError, match="cannot be compiled here") as found:
+            COMPILER.compile(grammar)
+    assert found.value.status == 500
+    COMPILER.compile(grammar)
+
+
+def test_an_error_in_the_checks_thread_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = Path(grammar_check.__file__).read_text().replace("matcher.compute_bitmask()", "raise OSError('broken')")
+    (tmp_path / "check.py").write_text(script)
+    monkeypatch.setattr(grammar_check, "__file__", str(tmp_path / "check.py"))
+    with pytest.raises(RequestError, match="cannot be compiled here: .*broken"):
+        COMPILER.compile(asked_grammar(**outputs(choice=["for a thread that fails"])))
 
 
 def test_a_step_without_a_token_is_an_error() -> None:
