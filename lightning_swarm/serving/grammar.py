@@ -23,12 +23,15 @@ class Grammar:
         param: The request's field that asks for it.
         rule: The right-hand side of the rule for the text. Empty: `text` is the whole grammar.
         text: The whole grammar. Empty: one rule.
+        checked: `text` as the check of its complexity gets it, whose tokenizer lacks the model's special tokens.
+            Empty: the same.
         source: A whole grammar in Lark or in GBNF of llama.cpp, which becomes `text` when it is compiled.
     """
 
     param: str
     rule: str = ""
     text: str = ""
+    checked: str = ""
     source: str = ""
 
     @property

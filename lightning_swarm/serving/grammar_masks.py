@@ -44,7 +44,7 @@ class GrammarCompiler:
         """Check and compile a grammar, which may take seconds. Raises RequestError if it is wrong or too complex."""
         from llguidance import LLMatcher
 
-        given = grammar.source or grammar.whole
+        given = grammar.source or grammar.checked or grammar.whole
         if len(given) > grammar_check.MAX_CHARACTERS:
             refuse(grammar.param, f"it has {len(given)} characters, more than {grammar_check.MAX_CHARACTERS}")
         found, problem = _checked(given, is_source=bool(grammar.source))
@@ -60,6 +60,8 @@ class GrammarCompiler:
 
 def _without_excerpt(problem: str, grammar: Grammar) -> str:
     """Shorten an error: instead of an excerpt, show the beginning of the wrong line if there are several."""
+    if re.search(r"unknown special token|Token range", problem):
+        return "it names special tokens, which no text of a request's grammar has"
     place = re.match(r"at (\d+)\(\d+\): (.*?)(?:\n +\d+ \| |$)", problem, re.DOTALL)
     if place is None:
         return problem
@@ -72,8 +74,7 @@ def _checked(grammar: str, *, is_source: bool) -> tuple[str, str]:
     try:
         ended = subprocess.run(
             [sys.executable, "-P", str(Path(grammar_check.__file__))],
-            # the check's tokenizer has no special tokens
-            input=json.dumps([re.sub(r"<\[\d+\]>", '"<>"', grammar), is_source]),
+            input=json.dumps([grammar, is_source]),
             capture_output=True,
             encoding="utf-8",
             errors="replace",

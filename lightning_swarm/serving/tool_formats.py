@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -107,39 +107,57 @@ def grammar_with_calls(form: CallFormat, asked: Chat, special: Mapping[str, int]
         special: The tokenizer's special tokens that occur in calls.
         answer: The grammar of a text without calls. None: any text.
     """
+    names = [tool.function.name for tool in asked.callable_tools]
+    arguments = [_arguments(tool) for tool in asked.callable_tools]
+    of_answer = None if answer is None or asked.must_call else _rule_beside_calls(form, answer)
 
-    def literal(text: str) -> str:
-        """Return the rule of a text; special tokens in it have rules of their own."""
-        parts = re.split("|".join(f"({re.escape(one)})" for one in special) or r"(?!)", text)
-        return " ".join(f"<[{special[one]}]>" if one in special else quoted(one) for one in parts if one) or '""'
+    def text(token: Callable[[str], str]) -> str:
+        """Return the grammar, with a rule for each special token."""
 
-    def begin_of(tool: Tool) -> str:
-        return literal(form.head + tool.function.name + form.middle)
+        def literal(text: str) -> str:
+            parts = re.split("|".join(f"({re.escape(one)})" for one in special) or r"(?!)", text)
+            return " ".join(token(one) if one in special else quoted(one) for one in parts if one) or '""'
 
-    tools = asked.callable_tools
-    more = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if form.separator and asked.may_call_many else ""
-    prefix = f"<[{special[form.prefix]}]>?" if form.prefix in special else ""
-    blank = '" "?' if form.opening else ""  # as some of the family's tokenizers have it
-    lines = [
-        f"calls: {prefix} {blank} {literal(form.opening)} call {more} {literal(form.closing)}",
-        f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
-        *(
-            f"call_{index}: {begin_of(tool)} {_arguments(tool)} {literal(form.tail)}"
-            for index, tool in enumerate(tools)
-        ),
-    ]
+        is_many = form.separator and asked.may_call_many
+        more = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if is_many else ""
+        prefix = f"{token(form.prefix)}?" if form.prefix in special else ""
+        blank = '" "?' if form.opening else ""  # as some of the family's tokenizers have it
+        calls = [
+            f"call_{index}: {literal(form.head + name + form.middle)} {rule} {literal(form.tail)}"
+            for index, (name, rule) in enumerate(zip(names, arguments, strict=True))
+        ]
+        lines = [
+            "%llguidance {}",
+            *_start(form, asked, literal(form.marker), of_answer, is_token=form.marker in special),
+            f"calls: {prefix} {blank} {literal(form.opening)} call {more} {literal(form.closing)}",
+            f"call: {' | '.join(f'call_{index}' for index in range(len(names)))}",
+            *calls,
+        ]
+        return "\n".join(lines)
+
+    return Grammar("tools", text=text(lambda name: f"<[{special[name]}]>"), checked=text(lambda _: '"<>"'))
+
+
+def _start(form: CallFormat, asked: Chat, marker: str, answer: str | None, *, is_token: bool) -> list[str]:
+    """Return the rules of a text's beginning up to its calls.
+
+    Args:
+        form: The calls' format.
+        asked: The request.
+        marker: The marker's rule.
+        answer: The rule of a text without calls. None: any text.
+        is_token: The marker is a special token.
+    """
     if asked.must_call:
-        start = [f"start: {literal(form.marker)} calls"]
-    elif answer is not None:
-        start = [f"start: {literal(form.marker)} calls | answer", f"answer: {_rule_beside_calls(form, answer)}"]
-    elif not form.marker:
-        start = ["start: calls | ANSWER", r"ANSWER: /[ \n]*([^{ \n](.|\n)*)?/"]
-    elif form.marker in special:
-        start = [f"start: TEXT ({literal(form.marker)} calls)?", r"TEXT: /(.|\n)*/"]
-    else:  # a lazy rule, which ends with the first marker
-        begin = [f"begin[lazy]: TEXT {literal(form.marker)}", "answer: TEXT", r"TEXT: /(.|\n)*/"]
-        start = ["start: begin calls | answer", *begin]
-    return Grammar("tools", text="\n".join(["%llguidance {}", *start, *lines]))
+        return [f"start: {marker} calls"]
+    if answer is not None:
+        return [f"start: {marker} calls | answer", f"answer: {answer}"]
+    if not form.marker:
+        return ["start: calls | ANSWER", r"ANSWER: /[ \n]*([^{ \n](.|\n)*)?/"]
+    if is_token:
+        return [f"start: TEXT ({marker} calls)?", r"TEXT: /(.|\n)*/"]
+    # a lazy rule, which ends with the first marker
+    return ["start: begin calls | answer", f"begin[lazy]: TEXT {marker}", "answer: TEXT", r"TEXT: /(.|\n)*/"]
 
 
 def _arguments(tool: Tool) -> str:

@@ -74,6 +74,9 @@ DAYS = {
         (outputs(choice=["links", 'q"\né']), 'q"\né', "link"),
         (outputs(grammar='root ::= "a" ("b" | "c"){2}'), "abc", "ab"),
         (outputs(grammar='start: "a" B+\nB: /[0-9]/'), "a12", "a"),
+        (outputs(choice=["<[5]>"]), "<[5]>", "<>"),
+        (json_schema({"enum": ["<[5]>"]}), '"<[5]>"', '"<>"'),
+        (outputs(regex="<[12]>"), "<2>", "<>"),
     ],
 )
 def test_texts_of_a_grammar(fields: dict[str, Any], good: str, bad: str) -> None:
@@ -124,6 +127,8 @@ def nested(depth: int) -> Any:
         (json_schema({"type": "integer", "multipleOf": 99999989}), "too complex|fuel"),
         (json_schema({"enum": ["x" * 300_000]}), "characters, more than 262144"),
         (outputs(regex="(?=a)a"), "look-around"),
+        (outputs(grammar="start: <|im_end|>"), "it names special tokens"),
+        (outputs(grammar="start: <[9000]>"), "it names special tokens"),
         (outputs(grammar="start: foo"), 'unknown name: "foo", in start: foo'),
         (outputs(grammar="root ::= (((" + "(" * 5000), "it cannot be read"),
         (outputs(grammar="root ::= " + "\n" * 65_000), "too complex to compile"),
@@ -162,7 +167,7 @@ def test_an_error_in_the_checks_thread_is_reported(monkeypatch: pytest.MonkeyPat
     script = Path(grammar_check.__file__).read_text().replace("matcher.compute_bitmask()", "raise OSError('broken')")
     (tmp_path / "check.py").write_text(script)
     monkeypatch.setattr(grammar_check, "__file__", str(tmp_path / "check.py"))
-    with pytest.raises(RequestError, match="cannot be compiled here: .*broken"):
+    with pytest.raises(RequestError, match=r"cannot be compiled here: .*broken"):
         COMPILER.compile(asked_grammar(**outputs(choice=["for a thread that fails"])))
 
 
