@@ -58,10 +58,16 @@ def _begin(index: int, name: str, arguments: str = "") -> CallPiece:
 
 
 class FormatReader:
-    """Reads calls of a known format. The text's grammar ensures that each call follows the format to its end."""
+    """Reads calls of a known format. The text's grammar ensures that each call follows the format to its end.
 
-    def __init__(self, form: CallFormat) -> None:
-        self._form = form
+    Args:
+        form: The format.
+        names: The functions that the text may call. The name of any other is part of the text.
+        only_first: Calls follow no text: they begin the text, or there are none.
+    """
+
+    def __init__(self, form: CallFormat, names: Collection[str], *, only_first: bool = False) -> None:
+        self._form, self._names, self._only_first = form, names, only_first
         self._first = re.compile(rf"\s*{re.escape(form.opening + form.head)}{_NAME}{re.escape(form.middle)}")
         self._next = re.compile(re.escape(form.tail + form.separator + form.head) + _NAME + re.escape(form.middle))
         self._held = ""  # text whose part is not certain yet
@@ -89,15 +95,23 @@ class FormatReader:
     def rest(self) -> TextPiece:
         """Return the remaining text, unless it belongs to a call."""
         held, self._held = self._held, ""
-        return TextPiece() if self._index >= 0 else TextPiece(self._seen + held)
+        if self._index < 0:
+            return TextPiece(self._seen + held)
+        if self._read != self._read_begin or _agree(held, self._form.tail + self._form.separator + self._form.head):
+            return TextPiece()
+        after = held.removeprefix(self._form.tail + self._form.closing)
+        return TextPiece(after if after.strip() else "")
 
     def _read_text(self) -> str | None:
         """Pass text on up to the first call. None: more text is needed."""
         marker = self._form.marker
         if not marker:
-            if not (begin := self._held.lstrip()):
+            if not (begin := self._held.lstrip(" \n")):  # the blanks that the grammar admits before text
                 return None
             self._read = self._read_begin if begin[0] == "{" else self._read_rest
+            return ""
+        if self._only_first and not _agree(self._held.lstrip(), marker):
+            self._read = self._read_rest
             return ""
         place = self._held.find(marker)
         if place >= 0:
@@ -112,12 +126,15 @@ class FormatReader:
         passed, self._held = self._held, ""
         return passed or None
 
-    def _read_begin(self) -> CallPiece | None:
+    def _read_begin(self) -> str | CallPiece | None:
         """Read a call up to its arguments."""
         begin = (self._next if self._index >= 0 else self._first).match(self._held)
         if begin is None:
             return None
-        self._held = self._held[begin.end() :]
+        if begin[1] not in self._names:
+            self._held, self._seen, self._read = self._seen + self._held, "", self._read_rest
+            return ""
+        self._held, self._seen = self._held[begin.end() :], ""
         self._index, self._read, self._json = self._index + 1, self._read_arguments, _JsonEnd()
         return _begin(self._index, begin[1])
 
@@ -128,6 +145,11 @@ class FormatReader:
         if self._json.is_complete:
             self._read = self._read_begin
         return CallPiece(self._index, passed) if passed else None
+
+
+def _agree(one: str, other: str) -> bool:
+    """Return whether one of two texts begins with the other."""
+    return one.startswith(other) or other.startswith(one)
 
 
 class _JsonEnd:
@@ -239,7 +261,9 @@ def tool_use(served: ServedText, asked: Chat, prompt: str, answer: Grammar | Non
     if form is not None:
         special = form.special_tokens(tokenizer)
         kept = {number for text, number in special.items() if text != form.prefix}
-        return ToolUse(partial(FormatReader, form), grammar_with_calls(form, asked, special, answer), kept)
+        names = {tool.function.name for tool in asked.callable_tools}
+        new_reader = partial(FormatReader, form, names, only_first=answer is not None)
+        return ToolUse(new_reader, grammar_with_calls(form, asked, special, answer), kept)
     if getattr(tokenizer, "response_template", None) is None or not hasattr(tokenizer, "get_response_parser"):
         raise RequestError(
             400,
@@ -254,8 +278,8 @@ def tool_use(served: ServedText, asked: Chat, prompt: str, answer: Grammar | Non
             '"none", and calls exclude `response_format` and `structured_outputs`',
             param="tool_choice",
         )
-    new_reader = partial(TemplateReader, tokenizer, prompt, tools)
-    return ToolUse(new_reader, None, served.special_tokens - {*end_tokens(served.model.generation_config)})
+    by_template = partial(TemplateReader, tokenizer, prompt, tools)
+    return ToolUse(by_template, None, served.special_tokens - {*end_tokens(served.model.generation_config)})
 
 
 def tools_of(asked: Chat) -> list[dict[str, Any]] | None:

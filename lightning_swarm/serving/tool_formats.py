@@ -155,7 +155,9 @@ def _start(form: CallFormat, asked: Chat, marker: str, answer: str | None, *, is
     if not form.marker:
         return ["start: calls | ANSWER", r"ANSWER: /[ \n]*([^{ \n](.|\n)*)?/"]
     if is_token:
-        return [f"start: TEXT ({marker} calls)?", r"TEXT: /(.|\n)*/"]
+        # A marker that is spelled in ordinary tokens would be read as the special token.
+        spelled = rf"/(.|\n)*{re.escape(form.marker)}(.|\n)*/"
+        return [f"start: TEXT ({marker} calls)?", rf"TEXT: /(.|\n)*/ & ~{spelled}"]
     # a lazy rule, which ends with the first marker
     return ["start: begin calls | answer", f"begin[lazy]: TEXT {marker}", "answer: TEXT", r"TEXT: /(.|\n)*/"]
 

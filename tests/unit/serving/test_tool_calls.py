@@ -61,6 +61,10 @@ def asked(**fields: Any) -> Chat:
     return read(json.dumps({**least, **fields}).encode(), Chat)
 
 
+def reader_of(name: str, **options: Any) -> FormatReader:
+    return FormatReader(FORMATS[name], {"weather", "now"}, **options)
+
+
 def read_text(reader: Any, text: str, reason: str = "stop", seed: int = 0) -> Any:
     """Return a text's content, calls and finish reason; the text comes in pieces of random lengths."""
     rng = random.Random(seed)
@@ -96,7 +100,7 @@ def read_text(reader: Any, text: str, reason: str = "stop", seed: int = 0) -> An
 def test_calls_are_read_in_any_pieces(name: str, seed: int) -> None:
     text, calls = TEXTS[name]
     content = text[: text.find(FORMATS[name].marker)]
-    assert read_text(FormatReader(FORMATS[name]), text, seed=seed) == (content, calls, "tool_calls", "")
+    assert read_text(reader_of(name), text, seed=seed) == (content, calls, "tool_calls", "")
 
 
 @pytest.mark.parametrize(
@@ -109,17 +113,56 @@ def test_calls_are_read_in_any_pieces(name: str, seed: int) -> None:
     ],
 )
 def test_a_text_without_calls_is_unchanged(name: str, text: str) -> None:
-    content, calls, reason, _ = read_text(FormatReader(FORMATS[name]), text)
+    content, calls, reason, _ = read_text(reader_of(name), text)
     assert (content.strip(), calls, reason) == (text.strip(), [], "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("mistral_args", '{"a": "[TOOL_CALLS]now[ARGS]{}"}', {"only_first": True}),
+        ("mistral_args", 'say [TOOL_CALLS]rm[ARGS]{"x":1} done', {}),
+        ("hermes", HERMES_NOW.replace("now", "rm"), {}),
+        ("llama3_json", '\t{"name": "now", "parameters": {"a":1}} and so on', {}),
+        ("llama3_json", '{"name": "rm", "parameters": {}}', {}),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_text_about_calls_has_none(name: str, text: str, options: dict[str, Any], seed: int) -> None:
+    assert read_text(reader_of(name, **options), text, seed=seed) == (text, [], "stop", "")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_text_beside_a_call(seed: int) -> None:
+    first = reader_of("mistral_args", only_first=True)
+    assert read_text(first, " [TOOL_CALLS]now[ARGS]{}", seed=seed) == (" ", [("now", "{}")], "tool_calls", "")
+    text = f"{HERMES_NOW}\n\n"
+    assert read_text(reader_of("hermes"), text, seed=seed) == ("", [("now", "{}")], "tool_calls", "")
+    for left in (" and so on", "}"):
+        found = read_text(reader_of("hermes"), HERMES_NOW + left, seed=seed)
+        assert found == (left, [("now", "{}")], "tool_calls", "")
+    cut = read_text(reader_of("hermes"), HERMES_NOW[:-5], "length", seed=seed)
+    assert cut == ("", [("now", "{}")], "length", "")
+
+
+def test_a_marker_in_ordinary_tokens_is_no_part_of_a_text() -> None:
+    """Readers see only the characters, so that they would take it for the special token."""
+    tokenizer = bytes_tokenizer(*SPECIAL)
+    spelled = torch.tensor([tokenizer("say [TOOL_CALLS]", split_special_tokens=True).input_ids])
+    mask = COMPILER.compile(grammar("mistral_args")).new_text(0)
+    assert spelled.max() < tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    with pytest.raises(RequestError):
+        mask(spelled, torch.zeros(1, len(tokenizer)))
+    assert admits(grammar("mistral_args"), "say [TOOL_CALL] ]")
 
 
 def test_a_call_that_is_cut() -> None:
     text, _ = TEXTS["hermes"]
     begin = text.index('{"city"')
-    content, calls, reason, _ = read_text(FormatReader(FORMATS["hermes"]), text[: begin + 5], "length")
+    content, calls, reason, _ = read_text(reader_of("hermes"), text[: begin + 5], "length")
     assert (content, calls, reason) == ("I look.\n", [("weather", '{"cit')], "length")
     before_name = text[: text.index("weather")]
-    assert read_text(FormatReader(FORMATS["hermes"]), before_name, "length") == (before_name, [], "length", "")
+    assert read_text(reader_of("hermes"), before_name, "length") == (before_name, [], "length", "")
 
 
 # Excerpts of the chat templates of models.
