@@ -183,38 +183,55 @@ class TemplateReader:
     def __init__(self, tokenizer: Any, prompt: str, tools: Any) -> None:
         self._parser = tokenizer.get_response_parser(prefix=prompt, tools=tools)
         self._num_calls = 0
-        self._open = ""  # text of a call that has begun
+        self._is_open = False  # a call has begun
+        self._raw = ""  # text since the last certain part, with the call's delimiters
         self._is_broken = False  # a call does not follow the template: the text goes on unread
 
     @property
     def has_calls(self) -> bool:
         """Return whether the text has calls, all of which are complete."""
-        return self._num_calls > 0 and not self._open and not self._is_broken
+        return self._num_calls > 0 and not self._is_open and not self._is_broken
 
     def take(self, text: str) -> TextPiece:
         """Read more of the text, and return the parts that are certain."""
-        return self._read(lambda: self._parser.feed(text), text)
+        found = TextPiece()
+        for place, sign in enumerate(
+            text
+        ):  # each alone, because a failure loses the events of all that is read at once
+            if self._is_broken:
+                found.text += text[place:]
+                break
+            self._raw += sign
+            self._read(partial(self._parser.feed, sign), found)
+        return found
 
     def rest(self) -> TextPiece:
         """Return the remaining parts after the text's end."""
-        return self._read(lambda: self._parser.finalize()[1], "")
+        found = TextPiece()
+        if not self._is_broken:
+            self._read(lambda: self._parser.finalize()[1], found)
+        return found
 
-    def _read(self, parse: Callable[[], Any], text: str) -> TextPiece:
-        if self._is_broken:
-            return TextPiece(text)
+    def _read(self, parse: Callable[[], Any], found: TextPiece) -> None:
+        """Append the parts that a step of the parser makes certain. If a call is wrong, its text is one of them."""
         try:
-            return self._piece(parse())
+            new = self._piece(parse())
         except (KeyError, TypeError, ValueError):  # a call that ended early, or that is no JSON
             self._is_broken = True
-            return TextPiece(self._open + text)
+            new = TextPiece(self._raw)
+        found.text, found.reasoning = found.text + new.text, found.reasoning + new.reasoning
+        found.calls = [*found.calls, *new.calls]
+        if not self._is_open:
+            num_held = len(self._parser._buffer) - self._parser._pos  # it may begin a delimiter
+            self._raw = self._raw[max(0, len(self._raw) - num_held) :]
 
     def _piece(self, events: Any) -> TextPiece:
         found, calls = TextPiece(), list[CallPiece]()
         for event in events:
             kind, field = event["type"], event["field"]
             if field == "tool_calls":
-                self._open = "" if kind == "region_close" else self._open + event.get("text", "")
-                calls += self._calls(event["value"]) if kind == "region_close" else []
+                self._is_open = kind != "region_close"
+                calls += [] if self._is_open else self._calls(event["value"])
             elif kind == "region_chunk" and field == "content":
                 found.text += event["text"]
             elif kind == "region_chunk":

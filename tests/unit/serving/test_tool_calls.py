@@ -290,7 +290,39 @@ def test_a_tokenizers_response_template(seed: int) -> None:
     wanted = ("So", [("weather", '{"city": 1}'), ("now", "{}")], "tool_calls", "Hm")
     assert read_text(TemplateReader(tokenizer, "<|turn>model\n", tools), CALLS, seed=seed) == wanted
     cut = read_text(TemplateReader(tokenizer, "<|turn>model\n", tools), CALLS[:40], "length", seed=seed)
-    assert (cut[0], cut[1:3]) == ("So{city:1", ([], "length")), calls
+    assert (cut[0], cut[1:3]) == ("So<call:weather>{city:1", ([], "length")), calls
+
+
+# A template whose calls are JSON, without checks of their fields.
+PLAIN_TEMPLATE: dict[str, Any] = {
+    "start_anchor": "<A>",
+    "fields": {
+        "content": {"content": "text"},
+        "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"},
+    },
+}
+GOOD_CALL = '<tool_call>{"function": {"name": "now", "arguments": {}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '<tool_call>{"foo": 1}</tool_call> bye',
+        '<tool_call>{"foo": 1</tool_call> bye',
+        '<tool_call>"just text"</tool_call>x<tool_call>',
+        '<tool_call>{"name": "f</tool',
+        "<tool_call>",
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_call_that_does_not_follow_the_template_is_text(wrong: str, seed: int) -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.response_template = PLAIN_TEMPLATE
+    for before, calls in (("", []), (f"hi {GOOD_CALL}so", [("now", "{}")])):
+        found = read_text(TemplateReader(tokenizer, "<A>", None), before + wrong, seed=seed)
+        assert found == (before.replace(GOOD_CALL, "") + wrong, calls, "stop", "")
+    whole = TemplateReader(tokenizer, "<A>", None)
+    assert whole.take(f"a <tool {GOOD_CALL}{wrong}").text + whole.rest().text == f"a <tool {wrong}"
 
 
 def served(template: str = "tools", **options: Any) -> ServedText:
