@@ -21,7 +21,7 @@ from lightning_swarm.serving.http_limits import RequestLimits, names_of
 from lightning_swarm.serving.http_prompts import Prompt, tokens_of_chat, tokens_of_prompt
 from lightning_swarm.serving.pieces import TextPiece
 from lightning_swarm.serving.texts import PromptScores, ServedText, TextWriter
-from lightning_swarm.serving.tool_calls import ToolUse, tool_use, with_calls
+from lightning_swarm.serving.tool_calls import CallReader, ToolUse, tool_use, with_calls
 
 if TYPE_CHECKING:
     from lightning_swarm.serving.grammar_masks import CompiledGrammar
@@ -190,28 +190,11 @@ class TextEndpoint:
         from lightning_swarm.serving.sampling import check_tokens
 
         check_tokens(asked, served.model.config.get_text_config().vocab_size)
-        held, places = ExitStack(), ExitStack()
-        with places:  # gives the places back if the request is refused for a later text
-            wanted = []
-            for one in given:
-                num_prompt = one.tokens["input_ids"].shape[1]
-                num_new = served.num_new(num_prompt, asked.num_tokens)
-                scores = None
-                if asked.echo and asked.num_logprobs is not None:
-                    served.check_scored(num_prompt)
-                    scores = PromptScores(served, one.tokens, asked.num_logprobs)
-                for choice in range(asked.n):
-                    place = ExitStack()
-                    place.enter_context(self._limits.text(num_new, _client_of(request)))
-                    places.push(place)
-                    make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text)
-                    make = partial(make, grammar=kind.grammar, kept_tokens=kind.use.kept_tokens if kind.use else ())
-                    wanted.append(partial(make, choice=choice, prompt_scores=scores, on_end=place.close))
-            places.pop_all()  # each text keeps its place until its thread ends, even if the request ends earlier
-        texts = [begin() for begin in wanted]
+        begun = self._begin(_client_of(request), asked, served, given, kind)
+        texts, pieces = [text for text, _ in begun], [piece for _, piece in begun]
+        held = ExitStack()
         for text in texts:
             held.callback(text.abort)
-        pieces = [kind.pieces(text) for text in texts]
         form = AnswerForm(served.name, kind.is_chat, has_scores=asked.num_logprobs is not None)
         if asked.stream:
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -227,6 +210,41 @@ class TextEndpoint:
             held.close()
         return _json(form.whole(choices, _usage(texts, asked.n)))
 
+    def _begin(
+        self, client: str, asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
+    ) -> list[tuple[TextWriter, AsyncIterator[TextPiece]]]:
+        """Begin all texts of a request, or none; return each with its pieces."""
+        wanted, texts = list[tuple[Callable[[], TextWriter], CallReader | None]](), list[TextWriter]()
+        places = list[ExitStack]()  # each text keeps its place until its thread ends, even if the request ends earlier
+        try:
+            for one in given:
+                num_prompt = one.tokens["input_ids"].shape[1]
+                num_new = served.num_new(num_prompt, asked.num_tokens)
+                scores = None
+                if asked.echo and asked.num_logprobs is not None:
+                    served.check_scored(num_prompt)
+                    scores = PromptScores(served, one.tokens, asked.num_logprobs)
+                for choice in range(asked.n):
+                    places.append(ExitStack())
+                    places[-1].enter_context(self._limits.text(num_new, client))
+                    make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text)
+                    make = partial(make, grammar=kind.grammar, kept_tokens=kind.use.kept_tokens if kind.use else ())
+                    begin = partial(make, choice=choice, prompt_scores=scores, on_end=places[-1].close)
+                    wanted.append((begin, kind.use.new_reader() if kind.use else None))
+            for new_text, _ in wanted:
+                texts.append(new_text())
+        except BaseException:
+            for text in texts:
+                text.abort()
+            for place in places[len(texts) :]:
+                place.close()
+            raise
+        readers = [reader for _, reader in wanted]
+        return [
+            (text, text.pieces() if reader is None else with_calls(text.pieces(), reader))
+            for text, reader in zip(texts, readers, strict=True)
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _TextKind:
@@ -235,10 +253,6 @@ class _TextKind:
     is_chat: bool = False
     grammar: CompiledGrammar | None = None
     use: ToolUse | None = None
-
-    def pieces(self, text: TextWriter) -> AsyncIterator[TextPiece]:
-        """Return a text's pieces, with its calls apart."""
-        return text.pieces() if self.use is None else with_calls(text.pieces(), self.use.new_reader())
 
 
 def _usage(texts: Sequence[TextWriter], num_choices: int) -> dict[str, int]:

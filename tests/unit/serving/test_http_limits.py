@@ -14,6 +14,7 @@ import pytest
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.serving import http_limits, http_server
+from lightning_swarm.serving.http_fields import Completion, read
 from lightning_swarm.serving.http_limits import MAX_BODY_BYTES, names_of
 from lightning_swarm.serving.http_server import Access, TextEndpoint
 from lightning_swarm.serving.pieces import TextPiece
@@ -332,3 +333,31 @@ def test_a_stream_whose_client_left_before_it_began_gives_its_place_back(served:
             assert Writer.made[-1].is_aborted
 
     run(attack())
+
+
+@pytest.mark.parametrize("fails", ["text", "reader"])
+def test_a_request_that_fails_gives_its_places_back(
+    fails: str, served: ServedText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third text of each request cannot begin, or the reader of its calls cannot be made."""
+
+    class Failing(Writer):
+        def __init__(self, *_: Any, choice: int, **options: Any) -> None:
+            if choice == 2:
+                raise RuntimeError("can't start new thread")
+            super().__init__(**options)
+
+    def new_reader() -> Any:
+        raise ValueError("wrong template")
+
+    if fails == "text":
+        monkeypatch.setattr(http_server, "TextWriter", Failing)
+    use: Any = SimpleNamespace(new_reader=new_reader, kept_tokens=()) if fails == "reader" else None
+    asked = read(json.dumps({"model": "m", "prompt": "a", "max_tokens": 4, "n": 3}).encode(), Completion)
+    prompts: Any = [SimpleNamespace(tokens={"input_ids": Ids()}, text="a")]
+    endpoint = TextEndpoint([served])
+    for _ in range(100):  # more than the limit
+        with pytest.raises((RuntimeError, ValueError), match=r"start new thread|wrong template"):
+            endpoint._begin("", asked, served, prompts, http_server._TextKind(use=use))
+    assert len(Writer.made) == (200 if fails == "text" else 0)
+    assert all(writer.is_aborted for writer in Writer.made)
