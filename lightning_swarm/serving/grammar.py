@@ -59,6 +59,8 @@ def grammar_of(asked: TextFields) -> Grammar | None:
     from llguidance import regex_to_lark
 
     if other.regex is not None:
+        if (len(other.regex) - len(other.regex.rstrip("\\"))) % 2:  # the conversion would leave it out
+            refuse(name, f"the regex {other.regex[-100:]!r} ends amid an escape")
         return Grammar(name, rule=f"/{regex_to_lark(other.regex, use_ascii='')}/")
     source = str(other.grammar)
     if len(source) > _MAX_SOURCE:

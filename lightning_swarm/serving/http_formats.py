@@ -42,7 +42,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Function(msgspec.Struct, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a schema; None: no arguments
     strict: bool | None = None  # not true: keywords of the schema that are not supported are ignored

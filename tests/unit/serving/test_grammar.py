@@ -127,6 +127,8 @@ def nested(depth: int) -> Any:
         (json_schema({"type": "integer", "multipleOf": 99999989}), "too complex|fuel"),
         (json_schema({"enum": ["x" * 300_000]}), "characters, more than 262144"),
         (outputs(regex="(?=a)a"), "look-around"),
+        (outputs(regex="abc\\"), "ends amid an escape"),
+        (outputs(regex="abc\\\\"), None),
         (outputs(grammar="start: <|im_end|>"), "it names special tokens"),
         (outputs(grammar="start: <[9000]>"), "it names special tokens"),
         (outputs(grammar="start: foo"), 'unknown name: "foo", in start: foo'),

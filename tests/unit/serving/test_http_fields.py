@@ -101,6 +101,7 @@ def test_the_page_names_each_field() -> None:
         (Chat, {"tools": [TOOL, TOOL]}, "got 'f' twice"),
         (Chat, {"tools": [{"type": "custom"}]}, "Invalid enum value 'custom'"),
         (Chat, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "matching regex"),
+        (Chat, {"tools": [{"type": "function", "function": {"name": "f\n"}}]}, "matching regex"),
         (Chat, {"tool_choice": "required"}, r"`tool_choice` asks for a function, and `tools` has \[\]"),
         (Chat, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "asks for 'g'"),
         (Chat, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
