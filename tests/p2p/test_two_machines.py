@@ -216,7 +216,7 @@ def test_a_model_is_served_and_tuned(machines: list[Machine]) -> None:
     for machine in machines:
         save(machine.folder / "my-llama")
     typed = [words for words in commands("docs/serving.md") if words[0] == "lightning-swarm"]
-    serve_first, serve_second, serve_third = (words for words in typed if words[1] == "serve")
+    serve_first, serve_second, serve_third = [words for words in typed if words[1] == "serve"][:3]
     generate = next(words for words in typed if words[1] == "generate")
     serving = first.type_in(serve_first)
     joining = shlex.split(wait_for(serving, "Others can join: ").partition(": ")[2])
