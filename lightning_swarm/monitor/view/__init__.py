@@ -255,8 +255,9 @@ class SwarmView(_ProgressBar):
         metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:
             self._metrics = metrics
-            if metrics:  # the first one is drawn; see `Scene.losses`
-                self._curve.add(next(iter(metrics.values())))
+            # The first metric of the progress bar, usually the loss. Lightning puts the version of a logger before it.
+            if drawn := [value for name, value in metrics.items() if name != "v_num"]:
+                self._curve.add(drawn[0])
         self._update_swarm()
 
     def _scene(self) -> Scene:

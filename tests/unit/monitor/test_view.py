@@ -8,10 +8,12 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch import Tensor
 from typing_extensions import override
@@ -419,6 +421,19 @@ def test_without_rich_the_lines_are_plain(
     fit(SwarmView())
     assert "step 12/12  train_loss" in capsys.readouterr().out
     assert caplog.text.count("pip install rich") == 1
+
+
+def test_the_curve_is_the_loss_and_not_the_version_of_a_logger(tmp_path: Path) -> None:
+    """Lightning's metrics of a progress bar begin with the version of its logger, often a number."""
+    view = SwarmView()
+    with quiet_warnings():
+        trainer = L.Trainer(
+            accelerator="cpu", max_steps=3, logger=CSVLogger(tmp_path), enable_checkpointing=False, callbacks=[view]
+        )
+        trainer.fit(Net(), loader(digits(), 20))
+    assert next(iter(view.get_metrics(trainer, trainer.lightning_module))) == "v_num"
+    assert view._curve.values
+    assert min(view._curve.values) > 1.0
 
 
 def test_it_shows_a_plain_trainer_too(capsys: pytest.CaptureFixture[str]) -> None:
