@@ -87,11 +87,11 @@ def commands(page: str, *, after: str = "") -> list[list[str]]:
 def edited(script: str, page: str) -> str:
     """Return the quickstart's script with the changes that a page asks for."""
     strategy = next(block.text for block in blocks(page) if block.kind == "python")
-    [call] = re.findall(r"^strategy = (SwarmStrategy\(.*\))$", strategy, re.MULTILINE)
+    [call] = re.findall(r"^strategy = (SwarmStrategy\(.*\))$", strategy, re.MULTILINE | re.DOTALL)
     assert script.count("SwarmStrategy(num_stages=2)") == 1
     [length] = re.findall(r"Set `(max_epochs=\d+)`", (ROOT / page).read_text())
-    assert script.count("max_epochs=1)") == 1
-    return script.replace("SwarmStrategy(num_stages=2)", call).replace("max_epochs=1)", f"{length})")
+    assert script.count("max_epochs=1,") == 1
+    return script.replace("SwarmStrategy(num_stages=2)", call).replace("max_epochs=1,", f"{length},")
 
 
 def wait_for(server: Server, text: str, *, times: int = 1) -> str:
