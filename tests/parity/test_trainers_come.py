@@ -203,7 +203,9 @@ def test_one_whose_loop_ends_leaves_and_the_others_go_on() -> None:
         return LATE in enrolment(seen)._going or [f"-{LATE}"] in trainers_of(seen)
 
     seen, _ = come(done=gone, callbacks=lambda rank: [Ends()] if rank == RANK else [])
-    assert_exact(seen, DigitsMLP, digits(), num_trainers=2)
+    # Its loop's only batch may be one that the lead has brought before.
+    has_brought = any(rank == RANK for rank, _ in seen.batches.values())
+    assert_exact(seen, DigitsMLP, digits(), num_trainers=1 + has_brought)
     assert [f"-{LATE}"] in trainers_of(seen)
 
 
