@@ -232,9 +232,9 @@ class Quantization:
         return {**tensors, "nested_offset": offset}
 
 
-def _threshold(given: object) -> float:
-    """Return a threshold of int8's large columns, checked."""
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= _MAX_THRESHOLD:
+def _threshold(given: float) -> float:
+    """Return a threshold of int8's large columns, which is a number; refuse one out of range."""
+    if isinstance(given, bool) or not 0 <= given <= _MAX_THRESHOLD:
         raise ConfigError(
             f"`llm_int8_threshold` must be a number of 0..{_MAX_THRESHOLD:g}, got {str(given)[:200]}. Correct "
             "config.json."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from lightning_swarm.core.errors import ConfigError
@@ -19,6 +19,7 @@ from lightning_swarm.protocol.settings import (
     RunSettings,
     check_choice,
     check_whole_or_none,
+    checked_fields,
 )
 from lightning_swarm.trust.invitation_text import check_is_file_name
 
@@ -115,13 +116,10 @@ def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: 
 
     Each deprecated argument has the name of the field that takes its place, and the value None if it was not used.
     """
-    names = [field.name for field in fields(record)]  # type: ignore[arg-type]
     if isinstance(given, record):
-        values = {name: getattr(given, name) for name in names}
+        values = dict(vars(given))
     else:
-        values = dict(given) if isinstance(given, Mapping) else {first: given}
-    if unknown := sorted(map(str, set(values) - set(names))):
-        raise ConfigError(f"`{argument}` has {', '.join(names)}, got {unknown}. Correct it.")
+        values = checked_fields(argument, record, given) if isinstance(given, Mapping) else {first: given}
     for name, value in deprecated.items():
         if value is None:
             continue

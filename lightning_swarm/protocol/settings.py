@@ -24,6 +24,14 @@ MAX_RANK: Final = 1024
 AUDIT_SHARE: Final = 1 / 16  # `audit_share` of an audited run, unless the user sets it
 
 
+def checked_fields(argument: str, record: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's fields as a user gave them by name for an argument; refuse unknown names."""
+    names = [field.name for field in fields(record)]
+    if unknown := sorted(map(str, set(given) - set(names))):
+        raise ConfigError(f"`{argument}` has {', '.join(names)}, got {unknown}. Correct it.")
+    return dict(given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compression:
     """The codecs of the tensors that peers send each other.
@@ -58,11 +66,7 @@ class Compression:
             return given
         if isinstance(given, str):
             return cls(activations=given, gradients=given, averaging=given)
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(set(given) - set(names))
-        if unknown:
-            raise ConfigError(f"`compression` has {', '.join(names)}, got {unknown}. Correct it.")
-        return cls(**given)
+        return cls(**checked_fields("compression", cls, given))
 
     def __post_init__(self) -> None:
         kinds = {"activations": CodecName, "gradients": CodecName, "averaging": AveragingName}

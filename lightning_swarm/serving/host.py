@@ -210,9 +210,8 @@ class ModelHost:
         cut = model.stages(self.models.card.ranges)
         for index in span:
             await self._load_stage(model, cut[index], index)
-            await asyncio.to_thread(
-                release_free_memory
-            )  # a quantised stage leaves the memory of its plain weights free
+            # A quantised stage leaves the memory of its plain weights free.
+            await asyncio.to_thread(release_free_memory)
         return _parts(model, {index: cut[index] for index in span}, self._folder)
 
     async def _load_stage(self, model: PretrainedModel, stage: StageModule, index: int) -> None:

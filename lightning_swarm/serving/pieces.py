@@ -53,6 +53,11 @@ class TextPiece:
     calls: Sequence[CallPiece] = ()  # pieces of calls, which are no part of `text`
     reasoning: str = ""  # the model's reasoning, if its reader separates it from `text`
 
+    def append(self, other: TextPiece) -> None:
+        """Append another piece's text, reasoning and calls."""
+        self.text, self.reasoning = self.text + other.text, self.reasoning + other.reasoning
+        self.calls = [*self.calls, *other.calls]
+
 
 class StopFinder:
     """Passes text on as it arrives, but holds back a possible beginning of a stop string."""

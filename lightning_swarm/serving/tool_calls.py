@@ -43,9 +43,7 @@ async def with_calls(pieces: AsyncIterator[TextPiece], reader: CallReader) -> As
         found = reader.take(piece.text)
         reason = piece.finish_reason
         if reason is not None:
-            rest = reader.rest()
-            found.text, found.reasoning = found.text + rest.text, found.reasoning + rest.reasoning
-            found.calls = [*found.calls, *rest.calls]
+            found.append(reader.rest())
             reason = "tool_calls" if reason == "stop" and reader.has_calls else reason
         if found.text or found.calls or found.reasoning or reason is not None:
             yield replace(found, finish_reason=reason, scores=scores)
@@ -195,9 +193,8 @@ class TemplateReader:
     def take(self, text: str) -> TextPiece:
         """Read more of the text, and return the parts that are certain."""
         found = TextPiece()
-        for place, sign in enumerate(
-            text
-        ):  # each alone, because a failure loses the events of all that is read at once
+        # Each sign alone, because a failure loses the events of all that is read at once.
+        for place, sign in enumerate(text):
             if self._is_broken:
                 found.text += text[place:]
                 break
@@ -219,8 +216,7 @@ class TemplateReader:
         except (KeyError, TypeError, ValueError):  # a call that ended early, or that is no JSON
             self._is_broken = True
             new = TextPiece(self._raw)
-        found.text, found.reasoning = found.text + new.text, found.reasoning + new.reasoning
-        found.calls = [*found.calls, *new.calls]
+        found.append(new)
         if not self._is_open:
             num_held = len(self._parser._buffer) - self._parser._pos  # it may begin a delimiter
             self._raw = self._raw[max(0, len(self._raw) - num_held) :]

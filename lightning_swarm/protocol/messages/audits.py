@@ -176,9 +176,8 @@ class AuditFinding(WireMessage, frozen=True):
     stage_index: Count
     receipts: Receipts  # the recomputed microbatches
     origins: Origins  # origins of their batches, as received; the weights scale the gradients in the sum
-    claims: (
-        Claims  # in the order of the receipts; by the auditor's own computation, or by results if numbers are compared
-    )
+    # In the order of the receipts; by the auditor's own computation, or by results if numbers are compared.
+    claims: Claims
     refused: Receipts  # microbatches whose kept tensors the audited server did not send
     unheard: Receipts  # microbatches about which the audited server did not answer
     sum_digest: SumDigest  # digest of the recomputed sum

@@ -54,9 +54,8 @@ class CardFile(WireMessage, frozen=True):
 class ModelCard(WireMessage, frozen=True):
     """A served model. Servers of equal cards serve the same model, to the bit."""
 
-    config: Annotated[
-        str, msgspec.Meta(max_length=_MAX_CONFIG)
-    ]  # Hugging Face's, in JSON; with the form of quantised weights
+    # Hugging Face's, in JSON; with the form of quantised weights.
+    config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]
     generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # Hugging Face's; empty: there is none
     transformers: ShortText  # version of transformers, which has the blocks' code
     blocks: ShortText  # the name of the list of blocks

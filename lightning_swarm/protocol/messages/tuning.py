@@ -47,9 +47,8 @@ class TuneForward(WireMessage, frozen=True):
     call: CallId
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << SEED_BITS)]  # seed of all random draws
     mode: ComputeMode
-    wants_grad: Annotated[
-        list[bool], msgspec.Meta(max_length=4096)
-    ]  # per tensor of the inputs, if the message has them
+    # Per tensor of the inputs, if the message has them.
+    wants_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]
     adapter: Digest | None
     drops: bool  # the adapter's dropout is on
     # Tree of (inputs, extras), whose tensors come with the message; with a `source`, of the extras alone.
@@ -65,9 +64,8 @@ class TuneBackward(WireMessage, frozen=True):
     model: ModelId
     stage: Count
     call: CallId
-    structure: (
-        Any  # tree of the list of the outputs' gradients, whose tensors come with the message; None: see `source`
-    )
+    # Tree of the list of the outputs' gradients, whose tensors come with the message. None: see `source`.
+    structure: Any
     source: PeerId | None = None  # server of the next stage, which holds the outputs' gradients
     patience_s: Seconds = 0.0
     returns: bool = True  # return the inputs' gradients; False: hold them for the server of the stage before
