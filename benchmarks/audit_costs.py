@@ -68,7 +68,7 @@ def standing_of(strategy: InMemoryStrategy) -> Standing:
     coordinator = server.admission.leadership.coordinator
     assert coordinator is not None
     memory: AuditMemory = getattr(
-        coordinator.generation.context.auditor, "memory", AuditMemory()
+        coordinator.generation.context.oversight, "memory", AuditMemory()
     )  # absent without audits
     return memory.standing
 

@@ -275,7 +275,7 @@ class _Watch(L.Callback):
         assert server is not None
         if (coordinator := server.admission.leadership.coordinator) is not None:
             # A run without audits has no memory.
-            self.memory = getattr(coordinator.generation.context.auditor, "memory", self.memory)
+            self.memory = getattr(coordinator.generation.context.oversight, "memory", self.memory)
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:

@@ -26,8 +26,8 @@ from lightning_swarm.coordinator.membership.moves import PlannedMoves
 from lightning_swarm.coordinator.membership.rosters import alone_in, choose_voters, next_rosters
 from lightning_swarm.coordinator.membership.servers import ServerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.auditing import CheckedMeans
 from lightning_swarm.coordinator.step.open_step import OpenStep, clip_factor
+from lightning_swarm.coordinator.step.oversight import CheckedMeans
 from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
 from lightning_swarm.coordinator.step.reference import differences
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
@@ -192,7 +192,7 @@ class StepCommit:
         fence: Callable[[OpenStep, Sequence[int]], None],  # makes servers abandon calls of struck batches
     ) -> None:
         self._context = context
-        self._run, self._auditor = context.run, context.auditor
+        self._run, self._oversight = context.run, context.oversight
         self._servers = servers
         self._server_membership = server_membership
         self._snapshots = SnapshotSchedule(context)
@@ -233,7 +233,7 @@ class StepCommit:
             newcomers = await self._server_membership.newcomers(closed.closing)
             record = await self._with_changes(record, change, newcomers, sums.step_servers.gone, sums.convicted)
         await self._context.proposer.decide(record)
-        self._auditor.note_committed(record)
+        self._oversight.note_committed(record)
         await self._servers.apply(record)
         if late:
             self._someone_gone = bool(sums.step_servers.gone)
@@ -328,7 +328,7 @@ class StepCommit:
             bans=self._new_bans() or UNSET,
             keepers=keepers,
             convicted=convictions(convicted),
-            goes_back=self._auditor.goes_back(self._run, record.step, convicted) or UNSET,
+            goes_back=self._oversight.goes_back(self._run, record.step, convicted) or UNSET,
         )
 
     def _vacancies(self, next_roster: Sequence[Sequence[Member]]) -> list[Vacancy]:
@@ -363,7 +363,7 @@ class StepCommit:
                 joining=lambda: not late and self._server_membership.is_awaited(),
                 fence=self._fence,
             )
-        self._sums.auditor.is_kept = self._snapshots.is_due(self._run.servers)
+        self._sums.oversight.is_kept = self._snapshots.is_due(self._run.servers)
         return self._sums
 
     async def _average(
@@ -377,7 +377,7 @@ class StepCommit:
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in answered.values()):
-            checked = await sums.auditor.check_means(closing, change.selection or self._run.selection, answered)
+            checked = await sums.oversight.check_means(closing, change.selection or self._run.selection, answered)
             return await self._follow(checked, sums, closed, listening)
         for task in listening:
             task.cancel()  # joiners miss nothing by a failed round

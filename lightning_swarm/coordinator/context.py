@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.membership.invitations import InvitationUses
-from lightning_swarm.coordinator.step.auditing import Auditor
 from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.oversight import RunOversight
 from lightning_swarm.core.errors import Busy, ConfigError, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner
@@ -166,7 +166,7 @@ class CoordinatorContext:
     limits: Limits
     events: EventLog
     step_aside: Callable[[], asyncio.Task[None]]  # hands the role over to another server
-    auditor: Auditor
+    oversight: RunOversight
     arithmetic: dict[PeerId, str] = field(default_factory=dict)  # server -> its kind of machine, see `FreezeReply`
     # Requests carry this number, not the one of `run`. A call under way during a rollback must not pass for a call of
     # the next generation.
@@ -187,13 +187,13 @@ class CoordinatorContext:
         self.leases = itertools.count(first_lease(self.proposer.term))
         self.invitations = InvitationUses(self.transport, self.run)
         self.members = {*self.run.servers, *self.run.trainers}
-        self.auditor.begin(self.run)
+        self.oversight.begin(self.run)
 
     def next_generation(self) -> CoordinatorContext:
         """Make the context of the generation that the run has entered."""
         # `begun` is kept: trainers do not wait for the lead to begin once more.
         state = StepState.of(self.run, begun=self.step_state.begun)
-        after = replace(self, step_state=state, auditor=self.auditor.following())
+        after = replace(self, step_state=state, oversight=self.oversight.following())
         # Lease numbers are not reused, because trainers keep logged values by lease in the state of their loop.
         after.leases, after.members, after.false_batches = self.leases, self.members, self.false_batches
         return after

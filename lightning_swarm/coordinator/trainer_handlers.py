@@ -53,7 +53,7 @@ class TrainerHandlers:
         self._events, self._limits, self._changes = context.events, context.limits, context.changes
         self._servers, self._lease_expiry, self._on_change = servers, lease_expiry, on_change
         self._check_honest, self._is_excluded = context.check_honest, context.is_excluded
-        self._allow_change = context.auditor.allow_change
+        self._allow_change = context.oversight.allow_change
         self._first_lease = first_lease(context.proposer.term)
         self._settling = asyncio.Lock()  # no place is granted while servers get the change with which the step begins
         self.lead = LeadLiveness(context)

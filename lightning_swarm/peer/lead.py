@@ -16,7 +16,7 @@ from lightning_swarm.client.model_state import ModelState, gather_snapshots
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.coordinator.membership.kinds import assign_by_kind, check_one_kind
 from lightning_swarm.coordinator.membership.rosters import choose_voters
-from lightning_swarm.coordinator.step.auditing import auditor_of
+from lightning_swarm.coordinator.step.oversight import oversight_of
 from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
@@ -172,7 +172,7 @@ def make_manifest(
         former_leads=list(spec.former_leads) or UNSET,
         keepers=keepers,
     )
-    auditor_of(config.settings).allow_run(manifest)
+    oversight_of(config.settings).allow_run(manifest)
     for index, stage in enumerate(manifest.stages):
         check_one_kind(manifest, index, {one.peer_id: kinds.get(one.peer_id, "") for one in stage.roster})
     return manifest

@@ -20,7 +20,7 @@ from lightning_swarm.coordinator.consensus import Proposer, Voter, serve, slot_o
 from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.record_check import check_record
-from lightning_swarm.coordinator.step.auditing import Auditor, auditor_of
+from lightning_swarm.coordinator.step.oversight import RunOversight, oversight_of
 from lightning_swarm.coordinator.takeover import gather_step_state
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
@@ -51,7 +51,7 @@ class Leadership:
         transport, limits = context.transport, context.limits
         self._transport = transport
         self._membership = context.membership
-        self._auditor = Auditor()  # has its knowledge from the last time that this peer coordinated
+        self._oversight = RunOversight()  # has its knowledge from the last time that this peer coordinated
         self._steps = steps
         self._me = context.me
         self._over = over  # set when the run is over here
@@ -445,8 +445,10 @@ class Leadership:
         def step_aside() -> asyncio.Task[None]:
             return self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate: %s"))
 
-        auditor = self._auditor = auditor_of(run.manifest.settings, self._auditor)
-        context = CoordinatorContext(self._role, run, proposer, state, self._limits, self._events, step_aside, auditor)
+        self._oversight = oversight_of(run.manifest.settings, self._oversight)
+        context = CoordinatorContext(
+            self._role, run, proposer, state, self._limits, self._events, step_aside, self._oversight
+        )
         coordinator = Coordinator(context, on_deposed=self._notify)
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True

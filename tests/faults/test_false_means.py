@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.coordinator.audit.mean_audit import MeanAudit
-from lightning_swarm.coordinator.step.auditing import CheckedMeans
+from lightning_swarm.coordinator.step.oversight import CheckedMeans
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.compression import from_message, to_message

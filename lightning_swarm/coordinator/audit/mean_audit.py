@@ -6,13 +6,12 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_swarm.coordinator.audit.policy import Unit
-from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.auditing import CheckedMeans
+from lightning_swarm.coordinator.step.oversight import CheckedMeans
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.mean_projections import (
@@ -36,16 +35,10 @@ from lightning_swarm.protocol.messages.step import Closing
 from lightning_swarm.protocol.messages.wire import draw_challenge
 from lightning_swarm.protocol.rpc import EXAMINE, PROJECT
 
+if TYPE_CHECKING:  # `StepAudits` has a `MeanAudit`
+    from lightning_swarm.coordinator.audit.step_audits import StepAudits
+
 _DRAWS: Final = secrets.SystemRandom()
-
-
-@dataclass(frozen=True)
-class _CheckedRound:
-    """A round whose means all servers hold."""
-
-    closing: Closing
-    seed: int  # seed of the projections
-    audits: StepAudits  # audits of the round's sums
 
 
 @dataclass(frozen=True)
@@ -60,10 +53,11 @@ class _StageAnswers:
 class MeanAudit:
     """Asks servers for projections of their sums and means, and has a stage examined if they disagree."""
 
-    def __init__(self, context: CoordinatorContext, servers: ServerCalls) -> None:
+    def __init__(self, context: CoordinatorContext, servers: ServerCalls, audits: StepAudits) -> None:
         self._run, self._events, self._servers = context.run, context.events, servers
+        self._audits = audits  # audits of the sums
 
-    async def check(self, closing: Closing, selection: Selection | None, audits: StepAudits) -> CheckedMeans:
+    async def check(self, closing: Closing, selection: Selection | None) -> CheckedMeans:
         """Check a round whose means all servers hold, and whose sums were audited."""
         found = CheckedMeans()
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
@@ -78,10 +72,9 @@ class MeanAudit:
         if found.failed:
             return found
         scales = self._scales(closing.total_weight * closing.gradient_scale, selection)
-        round_ = _CheckedRound(closing, request.seed, audits)
         for index, members in enumerate(rosters):
             ordered = {peer: answers[index][peer] for peer in members}
-            await self._check_stage(_StageAnswers(index, ordered, scales[index]), round_, found)
+            await self._check_stage(_StageAnswers(index, ordered, scales[index]), request, found)
         return found
 
     def _take(
@@ -110,47 +103,48 @@ class MeanAudit:
             scales.append(StageScale(length, sum_dtype(stage, trained), divisor))
         return scales
 
-    async def _check_stage(self, stage: _StageAnswers, round_: _CheckedRound, found: CheckedMeans) -> None:
+    async def _check_stage(self, stage: _StageAnswers, request: ProjectRequest, found: CheckedMeans) -> None:
         """Have a stage examined if its projections disagree or it is drawn; otherwise, the sums of doubtful members."""
         index, answers, manifest = stage.index, stage.answers, self._run.manifest
-        step = round_.closing.step
         # Trainers send no commitments, and are trusted with their stages.
         on_trainers = manifest.stages[index].on_trainers
         sound = on_trainers or is_sound([*answers.values()], stage.scale)
         # Projections add up elements, so a small false element may hide in the rounding of larger elements.
         is_drawn = not on_trainers and _DRAWS.random() < (manifest.settings.audit_share or 0.0)
         # Members whose sums are examined; None: the sums of all members, and their mean.
-        doubtful = self._doubtful(stage, round_.audits) if sound and not is_drawn else None
+        doubtful = self._doubtful(stage) if sound and not is_drawn else None
         norm, parts = agreed_norm([*answers.values()]), next(iter(answers.values())).parts
         if doubtful is None or doubtful:
-            examined = await self._examine(stage, round_, doubtful)
+            examined = await self._examine(stage, request, doubtful)
             found.failed.update((peer, DeadlineExceeded(reason)) for peer, reason in examined.unreached.items())
             found.convicted.update(examined.lies)
             for one in examined.contradictions:
                 for peer in (one.reducer, one.other):
-                    self._events.note("disputed", peer=peer, stage=index, step=step, reason=one.reason)
+                    self._events.note("disputed", peer=peer, stage=index, step=request.closing.step, reason=one.reason)
             found.accused.update(choose_accused(examined.contradictions, len(answers)))
             norm = norm if examined.squared_norm is None else examined.squared_norm
             parts = [] if examined.contradictions else parts
         found.squared_norms.append(norm)
         found.parts.append(parts)
 
-    def _doubtful(self, stage: _StageAnswers, audits: StepAudits) -> list[PeerId]:
+    def _doubtful(self, stage: _StageAnswers) -> list[PeerId]:
         """Choose the members whose sums are fetched: an audited or screened sum might not be the averaged one."""
         index, answers = stage.index, stage.answers
         if self._run.manifest.stages[index].on_trainers:
             return []
-        doubtful = {peer for peer in answers if Unit(index, peer) in audits.audited}
-        doubtful |= audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
+        doubtful = {peer for peer in answers if Unit(index, peer) in self._audits.audited}
+        doubtful |= self._audits.screen.screen_again(index, {peer: answer.sums for peer, answer in answers.items()})
         return sorted(doubtful - {self._servers.own})
 
-    async def _examine(self, stage: _StageAnswers, round_: _CheckedRound, members: list[PeerId] | None) -> ExamineReply:
+    async def _examine(
+        self, stage: _StageAnswers, projected: ProjectRequest, members: list[PeerId] | None
+    ) -> ExamineReply:
         """Have the sums of these members examined; None: the sums of all, and their mean."""
-        answers, audits = stage.answers, round_.audits
+        answers, audits = stage.answers, self._audits
         units = {peer: Unit(stage.index, peer) for peer in answers}
         request = ExamineRequest(
-            closing=round_.closing,
-            seed=round_.seed,
+            closing=projected.closing,
+            seed=projected.seed,
             stage_index=stage.index,
             length=stage.scale.length,
             dtype=stage.scale.dtype,

@@ -8,12 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from lightning_swarm.coordinator.audit.audit_run import (
-    Assignment,
-    AuditResults,
-    AuditRun,
-    TrainerResults,
-)
+from typing_extensions import override
+
+from lightning_swarm.coordinator.audit.audit_run import Assignment, AuditResults, AuditRun, TrainerResults
 from lightning_swarm.coordinator.audit.disputes import (
     MAX_REFUTED,
     MAX_UNPROVEN,
@@ -25,12 +22,12 @@ from lightning_swarm.coordinator.audit.disputes import (
     resolve_accusation,
 )
 from lightning_swarm.coordinator.audit.examined_step import ExaminedStep
+from lightning_swarm.coordinator.audit.frozen_sums import FrozenSums
+from lightning_swarm.coordinator.audit.mean_audit import MeanAudit
 from lightning_swarm.coordinator.audit.policy import (
     MAX_SILENCES,
     AuditMemory,
-    Silences,
     StageProjection,
-    Standing,
     Unit,
     WorkClaim,
     WorkComparison,
@@ -42,15 +39,17 @@ from lightning_swarm.coordinator.audit.policy import (
 from lightning_swarm.coordinator.audit.step_screen import StepScreen
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls, ServerSilent
-from lightning_swarm.coordinator.step.auditing import Verdict
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.step.replay_plan import Ledgers, ServerLedger
+from lightning_swarm.coordinator.step.oversight import CheckedMeans, StepOversight, Verdict
+from lightning_swarm.coordinator.step.replay_plan import Ledgers, ReplayPlan, ServerLedger
 from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.mean_projections import sum_dtype
 from lightning_swarm.protocol.messages.audits import unpack_order
 from lightning_swarm.protocol.messages.calls import Direction, Receipt
+from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.messages.step import AverageReply, Closing
 from lightning_swarm.protocol.messages.wire import draw_challenge
 
 _log = logging.getLogger(__name__)
@@ -66,8 +65,10 @@ _FALSE_SUM: Final = WorkComparison(wrong=frozenset({"sum"}))
 lots = random.SystemRandom()  # unpredictable for servers; tests replace it
 
 
-class StepAudits:
-    """Audits the sums of one step."""
+class StepAudits(StepOversight):
+    """Audits the sums and the means of one step."""
+
+    examines = True
 
     def __init__(
         self,
@@ -86,27 +87,44 @@ class StepAudits:
         self._trained = trained  # names of the parameters that the step trains
         self._audits = AuditRun(servers, step, context.generation)
         # Knowledge from earlier steps, which `AuditMemory` explains.
-        self._standing: Standing = memory.standing
-        self._disputes: Counter[frozenset[Unit]] = memory.disputes
-        self._contested: Counter[PeerId] = memory.contested
-        self._silences: Silences = memory.silences
-        self._refuted: Silences = memory.refuted
-        self._unrepeatable: set[str] = memory.unrepeatable
+        self._standing, self._disputes, self._contested = memory.standing, memory.disputes, memory.contested
+        self._silences, self._refuted, self._unrepeatable = memory.silences, memory.refuted, memory.unrepeatable
         self._passed: dict[Unit, tuple[object, ...]] = {}  # unit -> its commitment when it passed
         self._auditors: dict[Unit, PeerId] = {}  # unit that passed -> server that found its claims true
         self._due: set[Unit] = set()  # units to audit in this step, until they pass
         self._silent: set[PeerId] = set()  # servers that were silent under audit in this step
         self._accusers: set[PeerId] = set()  # auditors whose accusations were refuted in this step
         self._is_disturbed = False  # an earlier closing was not clean, so all new sums are audited
+        self._frozen = FrozenSums()
+        self._means = MeanAudit(context, servers, self)
         self.screen = StepScreen(step, memory.histories)
-        self.is_kept = False  # a snapshot of the weights after this step is due
         # Unit -> (seed, reported sketch of its sum). `MeanAudit` compares the averaged sums with these sketches.
         self.sum_sketches: defaultdict[Unit, list[tuple[int, StageProjection]]] = defaultdict(list)
         self.audited: set[Unit] = set()  # units whose averaged sums `MeanAudit` fetches
         self.commitments: dict[Unit, bytes] = {}  # unit -> BLAKE3 of its sum, as its server committed at the freeze
 
+    @override
+    def check_ledger(self, peer: PeerId, stage_index: int, ledger: ServerLedger) -> None:
+        if not ledger.report.sum_digest and not self._run.manifest.stages[stage_index].on_trainers:
+            raise ProtocolError(f"{peer} does not commit to its sum of stage {stage_index}")
+        self._frozen.take(peer, stage_index, ledger.held)
+
+    @override
+    def expect(self, plan: ReplayPlan, servers: Collection[PeerId]) -> None:
+        self._frozen.order(plan, servers)
+
+    @override
+    def reopen(self) -> None:
+        self._frozen = FrozenSums()
+
+    @override
+    async def check_means(
+        self, closing: Closing, selection: Selection | None, replies: Mapping[PeerId, AverageReply]
+    ) -> CheckedMeans:
+        return await self._means.check(closing, selection)
+
+    @override
     async def examine(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int) -> Verdict:
-        """Audit the sums that are new or have changed since they passed, and return the verdict."""
         verdict = Verdict()
         step = self._examined(ledgers, arithmetic, round_, verdict)
         self.commitments = {unit: ledger.report.sum_digest or b"" for unit, ledger in step.ledgers.items()}
@@ -125,9 +143,15 @@ class StepAudits:
         results = await self._audits.results()
         contested = self._compare_results(step, results, disagreements, verdict)
         # Each closing draws anew, because a server that forced another closing has seen the earlier draws.
-        at_risk = is_irreversible(self._step.step, self._run.manifest.max_steps, is_kept=self.is_kept)
+        number = self._step.step
+        at_risk = is_irreversible(number, self._run.manifest.max_steps, is_kept=self.is_kept)
         share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random, irreversible=at_risk)
-        drawn = {unit for unit in sorted(fresh) if self._is_disturbed or self._is_drawn(unit, share)}
+        number = self._step.step
+        drawn = {
+            unit
+            for unit in sorted(fresh)
+            if self._is_disturbed or self._standing.is_drawn(unit.peer, number, share, lots.random)
+        }
         chosen = (self._due | suspects | drawn | contested | set[Unit]().union(*disagreements.values())) & fresh
         self._due |= chosen
         passed = await self._audit(step, chosen, verdict)
@@ -147,7 +171,7 @@ class StepAudits:
             for unit in fresh:
                 if step.claims[unit] and unit.peer != self._own:
                     auditor = self._auditors.get(unit) if unit in passed else None
-                    self._standing.note_counted(unit.peer, self._step.step, auditor)
+                    self._standing.note_counted(unit.peer, number, auditor)
             self.screen.record(screenings)
         return self._distrust_failed(verdict)
 
@@ -224,13 +248,9 @@ class StepAudits:
                     verdict.failed[unit.peer] = error
         return ExaminedStep(held, claims, arithmetic, round_, self._unrepeatable)
 
-    # ------------------------------------------------------------------ choice of audited work
-
-    def _is_drawn(self, unit: Unit, share: float) -> bool:
-        return self._standing.is_drawn(unit.peer, self._step.step, share, lots.random)
-
+    @override
     def watch_fellows(self, convicted: PeerId) -> None:
-        """Audit more work of servers that share an invitation with a convicted server, or that it audited."""
+        # Fellows share an invitation with the convicted server. Its own audits prove nothing.
         self._standing.reset_audited_by(convicted)
         used = [one.peers for one in self._run.invitations or () if convicted in one.peers]
         self._standing.watch({peer for peers in used for peer in peers} - {convicted}, self._step.step)
@@ -247,9 +267,8 @@ class StepAudits:
         passed = set()
         for one in assignments:
             if one.unit.peer in verdict.failed:  # it is gone, and other servers compute its work again
-                if (
-                    error := results.failed.get(one.unit.peer)
-                ) is not None:  # None: it was excluded before, and still answers
+                error = results.failed.get(one.unit.peer)
+                if error is not None:  # None: it was excluded before, and still answers
                     self._note_silence(one.unit.peer, verdict, is_late=isinstance(error, ServerSilent))
                 continue
             if not results.lost.isdisjoint(one.receipts):
@@ -298,8 +317,9 @@ class StepAudits:
         """Record silent servers, and the reported sketches, which must match the servers' sums later."""
         verdict.failed |= results.failed
         for unit, trainers in sorted(results.silent.items()):
-            if unit.peer != self._own:
-                self._note_silent_auditor(unit, trainers)
+            if unit.peer != self._own:  # it is assigned no audits for a while, and is not convicted
+                self._dispute(unit, f"it audited nothing in time, as {' and '.join(sorted(trainers))} found")
+                self._silences.note_auditor(unit.peer, self._step.step)
         for unit, sum_sketch in results.sums.items():
             self.sum_sketches[unit].append((results.seed, sum_sketch))
         self.audited |= results.sums.keys()
@@ -419,11 +439,6 @@ class StepAudits:
         number = self._silences.note(peer, self._step.step)
         if number > MAX_SILENCES:
             verdict.convicted[peer] = f"gave no answer {number} times while it was audited"
-
-    def _note_silent_auditor(self, unit: Unit, trainers: Collection[PeerId]) -> None:
-        """Assign no audits for a while to a server that was silent as an auditor, without convicting it."""
-        self._dispute(unit, f"it audited nothing in time, as {' and '.join(sorted(trainers))} found")
-        self._silences.note_auditor(unit.peer, self._step.step)
 
     def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: ExaminedStep) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"

@@ -145,7 +145,7 @@ class ServerMembership:
             for member in roster:
                 self._lots.record_stage(member.peer_id, index)  # it may choose this stage if it joins again
         self._arithmetic = context.arithmetic
-        self._wait_s = context.auditor.wait_s
+        self._wait_s = context.oversight.wait_s
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
         self._entering: set[PeerId] = set()  # joiners named by the record that is being decided

@@ -17,8 +17,8 @@ from typing import Final
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.auditing import Verdict
 from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.oversight import Verdict
 from lightning_swarm.coordinator.step.reference import WeightsDiffer, check_lead_kept, choose_left_out, replicas_differ
 from lightning_swarm.coordinator.step.replay_plan import (
     Ledgers,
@@ -99,12 +99,12 @@ class SumReconciliation:
         self._seen: set[Receipt] = set()  # receipts that any sum ever held
         self._informed: set[PeerId] = set()  # servers that were sent the origins of all batches that they may add
         self._trained = trained_names(selection) if selection is not None else ()
-        self.auditor = context.auditor.of_step(context, servers, step, self._trained)
+        self.oversight = context.oversight.of_step(context, servers, step, self._trained)
         self.step_servers = StepServers(context, servers, step.step)
         self._snapshots: dict[PeerId, Sequence[HeldSnapshot]] = {}  # server -> new snapshots
         self._arithmetic = context.arithmetic
         # Server -> the false work that convicted it. It stays excluded if a rollback comes before the record.
-        self.convicted = context.auditor.convicted
+        self.convicted = context.oversight.convicted
         for peer, reason in run.electorate.newly(self.convicted).items():
             self.step_servers.exclude(peer, ProtocolError(reason))
         self._tainted: set[int] = set()  # places of batches that passed servers with false work or wrong weights
@@ -122,7 +122,7 @@ class SumReconciliation:
         while True:
             round_, began_s = next(self._rounds), now_s()
             # Use an unforgeable digest if servers are untrusted or one is joining.
-            challenge = draw_challenge() if self.auditor.examines or self._joining() else 0
+            challenge = draw_challenge() if self.oversight.examines or self._joining() else 0
             ledgers = await self._freeze(round_, challenge)
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
@@ -141,7 +141,7 @@ class SumReconciliation:
             self._seen.update(*(one.held for stage in ledgers for one in stage.values()))
             plan = self._plan(ledgers, spoilt)
             if plan.done:
-                verdict = await self.auditor.examine(ledgers, self._arithmetic, round_)
+                verdict = await self.oversight.examine(ledgers, self._arithmetic, round_)
                 if not verdict.is_clean:
                     if await self._follow(verdict, ledgers):
                         return None
@@ -215,14 +215,14 @@ class SumReconciliation:
         # A late step's batches were computed on weights before the newest. A lone trainer keeps only its newest batch.
         run = self._run
         keeps = run.is_shared or run.manifest.settings.delay_optimizer_step or len(self._step.batches) < 2
-        return self.auditor.examines or (keeps and not self._late)
+        return self.oversight.examines or (keeps and not self._late)
 
     def convict(self, peer: PeerId, reason: str) -> None:
         """Exclude a server because of false work, and have the step's record expel it from the run."""
         self._events.note("convicted", peer=peer, step=self._step.step, reason=reason)
         self.convicted[peer] = reason
         self.step_servers.exclude(peer, ProtocolError(reason))
-        self.auditor.watch_fellows(peer)
+        self.oversight.watch_fellows(peer)
 
     # ------------------------------------------------------------------ freezing
 
@@ -251,7 +251,7 @@ class SumReconciliation:
         """Freeze the sums and return their ledgers. A server that does not answer is excluded."""
         # With the expected closing, servers average before they get the final one. A late step waits for an idle link
         # instead, and sums that may prove false are averaged only after their examination.
-        expected = None if self._late or each_tensor or self.auditor.examines else self._closing(round_)
+        expected = None if self._late or each_tensor or self.oversight.examines else self._closing(round_)
         request = self._request(round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
@@ -262,7 +262,7 @@ class SumReconciliation:
                 try:
                     ledger = read_ledger(replies[member.peer_id], member, index)
                     from_bitmap(ledger.report.touched, len(self._run.ties.trainable(index, self._trained)))
-                    self.auditor.check_ledger(member.peer_id, index, ledger)
+                    self.oversight.check_ledger(member.peer_id, index, ledger)
                     found[index][member] = ledger
                 except SwarmError as error:
                     there.exclude(member.peer_id, error)
@@ -393,7 +393,7 @@ class SumReconciliation:
             )
             for peer in sorted(concerned)
         }
-        self.auditor.expect(plan, concerned)
+        self.oversight.expect(plan, concerned)
         if len(await self._ask(requests)) < len(requests):
             return set()  # a server is gone, so the next plan names another holder
         self._informed |= concerned
@@ -434,7 +434,7 @@ class SumReconciliation:
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
-            self.auditor.reopen()
+            self.oversight.reopen()
             self._step.reopen()
             self._informed.clear()
         self._step.strike(firsts)
@@ -464,7 +464,7 @@ class SumReconciliation:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
             self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
             self.step_servers.readmit(silent)
-            self.auditor.reopen()  # silent servers may have followed a request
+            self.oversight.reopen()  # silent servers may have followed a request
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 

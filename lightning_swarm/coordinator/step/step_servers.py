@@ -24,7 +24,7 @@ class StepServers:
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
         self._run, self._events = context.run, context.events
         self._own = servers.own
-        self._auditor = context.auditor
+        self._oversight = context.oversight
         self._step = step
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
@@ -49,7 +49,7 @@ class StepServers:
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step, reason=str(error))
             if isinstance(error, ServerSilent) and not self._run.electorate.is_keeper(peer):
-                self._auditor.note_silence(peer, self._step)
+                self._oversight.note_silence(peer, self._step)
         self.gone[peer] = error
 
     def suspect(self, peer: PeerId, error: SwarmError) -> None:

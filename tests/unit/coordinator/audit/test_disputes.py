@@ -13,7 +13,7 @@ from lightning_swarm.coordinator.audit.audit_run import AuditResults
 from lightning_swarm.coordinator.audit.examined_step import ExaminedStep
 from lightning_swarm.coordinator.audit.policy import AuditMemory, Silences, Unit
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
-from lightning_swarm.coordinator.step.auditing import Verdict
+from lightning_swarm.coordinator.step.oversight import Verdict
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import EventLog

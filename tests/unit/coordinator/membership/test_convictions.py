@@ -254,7 +254,7 @@ def test_a_rollback_before_the_record_forgets_nobody(make_swarm: MakeSwarm) -> N
     swarm.run(step(swarm, 0))
     coordinator = swarm.servers[A].admission.leadership.coordinator
     assert coordinator is not None
-    coordinator.generation.context.auditor.memory.convicted[B] = REASON
+    coordinator.generation.context.oversight.memory.convicted[B] = REASON
     go_back(swarm)
     assert B in swarm.steps.run.servers
     record = swarm.run(convicted(swarm, {}))
@@ -271,7 +271,7 @@ def test_whoever_takes_the_run_over_knows_since_when_false_work_may_have_counted
         swarm.run(step(swarm, number))
     coordinator = swarm.servers[A].admission.leadership.coordinator
     assert coordinator is not None
-    coordinator.generation.context.auditor.memory.standing.note_counted(B, 5, None)
+    coordinator.generation.context.oversight.memory.standing.note_counted(B, 5, None)
     record = swarm.run(convicted(swarm, audits, B))
     assert record.goes_back is True
     swarm.run(step(swarm, 7))

@@ -1,31 +1,27 @@
-"""The auditor of a run and of each of its steps, as the coordinator calls them."""
+"""The oversight of an audited run: it makes the audits of each step, and remembers what earlier steps' audits found."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from typing_extensions import override
 
 from lightning_swarm.coordinator.audit.auditable import check_auditable, check_trains_from_the_start
-from lightning_swarm.coordinator.audit.frozen_sums import FrozenSums
-from lightning_swarm.coordinator.audit.mean_audit import MeanAudit
 from lightning_swarm.coordinator.audit.policy import AuditMemory
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls
-from lightning_swarm.coordinator.step.auditing import Auditor, CheckedMeans, StepAuditor
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.step.replay_plan import ReplayPlan, ServerLedger
+from lightning_swarm.coordinator.step.oversight import RunOversight
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Manifest, Selection, StageManifest, StepChange
-from lightning_swarm.protocol.messages.step import AverageReply, Closing, Record
+from lightning_swarm.protocol.messages.run import Manifest, StageManifest, StepChange
+from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.queries import in_turn
 from lightning_swarm.protocol.run_state import RunState
 
 
-class RunAudits(Auditor):
+class RunAudits(RunOversight):
     """Audits the steps of a run."""
 
     def __init__(self, memory: AuditMemory | None = None) -> None:
@@ -46,8 +42,8 @@ class RunAudits(Auditor):
     @override
     def of_step(
         self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep, trained: Collection[str]
-    ) -> AuditedStep:
-        return AuditedStep(context, servers, step, trained, self.memory)
+    ) -> StepAudits:
+        return StepAudits(context, servers, step, trained, self.memory)
 
     @override
     def allow_run(self, manifest: Manifest) -> None:
@@ -82,41 +78,3 @@ class RunAudits(Auditor):
     def note_committed(self, record: Record) -> None:
         for one in record.convicted or ():
             self.convicted.pop(one.peer, None)  # the record excludes the peer from now on
-
-
-class AuditedStep(StepAudits, StepAuditor):
-    """Audits one step's sums and means."""
-
-    examines = True
-
-    def __init__(
-        self,
-        context: CoordinatorContext,
-        servers: ServerCalls,
-        step: OpenStep,
-        trained: Collection[str],
-        memory: AuditMemory,
-    ) -> None:
-        super().__init__(context, servers, step, trained, memory)
-        self._means = MeanAudit(context, servers)
-        self._frozen = FrozenSums()
-
-    @override
-    def check_ledger(self, peer: PeerId, stage_index: int, ledger: ServerLedger) -> None:
-        if not ledger.report.sum_digest and not self._run.manifest.stages[stage_index].on_trainers:
-            raise ProtocolError(f"{peer} does not commit to its sum of stage {stage_index}")
-        self._frozen.take(peer, stage_index, ledger.held)
-
-    @override
-    def expect(self, plan: ReplayPlan, servers: Collection[PeerId]) -> None:
-        self._frozen.order(plan, servers)
-
-    @override
-    def reopen(self) -> None:
-        self._frozen = FrozenSums()
-
-    @override
-    async def check_means(
-        self, closing: Closing, selection: Selection | None, replies: Mapping[PeerId, AverageReply]
-    ) -> CheckedMeans:
-        return await self._means.check(closing, selection, self)

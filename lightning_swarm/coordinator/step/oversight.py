@@ -60,8 +60,8 @@ class CheckedMeans:
         return add_up(self.squared_norms)
 
 
-class StepAuditor:
-    """Examines the servers' work of one step. This class accepts all of it."""
+class StepOversight:
+    """Examines the servers' work in one step. This class accepts all of it."""
 
     examines = False  # work may prove false, so sums wait for their examination, and trainers keep all batches for it
     is_kept = False  # a snapshot of the weights after the step is due
@@ -93,24 +93,24 @@ class StepAuditor:
         """Examine more of the work of servers that may be a convicted server's accomplices."""
 
 
-class Auditor:
-    """A coordinator's knowledge of the servers from examined steps. This class examines none."""
+class RunOversight:
+    """Oversees the servers of one run, and remembers what examinations found. This class examines nothing."""
 
     def __init__(self) -> None:
         self.convicted: dict[PeerId, str] = {}  # server -> reason, until a record excludes it
 
-    def following(self) -> Auditor:
-        """Return the auditor after a rollback, or of a new coordinator on this peer."""
-        return Auditor()
+    def following(self) -> RunOversight:
+        """Return the oversight after a rollback, or of a new coordinator on this peer."""
+        return RunOversight()
 
     def begin(self, run: RunState) -> None:
         """Begin to coordinate a run, perhaps in place of another coordinator."""
 
     def of_step(
         self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep, trained: Collection[str]
-    ) -> StepAuditor:
-        """Return the auditor of a step, which trains these parameters."""
-        return StepAuditor()
+    ) -> StepOversight:
+        """Return the oversight of a step, which trains these parameters."""
+        return StepOversight()
 
     def allow_run(self, manifest: Manifest) -> None:
         """Raise ConfigError if work could not be examined in a run."""
@@ -133,10 +133,10 @@ class Auditor:
         """Record that a step is decided."""
 
 
-def auditor_of(settings: RunSettings, former: Auditor | None = None) -> Auditor:
-    """Return the auditor of a run with these settings, with the knowledge of this peer's `former` auditor, if any."""
+def oversight_of(settings: RunSettings, former: RunOversight | None = None) -> RunOversight:
+    """Return the oversight that a run's settings require, with the knowledge of this peer's `former` one, if any."""
     if not settings.is_audited:
-        return Auditor()
-    from lightning_swarm.coordinator.audit.auditor import RunAudits
+        return RunOversight()
+    from lightning_swarm.coordinator.audit.oversight import RunAudits
 
     return former.following() if isinstance(former, RunAudits) else RunAudits()
