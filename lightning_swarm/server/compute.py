@@ -1,9 +1,16 @@
-"""Computes a stage's blocks, forward and backward, and caches inputs and graphs; changes no weights and no sums."""
+"""Computes a stage's blocks for a microbatch, forward and backward; changes no weights and no sums.
+
+A forward (`_forward`) decodes its inputs, runs the blocks, and detaches the outputs; `SavedGraph` has what its backward
+needs. Blocks run as they would on one machine (`_watched`): in the trainer's modes, with random draws keyed by the
+call, and with the hooks of the whole model's modules. So values that they leave on modules and writes into their
+arguments travel with the output, and other effects, which only one replica would have, are refused (`_seeing`). A
+backward differentiates the graph, and computes it again if it was dropped.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,28 +32,15 @@ from lightning_swarm.model.fidelity.written_inputs import (
     text_of,
     written_places,
 )
-from lightning_swarm.model.inference.attention_cache import Shadow, is_in_session, without_cache
-from lightning_swarm.model.inference.joint_attention import JointCache, attending_jointly, join_rows, split_rows
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.model.running_statistics import BatchStatistics, RunningStatistics
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import Codecs, decoded, encoded, on_cpu
+from lightning_swarm.protocol.compression import Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
-from lightning_swarm.server.inference.adapters import Adapter
+from lightning_swarm.server.inference.session_compute import SessionComputation, to_send
 from lightning_swarm.server.sample_costs import measured
-
-
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Compare two buffers; NaN equals NaN."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other) or (one.is_floating_point() and one.allclose(other, 0.0, 0.0, equal_nan=True))
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone()
 
 
 @dataclass(frozen=True)
@@ -64,26 +58,6 @@ class ForwardCall:
     def num_samples(self) -> int:
         """The number of samples in the microbatch, which was cut along the first dimension."""
         return next((leaf.shape[0] for leaf in serialization.leaves(self.inputs) if leaf.ndim), 0)
-
-
-@dataclass(eq=False)
-class SessionPart:
-    """The arguments of a stage's blocks for one step of a session."""
-
-    hidden: serialization.Tree  # the first block's input ``[rows, tokens, ...]``, as received
-    extras: Mapping[str, Any]  # the blocks' other arguments; the cache itself never travels
-    cache: Any = None  # receives these tokens' keys and values; None: the blocks use no cache
-    adapter: Adapter | None = None  # the adapter of the session's client
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return serialization.leaves(self.hidden)[0].shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens in each row."""
-        return serialization.leaves(self.hidden)[0].shape[1]
 
 
 @dataclass(frozen=True)
@@ -109,7 +83,7 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class _BlockRun:
-    """The results of a run of the blocks."""
+    """The results of one run of the blocks, and its effects on modules and arguments."""
 
     output: Any
     earlier_values: Any  # values that earlier stages left on modules, with a gradient
@@ -133,6 +107,7 @@ class Computation:
         self._codecs = codecs  # encode inputs and outputs
         self._statistics = statistics
         self._states = ServerStates(module)
+        self.sessions = SessionComputation(module, device, codecs, self._states)
         self._random = KeyedOnDemand(device)
         self._named_modules = dict(module.named_block_modules())
         self._modules = list(module.modules())
@@ -155,105 +130,11 @@ class Computation:
         """Run the blocks, and collect the values that they leave on modules."""
         result, left = self._forward(call)
         # Left values travel unencoded, because each stage would encode them again, and most of them are small.
-        return replace(result, output=self._to_send(join(encoded(result.output, self._codecs.activations), left)))
-
-    def session_steps(
-        self, parts: Sequence[SessionPart], mode: ComputeMode, first_block: int, *, seed: int | None = None
-    ) -> list[serialization.Tree]:
-        """Run the blocks on the next tokens of several sessions in one forward; return each session's output.
-
-        Args:
-            parts: The blocks' arguments for each session. `CannotJoin` if they cannot be rows of one forward.
-            mode: A mode without gradients.
-            first_block: The number of blocks in the stages before.
-            seed: Key of all random draws; None if no module is in train mode.
-        """
-        codec = self._codecs.activations
-        arguments = [self._session_arguments(part) for part in parts]
-        caches, rows = [part.cache for part in parts], [part.rows for part in parts]
-        joint = caches[0] if len(parts) == 1 else JointCache(caches, rows)
-        with torch.no_grad(), self._in_session(mode, None if seed is None else KeyedRandom(seed)):
-            inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
-            shadows = [
-                Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
-                for part in parts
-                if part.cache is not None
-            ]
-            keywords = {name: joint if is_in_session(value) else value for name, value in keywords.items()}
-            with contextlib.nullcontext() if len(parts) == 1 else attending_jointly(self._modules):
-                output = without_cache(self._module.uncompiled((inputs,), keywords), joint)
-            outputs = [output] if len(parts) == 1 else split_rows(output, rows)
-            for shadow in shadows:  # of the caches: extends the lengths of later blocks' layers
-                shadow.follow()
-        return [self._to_send(encoded(output, codec)) for output in outputs]
-
-    def session_blocks(
-        self, part: SessionPart, mode: ComputeMode, first_block: int, *, seed: int | None = None
-    ) -> Generator[None, None, serialization.Tree]:
-        """Compute a step as `session_steps` does, one block for each `next`; return the output as it travels."""
-        with torch.no_grad():
-            hidden, keywords = self._session_arguments(part)
-        keywords = {name: part.cache if is_in_session(value) else value for name, value in keywords.items()}
-        shadow, num_drawn = None, 0
-        if part.cache is not None:
-            shadow = Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
-        for number in range(len(self._module.blocks)):
-            if number:
-                yield
-            # Continue the draws of the blocks before, as in a forward of all blocks.
-            drawing = None if seed is None else KeyedRandom(seed, first_draw=num_drawn)
-            with torch.no_grad(), self._in_session(mode, drawing):
-                hidden = self._module.run_block(number, (hidden,), keywords)
-            num_drawn = 0 if drawing is None else drawing.draw
-        with torch.no_grad():
-            output = without_cache(hidden, part.cache)
-            if shadow is not None:
-                shadow.follow()
-            return self._to_send(encoded(output, self._codecs.activations))
-
-    @contextlib.contextmanager
-    def _in_session(self, mode: ComputeMode, drawing: KeyedRandom | None) -> Iterator[None]:
-        """Apply the modes of a step of a session."""
-        keeping = self._keeping_buffers() if mode.training else contextlib.nullcontext()
-        entering = modes.enter_modes(mode, self._device.type)
-        with self._states.entered(mode), keeping, entering, drawing or contextlib.nullcontext():
-            yield
-
-    @contextlib.contextmanager
-    def _keeping_buffers(self) -> Iterator[None]:
-        """Run a forward on copies of the modules' buffers; raise `ConfigError` if it changes any of them."""
-        own = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
-        copies = {id(buffer): buffer.clone() for _, each in own for buffer in each.values() if buffer is not None}
-        given = [{name: copies.get(id(buffer)) for name, buffer in before.items()} for _, before in own]
-        for (buffers, _), copied in zip(own, given, strict=True):
-            buffers.update(copied)
-        try:
-            yield
-            changed = {
-                name
-                for (buffers, before), copied in zip(own, given, strict=True)
-                for name in {*buffers, *copied}
-                # Not by `_version`, which kernels of batch norms do not raise.
-                if buffers.get(name) is not copied.get(name) or not _equal(copied[name], before[name])
-            }
-        finally:
-            for buffers, before in own:
-                buffers.clear()
-                buffers.update(before)
-        if changed:
-            raise ConfigError(
-                "text must be generated without changes to the model, and in train mode its blocks change "
-                f"{few(sorted(changed))}. Generate under `model.eval()`."
-            )
-
-    def _session_arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:
-        """Copy a step's arguments, because a block may work in place, and a replay sends the originals again."""
-        inputs = serialization.transform(decoded(part.hidden, self._codecs.activations, self._device), _copied)
-        structure, tensors = serialization.flatten(dict(part.extras))
-        return inputs, serialization.unflatten(structure, [tensor.to(self._device, copy=True) for tensor in tensors])
+        output = join(encoded(result.output, self._codecs.activations), left)
+        return replace(result, output=to_send(output, self._device))
 
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
-        """Run the blocks; return the output, still on its device, and the values left on modules."""
+        """Run the blocks; return the output, still on its device, and the values left on modules, here or before."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
         names_in_input = left.take_output_note()
@@ -319,8 +200,8 @@ class Computation:
 
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
-    ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
-        """Return the output, earlier stages' values, observed calls, arguments, writes into them, and graph bytes."""
+    ) -> tuple[Any, ...]:
+        """Run the blocks on copies of their inputs; return the first six fields of `_BlockRun`."""
         mode, extras = call.mode, dict(call.extras)
         hooks_at_trainer = extras.pop(HOOKS, None)  # the trainer's description of its hooks
         extra_structure, extra_tensors = serialization.flatten(extras)
@@ -384,12 +265,7 @@ class Computation:
                 with_new_graph = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
                 found, own = self._random.run("backward", 0, partial(compute, graph), with_new_graph)[0]
             self._watch.undo(self._watch.changes(before))  # changes by blocks that the backward recomputed
-        return self._to_send(encoded(found, self._codecs.gradients)), own
-
-    def _to_send(self, tree: serialization.Tree) -> serialization.Tree:
-        """Copy tensors to the CPU, from where they are sent."""
-        # On the compute thread, because this waits for the GPU, and the loop must keep answering peers.
-        return tree if self._device.type == "cpu" else on_cpu(tree)
+        return to_send(encoded(found, self._codecs.gradients), self._device), own
 
     def _differentiate(
         self, gradients: Sequence[Tensor | None], graph: SavedGraph
@@ -471,60 +347,3 @@ def check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
                 f"an output of shape {tuple(output.shape)} and {output.dtype} got a gradient of shape "
                 f"{tuple(gradient.shape)} and {gradient.dtype}"
             )
-
-
-@dataclass(eq=False)
-class CachedForward:
-    """A forward that is kept for its backward."""
-
-    call: ForwardCall
-    busy_s: float = 0.0  # seconds that the forward took
-    graph: SavedGraph | None = None
-    graph_bytes: int = 0
-    input_bytes: int = 0
-    output_digest: bytes = b""  # set by a `WorkLog`
-
-    def take_graph(self) -> SavedGraph | None:
-        """Return the graph and drop it, because a backward frees it even if it fails half-way."""
-        graph, self.graph = self.graph, None
-        return graph
-
-
-# Backwards come in the order of their forwards, so the oldest entries are needed first. New entries that do not fit
-# are therefore not kept, rather than evicting older entries. A missing entry is computed again.
-class ActivationCache:
-    """Kept forwards by ticket name, within a byte budget; used on the event loop, not on the compute thread."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._kept: dict[str, CachedForward] = {}
-        self.used_bytes = 0
-        self.num_dropped_graphs = 0
-
-    @property
-    def full(self) -> bool:
-        """Whether the budget is used up; then outputs should be dropped as soon as they are fetched."""
-        return self.used_bytes >= self._max_bytes
-
-    def keep(self, name: str, kept: CachedForward) -> None:
-        """Keep the inputs if they fit, and the graph if it fits beside them."""
-        self.pop(name)
-        if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
-            self.num_dropped_graphs += 1
-            kept.graph, kept.graph_bytes = None, 0
-        if self.used_bytes + kept.input_bytes > self._max_bytes:
-            return
-        self._kept[name] = kept
-        self.used_bytes += kept.input_bytes + kept.graph_bytes
-
-    def pop(self, name: str) -> CachedForward | None:
-        """Remove and return an entry."""
-        kept = self._kept.pop(name, None)
-        if kept is not None:
-            self.used_bytes -= kept.input_bytes + kept.graph_bytes
-        return kept
-
-    def drop(self, prefix: str) -> None:
-        """Remove all entries whose names begin with `prefix`."""
-        for name in [name for name in self._kept if name.startswith(prefix)]:
-            self.pop(name)

@@ -45,7 +45,8 @@ from lightning_swarm.protocol.messages.calls import (
 from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD, RECEIPTS
-from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, ForwardResult
+from lightning_swarm.server.activation_cache import ActivationCache, CachedForward
+from lightning_swarm.server.compute import ForwardCall, ForwardResult
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST, priority_of
 from lightning_swarm.server.kept_graphs import KeptGraphs

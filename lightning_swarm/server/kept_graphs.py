@@ -8,7 +8,7 @@ import threading
 from typing import Final
 from weakref import WeakSet
 
-from lightning_swarm.server.compute import CachedForward
+from lightning_swarm.server.activation_cache import CachedForward
 
 _log = logging.getLogger(__name__)
 

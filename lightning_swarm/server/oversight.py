@@ -1,4 +1,4 @@
-"""Hooks by which other peers can check a server's work; `Server` chooses them when it enters a run.
+"""Hooks by which other peers can check a server's work, chosen when it enters a run (`overseer`).
 
 The classes here are for runs that trust their servers, and do nothing. `server.audit` overrides them for audited runs.
 """
@@ -7,23 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import cache
+from typing import TYPE_CHECKING, Final
 
 from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.role import RoleTransport
+from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.protocol.messages.run import SeatedMembers
 from lightning_swarm.protocol.messages.state import StateKind
 from lightning_swarm.protocol.messages.step import Closing, Record, StageLedger
 from lightning_swarm.protocol.serialization import Tree
+from lightning_swarm.protocol.settings import RunSettings
+from lightning_swarm.server.activation_cache import CachedForward
 from lightning_swarm.server.averaging.all_reduce import Compute, Group
 from lightning_swarm.server.averaging.averager import AveragingState
-from lightning_swarm.server.compute import CachedForward, ForwardResult, SavedGraph
+from lightning_swarm.server.compute import ForwardResult, SavedGraph
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage, StateHash
+
+if TYPE_CHECKING:  # both modules need the hooks
+    from lightning_swarm.server.context import ServerContext
+    from lightning_swarm.server.stage_builder import PeerModel
+    from lightning_swarm.server.step_handlers import StepHandlers
 
 KeepWork = Callable[[ReceiptLedger], None]
 """Keeps the work on a microbatch, before its receipt enters the ledger."""
@@ -128,3 +138,25 @@ class Oversight:
 
 
 NO_OVERSIGHT: Final = Oversight()
+
+
+def overseer(
+    context: ServerContext, steps: StepHandlers, model: Callable[[], PeerModel]
+) -> Callable[[RunSettings], Oversight]:
+    """Return the function that chooses a run's hooks by its settings; without audits, their calls are refused."""
+    max_bytes = context.limits.max_message_bytes
+    role = RoleTransport(
+        context.transport,
+        [rpc.SKETCH.name, rpc.FINDINGS.name, rpc.PROJECT.name, rpc.EXAMINE.name],
+        {rpc.AUDIT.name: max_bytes, rpc.REPLACE_MEAN.name: max_bytes, rpc.KEPT_WORK.name: 0, rpc.VECTOR.name: 0},
+        idle="is in no audited run",
+        refusal=ProtocolError,
+    )
+
+    @cache  # the handlers are registered once, for all audited runs of this server
+    def audited() -> Oversight:
+        from lightning_swarm.server.audit import oversight
+
+        return oversight.audited(context, steps, model, role)
+
+    return lambda settings: audited() if settings.is_audited else NO_OVERSIGHT

@@ -10,21 +10,19 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_swarm.core.errors import ProtocolError, StepError
+from lightning_swarm.core.errors import StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.role import RoleTransport
 from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.messages.reports import HeldStage, MachineReport, ServerReport, StepReport
 from lightning_swarm.protocol.messages.run import ReleaseRequest, RestartRequest, StageManifest
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.executor import FIRST
@@ -32,7 +30,7 @@ from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.handlers import ComputeHandlers
 from lightning_swarm.server.inference.handlers import SessionHandlers
 from lightning_swarm.server.inference.host import RunSessionHost
-from lightning_swarm.server.oversight import NO_OVERSIGHT, Oversight
+from lightning_swarm.server.oversight import overseer
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
@@ -49,32 +47,16 @@ class Server:
     """Builds and connects the parts of a server; moves all of them to a run's next generation, or out of the run."""
 
     def __init__(self, context: ServerContext, model: PeerModel) -> None:
-        self._context = context
-        self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
-        self._tasks = context.tasks
-        self.events = context.events
-        self.membership = context.membership
+        self._executor, self._tasks = context.executor, context.tasks
+        self.events, self.membership = context.events, context.membership
         self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
         self.steps.on_failed = self._on_failed
         self.admission = Admission(context, model, self.steps)
         self.calls = ComputeHandlers(context, self.steps)
-        max_bytes = context.limits.max_message_bytes
-        self._auditor = RoleTransport(
-            context.transport,
-            [rpc.SKETCH.name, rpc.FINDINGS.name, rpc.PROJECT.name, rpc.EXAMINE.name],
-            {rpc.AUDIT.name: max_bytes, rpc.REPLACE_MEAN.name: max_bytes, rpc.KEPT_WORK.name: 0, rpc.VECTOR.name: 0},
-            idle="is in no audited run",
-            refusal=ProtocolError,
-        )
-        self.membership.oversee = self._oversee
+        self.membership.oversee = overseer(context, self.steps, lambda: self.admission.model)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
-        self.sessions = SessionHandlers(
-            context.transport,
-            context.executor,
-            context.limits,
-            context.tasks,
-            RunSessionHost(context.membership, self.steps),
-        )
+        host = RunSessionHost(context.membership, self.steps)
+        self.sessions = SessionHandlers(context.transport, context.executor, context.limits, context.tasks, host)
         self.donor = Donor(context, self.steps)
         self.joiner = Joiner(context, self.admission, self.steps)
         self.snapshots = Snapshots(context, self.steps)
@@ -84,15 +66,6 @@ class Server:
         rpc.RESTART.serve(context.transport, self._handle_restart)
         rpc.RELEASE.serve(context.transport, self._handle_release)
 
-    def _oversee(self, settings: RunSettings) -> Oversight:
-        """Return the hooks of a run with these settings."""
-        return self._audited if settings.is_audited else NO_OVERSIGHT
-
-    @cached_property
-    def _audited(self) -> Oversight:
-        from lightning_swarm.server.audit.oversight import audited
-
-        return audited(self._context, self.steps, lambda: self.admission.model, self._auditor)
 
     async def start(self) -> None:
         """Begin to answer calls."""

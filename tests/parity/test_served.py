@@ -21,10 +21,10 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError, StageLost, U
 from lightning_swarm.model.inference.attention_cache import CacheHandle
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.inference import SessionFailed, SessionStep
-from lightning_swarm.server.compute import SessionPart
 from lightning_swarm.server.inference import batching as joint_steps
 from lightning_swarm.server.inference.handlers import SessionHandlers
 from lightning_swarm.server.inference.host import SessionStage
+from lightning_swarm.server.inference.session_compute import SessionPart
 from tests.parity.test_generation import MODES as IN_RUNS
 from tests.served import FAMILIES, LIMITS, ServedSwarm, calling, make_model
 

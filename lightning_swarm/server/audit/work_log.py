@@ -14,10 +14,11 @@ from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.protocol.messages.state import StateKind
 from lightning_swarm.protocol.messages.step import StageLedger
 from lightning_swarm.protocol.serialization import Tree
+from lightning_swarm.server.activation_cache import CachedForward
 from lightning_swarm.server.audit.borrowed import BorrowedStages
 from lightning_swarm.server.audit.kept_work import KeptWork, KeptWorks, output_digest, sum_digest
 from lightning_swarm.server.audit.state_proofs import StateProofs
-from lightning_swarm.server.compute import CachedForward, ForwardResult, SavedGraph
+from lightning_swarm.server.compute import ForwardResult, SavedGraph
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.gradients import GradientSums

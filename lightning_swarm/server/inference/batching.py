@@ -25,9 +25,9 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.model.inference import attention_cache, joint_attention
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.server.compute import SessionPart
 from lightning_swarm.server.executor import TOKENS, Executor
 from lightning_swarm.server.inference.host import SessionStage
+from lightning_swarm.server.inference.session_compute import SessionPart
 from lightning_swarm.server.out_of_memory import is_out_of_memory
 
 _log = logging.getLogger(__name__)

@@ -36,10 +36,10 @@ from lightning_swarm.protocol.messages.inference import (
     SessionReplay,
     SessionStep,
 )
-from lightning_swarm.server.compute import SessionPart
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.inference.batching import JointSteps, WaitingStep
 from lightning_swarm.server.inference.host import SessionHost, SessionStage
+from lightning_swarm.server.inference.session_compute import SessionPart
 from lightning_swarm.server.inference.stage_session import KeptOutput, StageSession
 from lightning_swarm.server.sample_costs import num_bytes
 

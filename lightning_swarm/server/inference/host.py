@@ -16,9 +16,10 @@ from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.server.compute import Computation, SessionPart
+from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.inference.adapters import Adapter, LayersOfStage
+from lightning_swarm.server.inference.session_compute import SessionPart
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import StepHandlers
 
@@ -47,11 +48,11 @@ class SessionStage:
     def compute(self, step: SessionStep, parts: Sequence[SessionPart]) -> list[serialization.Tree]:
         """Compute the tokens of steps like this one; return each session's output."""
         with self._entered(step, parts):
-            return self.computation.session_steps(parts, step.modes[0], self.first_block, seed=self._seed_of(step))
+            return self.computation.sessions.steps(parts, step.modes[0], self.first_block, seed=self._seed_of(step))
 
     def compute_by_blocks(self, step: SessionStep, part: SessionPart) -> Generator[None, None, serialization.Tree]:
         """Compute a step, one block for each `next`; return the output as it travels."""
-        computing = self.computation.session_blocks(part, step.modes[0], self.first_block, seed=self._seed_of(step))
+        computing = self.computation.sessions.blocks(part, step.modes[0], self.first_block, seed=self._seed_of(step))
         while True:
             with self._entered(step, [part]):
                 try:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import OutOfMemory
 from lightning_swarm.network import PeerId
-from lightning_swarm.server.compute import CachedForward, ForwardCall, SavedGraph
+from lightning_swarm.server.activation_cache import CachedForward
+from lightning_swarm.server.compute import ForwardCall, SavedGraph
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 from lightning_swarm.server.kept_graphs import GraphLimit, KeptGraphs
 from lightning_swarm.server.out_of_memory import is_out_of_memory

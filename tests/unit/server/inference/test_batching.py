@@ -18,11 +18,11 @@ from lightning_swarm.core.errors import SessionLost
 from lightning_swarm.model.inference import attention_cache
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.server.compute import SessionPart
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.inference import batching as joint_steps
 from lightning_swarm.server.inference.batching import JointSteps, WaitingStep
 from lightning_swarm.server.inference.host import SessionStage
+from lightning_swarm.server.inference.session_compute import SessionPart
 from tests.parity.test_adapted_texts import save_adapter
 from tests.served import FAMILIES, ServedSwarm, make_model
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_swarm.server.compute import ActivationCache, CachedForward, ForwardCall, SavedGraph
+from lightning_swarm.server.activation_cache import ActivationCache, CachedForward
+from lightning_swarm.server.compute import ForwardCall, SavedGraph
 from tests.unit.swarm import MODE
 
 CALL = ForwardCall((), {}, [], MODE, 0)
