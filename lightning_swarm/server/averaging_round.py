@@ -23,20 +23,20 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.rpc import AVERAGE
-from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Compute, Group, GroupParts
-from lightning_swarm.server.averaging.averager import (
-    Averager,
+from lightning_swarm.server.averaging.all_reduce import (
+    AveragingFailed,
     AveragingResult,
     AveragingState,
-    Butterfly,
-    PowerSGD,
-    refuse,
+    Compute,
+    Group,
+    GroupParts,
 )
+from lightning_swarm.server.averaging.averager import Averager, Butterfly, PowerSGD, refuse
 from lightning_swarm.server.averaging.clipped import ClippedAverager
 from lightning_swarm.server.averaging.deterministic import DeterministicAverager
 from lightning_swarm.server.averaging.powersgd import LowRank
 from lightning_swarm.server.averaging.tied import TiedMeans
-from lightning_swarm.server.batch_norm import collect_statistics, offer_statistics, refuse_statistics
+from lightning_swarm.server.batch_norm import STATISTICS, collect_statistics, offer_statistics
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.pending_work import IdleLinkWait
@@ -68,9 +68,7 @@ class AveragingRounds:
     def __init__(self, context: ServerContext, sums: GradientSums) -> None:
         self._tickets = context.tickets  # where parts of gradients wait for the other replicas
         self._compute: Compute = context.compute
-        self._sums = sums
-        self._membership = context.membership
-        self._me = context.me
+        self._sums, self._membership, self._me = sums, context.membership, context.me
         self._timeout = context.limits.call_timeout  # seconds, at most, for one exchange of a round
         self._patience_s = self._timeout  # the same in the newest round; its request may shorten it
         self._held: HeldRound | None = None
@@ -254,7 +252,7 @@ class AveragingRounds:
             refuse(group, rosters[index].index(self._me), reason)
             self._membership.oversight.rounds.withhold(group, reason)
             if index in self._sums.stages and self._sums.stages[index].statistics:
-                refuse_statistics(group, reason)
+                group.withhold([STATISTICS], reason)
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 

@@ -17,7 +17,7 @@ from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.server.averaging.all_reduce import Group, fetched
 
-_TICKET: Final = "seen"  # name of the ticket of a replica's statistics in a round
+STATISTICS: Final = "seen"  # name of the ticket of a replica's statistics in a round
 _PATIENCE: Final = 2.0  # factor of the timeout, because other replicas may begin the round a little later
 
 
@@ -25,7 +25,7 @@ def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -
     """Offer this peer's statistics: a vector ``[length]`` for each microbatch."""
     keys = torch.tensor(list(own), dtype=torch.int64).view(-1, 3)
     values = torch.stack(list(own.values())) if own else torch.zeros(0, length, dtype=torch.float64)
-    group.offer(_TICKET, to_message((keys, values)))
+    group.offer(STATISTICS, to_message((keys, values)))
 
 
 async def collect_statistics(
@@ -34,17 +34,11 @@ async def collect_statistics(
     """Collect the statistics of all replicas. `place` is this peer's roster index; None: it is not in the round."""
     read = partial(_read_statistics, length=length)
     patient = replace(group, timeout=_PATIENCE * group.timeout)
-    others = [i for i in range(len(group.roster)) if i != place]
-    found = [dict(own), *(await gather(fetched(patient, i, _TICKET, read) for i in others))]
+    found = [dict(own), *(await gather(fetched(patient, i, STATISTICS, read) for i in group.others(place)))]
     every = {receipt: values for seen in found for receipt, values in seen.items()}
     if len(every) < sum(map(len, found)):
         raise ProtocolError("members of a stage have seen the same microbatch, where each has one holder")
     return every
-
-
-def refuse_statistics(group: Group, reason: str) -> None:
-    """Withhold this peer's statistics in a round, unless they are offered already."""
-    group.withhold([_TICKET], reason)
 
 
 async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:

@@ -182,7 +182,7 @@ class Computation:
             with self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
                 found, has_drawn = self._random.run(kind, call.seed, compute)
             changes = self._watch.changes(before)
-        return _BlockRun(*found, has_drawn=has_drawn, seen=seen.values, changes=changes)
+        return _BlockRun(*found, has_drawn, seen.values, changes)
 
     def _take_written(
         self, written: Mapping[str, Any], left: Left, names_in_input: Mapping[int, Sequence[str]]
@@ -200,7 +200,7 @@ class Computation:
 
     def _run(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
         """Run the blocks on copies of their inputs; return the first six fields of `_BlockRun`."""
         mode, extras = call.mode, dict(call.extras)
         hooks_at_trainer = extras.pop(HOOKS, None)  # the trainer's description of its hooks

@@ -24,8 +24,7 @@ from lightning_swarm.protocol.messages.step import Closing, Record, StageLedger
 from lightning_swarm.protocol.serialization import Tree
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.server.activation_cache import CachedForward
-from lightning_swarm.server.averaging.all_reduce import Compute, Group
-from lightning_swarm.server.averaging.averager import AveragingState
+from lightning_swarm.server.averaging.all_reduce import AveragingState, Compute, Group
 from lightning_swarm.server.compute import ForwardResult, SavedGraph
 from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage, StateHash

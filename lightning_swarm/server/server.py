@@ -47,8 +47,8 @@ class Server:
     """Builds and connects the parts of a server; moves all of them to a run's next generation, or out of the run."""
 
     def __init__(self, context: ServerContext, model: PeerModel) -> None:
-        self._executor, self._tasks = context.executor, context.tasks
-        self.events, self.membership = context.events, context.membership
+        self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
+        self._tasks, self.events, self.membership = context.tasks, context.events, context.membership
         self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
         self.steps.on_failed = self._on_failed
         self.admission = Admission(context, model, self.steps)
@@ -65,7 +65,6 @@ class Server:
         self.voter = self.admission.leadership.voter
         rpc.RESTART.serve(context.transport, self._handle_restart)
         rpc.RELEASE.serve(context.transport, self._handle_release)
-
 
     async def start(self) -> None:
         """Begin to answer calls."""

@@ -21,7 +21,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs
 from lightning_swarm.protocol.messages.run import Selection, trained_names
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.server.averaging.averager import AveragingState
+from lightning_swarm.server.averaging.all_reduce import AveragingState
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 from lightning_swarm.server.optimizer import StageOptimizer

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.server.averaging import all_reduce, deterministic
-from lightning_swarm.server.averaging.all_reduce import Group, squared_norm
-from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
+from lightning_swarm.server.averaging.all_reduce import AveragingResult, AveragingState, Group, squared_norm
+from lightning_swarm.server.averaging.averager import Averager
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing.wrapping import wrap
 from tests.adversaries.adversary import Adversary

@@ -39,8 +39,7 @@ from lightning_swarm.server.audit.projection import (
     project_parts,
     sum_parts,
 )
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, for_joiners, squared_norm, taken
-from lightning_swarm.server.averaging.averager import AveragingState
+from lightning_swarm.server.averaging.all_reduce import AveragingState, Compute, Group, for_joiners, squared_norm, taken
 from lightning_swarm.server.averaging_round import HeldRound
 from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.oversight import RoundLog

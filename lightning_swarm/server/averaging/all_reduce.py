@@ -136,17 +136,32 @@ class Group:
             return lambda caller, _: caller == self.roster[to]
         return lambda caller, _: caller in self.roster or self.shares_with(caller)
 
+    def others(self, place: int | None) -> list[int]:
+        """Return the roster's indices without this peer's own; None: it is not in the roster."""
+        return [i for i in range(len(self.roster)) if i != place]
+
     def bounds(self, length: int) -> list[slice]:
         """Return the bounds of a vector's parts; each peer reduces one."""
         return part_bounds(length, len(self.roster))
 
 
-class GroupMean(NamedTuple):
-    """The result of a round."""
+class AveragingState(NamedTuple):
+    """The state that a peer carries from step to step; a record makes all of it count, or nothing."""
+
+    lost: Tensor | None = None  # ``[n]``, this peer's compression error, to be added to the next mean
+    basis: Tensor | None = None  # ``[right_length]`` of `LowRank`; None: unknown yet, or not used
+
+    def times(self, factor: float) -> AveragingState:
+        """Return the state for gradients that are `factor` times as large."""
+        return self if self.lost is None or factor == 1.0 else self._replace(lost=self.lost * factor)
+
+
+class AveragingResult(NamedTuple):
+    """The result of a round at one peer."""
 
     mean: Tensor  # ``[n]``, the same bits on every peer
     squared_norm: float  # norm of the part that this peer reduced
-    lost: Tensor | None = None  # ``[n]``, the codec's error in this peer's messages, as part of the mean; or None
+    carried: AveragingState  # state for the next step
     given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; see `Group.digests`
 
 
@@ -158,21 +173,15 @@ async def average(
     *,
     parts: GroupParts = AS_THEY_ARE,
     carried: Tensor | None = None,
-) -> GroupMean:
+) -> AveragingResult:
     """Sum `vector` ``[n]`` in the roster's order, and divide once by `total_weight`, the weight of all peers.
 
     The vector must not change until the round's record is applied; `place` is this peer's roster index. `carried`
     ``[n]`` is the error of an earlier round: it is added, and this round's error is returned. If it raises, call
     `refuse`.
     """
-    roster = group.roster
-    bounds = group.bounds(len(vector))
+    bounds, others = group.bounds(len(vector)), group.others(place)
     lost = None if carried is None else torch.zeros_like(vector)
-    others = [i for i in range(len(roster)) if i != place]
-
-    async def take(i: int, name: str, part: slice) -> Tensor:
-        return await taken(group, i, name, like=vector, length=part.stop - part.start, parts=parts)
-
     for i in others:
         part, left_over = vector[bounds[i]], None
         if carried is not None and lost is not None:
@@ -180,22 +189,31 @@ async def average(
         await _send(group, f"part{i}", part, parts, left_over, to=i)
     if lost is not None:
         lost /= total_weight
-    pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
-    pieces[place] = vector[bounds[place]]
-    given = await group.digests([[pieces[i]] for i in range(len(roster))], parts.compute)
     mean = _new(vector)
     reduced = mean[bounds[place]]
-    norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
+    found = await gather(taken(group, i, f"part{place}", like=vector, length=len(reduced), parts=parts) for i in others)
+    pieces = [*found[:place], vector[bounds[place]], *found[place:]]
+    given = await group.digests([[piece] for piece in pieces], parts.compute)
+    norm = await _reduce(reduced, pieces, total_weight)
+    del found, pieces  # their memory serves the next messages
     if carried is not None:
         reduced += carried[bounds[place]]
     received = await _send(group, f"reduced{place}", reduced, parts, None if lost is None else lost[bounds[place]])
     if received is not reduced:  # encoded: this peer decodes it like all peers, so that they have the same bits
         reduced.copy_(received)
         norm = squared_norm(reduced)
+    await take_reduced(mean, group, place, parts=parts)
+    return AveragingResult(mean, norm, AveragingState(lost), given)
 
-    for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
-        mean[bounds[i]] = part
-    return GroupMean(mean, norm, lost, given)
+
+async def take_reduced(mean: Tensor, group: Group, place: int, *, parts: GroupParts = AS_THEY_ARE) -> None:
+    """Fetch the parts of a round's mean that the other peers have reduced."""
+
+    async def take(i: int, part: Tensor) -> None:
+        part.copy_(await taken(group, i, f"reduced{i}", like=part, length=len(part), parts=parts))
+
+    bounds = group.bounds(len(mean))
+    await gather(take(i, mean[bounds[i]]) for i in group.others(place))
 
 
 def for_joiners(part: Tensor) -> Message | Callable[[], Message]:

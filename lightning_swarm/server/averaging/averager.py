@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.server.averaging import all_reduce
-from lightning_swarm.server.averaging.all_reduce import AS_THEY_ARE, Compute, Group, GroupParts, squared_norm
+from lightning_swarm.server.averaging.all_reduce import (
+    AS_THEY_ARE,
+    AveragingResult,
+    AveragingState,
+    Compute,
+    Group,
+    GroupParts,
+    squared_norm,
+)
 from lightning_swarm.server.averaging.powersgd import LowRank
-
-
-class AveragingState(NamedTuple):
-    """The state that a peer carries from step to step; a record makes all of it count, or nothing."""
-
-    lost: Tensor | None = None  # ``[n]``, this peer's compression error, to be added to the next mean
-    basis: Tensor | None = None  # ``[right_length]`` of `LowRank`; None: unknown yet, or not used
-
-    def times(self, factor: float) -> AveragingState:
-        """Return the state for gradients that are `factor` times as large."""
-        return self if self.lost is None or factor == 1.0 else self._replace(lost=self.lost * factor)
-
-
-class AveragingResult(NamedTuple):
-    """The result of a round at one peer."""
-
-    mean: Tensor  # ``[n]``, the same bits on every peer
-    squared_norm: float  # norm of the part that this peer reduced
-    carried: AveragingState  # state for the next step
-    given: Sequence[bytes] = ()  # digests of each peer's contribution to that part; see `Group.digests`
 
 
 class Averager(ABC):
@@ -56,7 +42,7 @@ async def _average_alone(
     """Divide the only peer's vector and carried error by the weight, and offer the mean to joiners."""
     own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
     found = await all_reduce.average(own, total_weight, group, 0, parts=GroupParts(None, compute))
-    return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None), found.given)
+    return found._replace(carried=carried._replace(lost=None))
 
 
 @dataclass(frozen=True)
@@ -73,8 +59,7 @@ class Butterfly(Averager):
         if len(group.roster) == 1:
             return await _average_alone(vector, total_weight, group, carried, self.parts.compute)
         lost = torch.zeros_like(vector) if self.error_feedback and carried.lost is None else carried.lost
-        found = await all_reduce.average(vector, total_weight, group, place, parts=self.parts, carried=lost)
-        return AveragingResult(found.mean, found.squared_norm, AveragingState(found.lost), found.given)
+        return await all_reduce.average(vector, total_weight, group, place, parts=self.parts, carried=lost)
 
     @override
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:

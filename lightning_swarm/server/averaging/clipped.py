@@ -14,9 +14,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.server.averaging import all_reduce
-from lightning_swarm.server.averaging.all_reduce import AS_THEY_ARE, Compute, Group, squared_norm
-from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
+from lightning_swarm.server.averaging.all_reduce import (
+    AS_THEY_ARE,
+    AveragingResult,
+    AveragingState,
+    Compute,
+    Group,
+    for_joiners,
+    squared_norm,
+    take_reduced,
+    taken,
+)
+from lightning_swarm.server.averaging.averager import Averager
 
 _NUM_ITERATIONS: Final = 20
 
@@ -58,22 +67,17 @@ class ClippedAverager(Averager):
     async def average(
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
-        roster, bounds = group.roster, group.bounds(len(vector))
+        bounds, others = group.bounds(len(vector)), group.others(place)
         weight = vector.new_tensor([self.weight])
         own = await self.compute(lambda: vector / (self.weight or 1.0))
-        others = [i for i in range(len(roster)) if i != place]
         for i in others:
             group.offer(f"part{i}", await AS_THEY_ARE.to_message(torch.cat([own[bounds[i]], weight])), i)
-
-        async def take(i: int, name: str, length: int) -> Tensor:
-            return await all_reduce.taken(group, i, name, like=vector, length=length)
-
-        length = bounds[place].stop - bounds[place].start
-        pieces = list(await gather(take(i, f"part{place}", length + 1) for i in others))
-        pieces.append(torch.cat([own[bounds[place]], weight]))
+        mine = torch.cat([own[bounds[place]], weight])
+        length = len(mine) - 1
+        pieces = await gather(taken(group, i, f"part{place}", like=vector, length=length + 1) for i in others)
 
         def reduce() -> tuple[Tensor, float]:
-            held = [piece for piece in pieces if bool(piece[-1] > 0) and bool(piece[-1].isfinite())]
+            held = [piece for piece in (*pieces, mine) if bool(piece[-1] > 0) and bool(piece[-1].isfinite())]
             if not held:
                 return vector.new_zeros(length), 0.0
             scale = sum(float(piece[-1]) for piece in held) / total_weight
@@ -81,10 +85,8 @@ class ClippedAverager(Averager):
             return part, squared_norm(part)
 
         reduced, norm = await self.compute(reduce)
-        group.offer(f"reduced{place}", all_reduce.for_joiners(reduced))
+        group.offer(f"reduced{place}", for_joiners(reduced))
         mean = torch.empty_like(vector)
         mean[bounds[place]] = reduced
-        found = await gather(take(i, f"reduced{i}", bounds[i].stop - bounds[i].start) for i in others)
-        for i, part in zip(others, found, strict=True):
-            mean[bounds[i]] = part
+        await take_reduced(mean, group, place)
         return AveragingResult(mean, norm, carried)

@@ -17,14 +17,16 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message
 from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.server.averaging.all_reduce import (
+    AveragingResult,
+    AveragingState,
     Compute,
     Group,
     fetched,
     for_joiners,
     squared_norm,
-    taken,
+    take_reduced,
 )
-from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
+from lightning_swarm.server.averaging.averager import Averager
 
 FINE: Final = 2.0**-56  # unit of the second integer of an element
 COARSE: Final = 2.0**-14  # unit of the first integer
@@ -94,7 +96,7 @@ class DeterministicAverager(Averager):
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
         bounds, counts = group.bounds(len(self.like)), vector[:, -1]
-        others = [i for i in range(len(group.roster)) if i != place]
+        others = group.others(place)
         for i in others:
             coarse, fine = vector[:, bounds[i]]
             group.offer(f"part{i}", to_message((coarse, fine, counts)), to=i)
@@ -107,11 +109,7 @@ class DeterministicAverager(Averager):
         await _reduce(mean[bounds[place]], [own, *(part[:2] for part in found)], total, total_weight)
         own_mean = mean[bounds[place]]
         group.offer(f"reduced{place}", to_message(own_mean) if others else for_joiners(own_mean))
-        reduced = await gather(
-            taken(group, i, f"reduced{i}", like=mean, length=bounds[i].stop - bounds[i].start) for i in others
-        )
-        for i, part in zip(others, reduced, strict=True):
-            mean[bounds[i]] = part
+        await take_reduced(mean, group, place)
         # The first server of the roster computes the whole norm, because a sum of norms depends on the number of parts.
         norm = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState(), given)

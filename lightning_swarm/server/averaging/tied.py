@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.protocol.compression import to_message
 from lightning_swarm.protocol.messages.run import TiedTensors
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, add_up, squared_norm, taken
-from lightning_swarm.server.averaging.averager import AveragingResult
+from lightning_swarm.server.averaging.all_reduce import AveragingResult, Compute, Group, add_up, squared_norm, taken
 
 _SHARE: Final = "tied"
 _PATIENCE: Final = 2.0  # factor of the timeout, because the other stage may be in the middle of its own two exchanges

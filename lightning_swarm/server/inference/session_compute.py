@@ -142,9 +142,12 @@ class SessionComputation:
 
     def _arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:
         """Copy a step's arguments, because a block may work in place, and a replay sends the originals again."""
-        inputs = serialization.transform(decoded(part.hidden, self._codecs.activations, self._device), Tensor.clone)
-        structure, tensors = serialization.flatten(dict(part.extras))
-        return inputs, serialization.unflatten(structure, [tensor.to(self._device, copy=True) for tensor in tensors])
+        hidden = decoded(part.hidden, self._codecs.activations, self._device)
+        structure, tensors = serialization.flatten((hidden, dict(part.extras)))
+        found: tuple[Any, dict[str, Any]] = serialization.unflatten(
+            structure, [tensor.to(self._device, copy=True) for tensor in tensors]
+        )
+        return found
 
 
 def to_send(tree: serialization.Tree, device: torch.device) -> serialization.Tree:

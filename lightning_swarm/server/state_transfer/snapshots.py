@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import mmap
-import tempfile
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, cast
+from typing import Any
 
-import torch
 from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone
 from lightning_swarm.model.fingerprint import digest, fingerprint
+from lightning_swarm.model.tensor_file import TensorFile, TensorPlace
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.protocol import plain_values, serialization
@@ -44,7 +41,7 @@ class KeptLoops:
         self._kept: dict[int, Message] = {}  # version -> the state as received
         self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
         max_bytes = context.limits.loop_bytes
-        KEEP_LOOP.serve(context.transport, self._handle_keep, max_bytes=max_bytes, admit=self._check_says)
+        KEEP_LOOP.serve(context.transport, self._handle_keep, max_bytes=max_bytes, admit=self._check_lead)
 
     @property
     def versions(self) -> list[int]:
@@ -64,20 +61,20 @@ class KeptLoops:
         """Keep the loop's state of a version whose snapshot was ordered."""
         self._check(caller, head)
         await self._steps.wait_for_next(head.version)  # the record that orders it may come here later than to the lead
-        self._check(caller, head)
+        self._check(caller, head)  # the run may have changed meanwhile
         if head.version not in self._ordered():
             raise ProtocolError(f"no record orders a snapshot of version {head.version}")
         TravellingLoop.read(plain_values.unpack(message.tensors))  # refuses a state that could not be read later
         self._kept[head.version] = message
         self.prune()
 
-    def _check_says(self, caller: PeerId) -> None:
+    def _check_lead(self, caller: PeerId) -> None:
         self._membership.check_lead(caller, "says what its loop was at")
 
     def _check(self, caller: PeerId, head: KeptLoop) -> None:
         run = self._membership.run
         run.check_generation(head.generation)
-        self._check_says(caller)
+        self._check_lead(caller)
         if why := self.unfit(run.manifest):
             raise ProtocolError(f"this peer could not lead the run: {why}")
 
@@ -103,16 +100,13 @@ def copied(stage: Stage, generation: int) -> tuple[Snapshot, list[Tensor]]:
     return head, [tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _StoredSnapshot:
     head: Snapshot
     digest: bytes  # digest of head and tensors
     tensors: Sequence[Tensor]  # empty if they are in the file
-    file: IO[bytes] | None = None
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
+    file: TensorFile | None = None  # removed with the last reference to it, which a reader may hold
+    places: Sequence[TensorPlace] = ()  # of the tensors in the file
 
 
 class SnapshotStore:
@@ -140,12 +134,10 @@ class SnapshotStore:
         own = await asyncio.to_thread(digest, tensors, encode(head))
         kept = _StoredSnapshot(head, own, tensors)
         if self.used_bytes + num_bytes(tensors) > self._max_bytes:
-            kept = _StoredSnapshot(head, own, (), await asyncio.to_thread(_written, tensors))
-        if not wanted():
-            kept.close()
-            return
-        self.discard(head.version, head.stage_index)
-        self._kept[head.version, head.stage_index] = kept
+            file = TensorFile()
+            kept = _StoredSnapshot(head, own, (), file, await asyncio.to_thread(file.write, tensors))
+        if wanted():
+            self._kept[head.version, head.stage_index] = kept
 
     async def get(self, stage_index: int, version: int) -> tuple[Snapshot, Sequence[Tensor]]:
         """Return a snapshot; raise `TicketGone` if it is not kept."""
@@ -154,41 +146,15 @@ class SnapshotStore:
             raise TicketGone(f"stage {stage_index} at version {version} is not kept here (any more)")
         if kept.file is None:
             return kept.head, kept.tensors
-        # Map the file now, because it may be closed during the reading, and each reader needs its own position.
-        mapped = mmap.mmap(kept.file.fileno(), 0, access=mmap.ACCESS_READ)
-        return kept.head, await asyncio.to_thread(_read, mapped)
+        return kept.head, await asyncio.to_thread(kept.file.read, kept.places)
 
     def keep_only(self, version: int | None) -> None:
         """Drop the snapshots of all other versions."""
-        for key in [key for key in self._kept if key[0] != version]:
-            self.discard(*key)
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] == version}
 
     def discard(self, version: int, stage_index: int) -> None:
         """Drop a snapshot, if it is kept."""
-        kept = self._kept.pop((version, stage_index), None)
-        if kept is not None:
-            kept.close()
-
-
-def _written(tensors: Sequence[Tensor]) -> IO[bytes]:
-    """Write tensors to a file that vanishes when it is closed; raise `OSError` if there is no room."""
-    file = tempfile.TemporaryFile(prefix="lightning-swarm-")  # noqa: SIM115 - open for as long as it is kept
-    try:
-        torch.save(list(tensors), file)
-        file.flush()
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # closing flushes, for which there may be no room either
-            file.close()
-        if isinstance(error.__context__, OSError):  # torch's own error, raised on top of the full disk's error
-            raise error.__context__ from None
-        raise
-    return file
-
-
-def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
-    with mapped:
-        tensors: list[Tensor] = torch.load(cast(IO[bytes], mapped), weights_only=True)
-    return tensors
+        self._kept.pop((version, stage_index), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,18 +173,15 @@ class Snapshots:
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
-        self._transport = transport
-        self._compute = context.compute
-        self._membership = context.membership
-        self._steps = steps
+        self._transport, self._compute, self._spawn = transport, context.compute, context.tasks.spawn
+        self._membership, self._steps = context.membership, steps
         self._limits, self._events = limits, context.events
-        self._spawn = context.tasks.spawn
         self._order: _SnapshotOrder | None = None  # the newest order
         self._older: _SnapshotOrder | None = None  # the order of the older version that is kept
         self._senders: dict[tuple[int, int], PeerId] = {}  # (stage, version) -> sender of the copy kept here
         self.store = SnapshotStore(limits.snapshot_bytes)
         self.loops = KeptLoops(context, steps, self._versions)
-        steps.unrecorded_snapshots = self._untold
+        steps.unrecorded_snapshots = self._unrecorded
         HELD.serve(transport, self._handle_held)
         max_bytes, admit = limits.max_message_bytes, self._membership.check_server
         KEEP.serve(transport, self._handle_keep, max_bytes=max_bytes, admit=admit)
@@ -236,7 +199,7 @@ class Snapshots:
         order = self._order
         return None if order is None else OrderedSnapshots(order.version, order.keep, order.at_s)
 
-    def _untold(self) -> list[HeldSnapshot]:
+    def _unrecorded(self) -> list[HeldSnapshot]:
         """Return the newest snapshots of this server's own stages whose digests no record names yet."""
         order, run = self._order, self._membership.run
         if order is None:

@@ -19,7 +19,7 @@ from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import AverageRequest, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.rpc import APPLY, AVERAGE, BACKWARD, DONE, FREEZE, GRANT
-from lightning_swarm.server.averaging.averager import AveragingResult
+from lightning_swarm.server.averaging.all_reduce import AveragingResult
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, closing, key, plain_steps, result_of, rows

@@ -22,8 +22,8 @@ from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import all_reduce
 from lightning_swarm.server.averaging.all_reduce import (
     AveragingFailed,
+    AveragingResult,
     Group,
-    GroupMean,
     GroupParts,
     average,
     refuse,
@@ -58,7 +58,7 @@ class Ring:
         self.tickets = [TicketStore(transport, max_bytes=1 << 30) for transport in self.transports]
         self.shares_with: Callable[[PeerId], bool] = frozenset[PeerId]().__contains__
 
-    async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> GroupMean:
+    async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> AveragingResult:
         group = self.group(place, prefix, timeout)
         try:
             return await average(self.vectors[place], 4.0, group, place)
@@ -69,10 +69,10 @@ class Ring:
     def group(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Group:
         return Group(self.names, prefix, self.tickets[place], timeout, self.shares_with)
 
-    def average_by(self, codec: Codec, carried: list[Tensor]) -> list[GroupMean]:
+    def average_by(self, codec: Codec, carried: list[Tensor]) -> list[AveragingResult]:
         """Average with a codec, and with each peer's error from an earlier round."""
 
-        async def go() -> list[GroupMean]:
+        async def go() -> list[AveragingResult]:
             parts = GroupParts(codec, compute)
             works = [
                 average(vector, 4.0, self.group(place), place, parts=parts, carried=carried[place])
@@ -82,8 +82,8 @@ class Ring:
 
         return self.loop.run_until_complete(go())
 
-    def average(self) -> list[GroupMean]:
-        async def go() -> list[GroupMean]:
+    def average(self) -> list[AveragingResult]:
+        async def go() -> list[AveragingResult]:
             return list(await asyncio.gather(*map(self.one, range(len(self.names)))))
 
         return self.loop.run_until_complete(go())
@@ -235,7 +235,7 @@ def test_a_repeated_round_gives_the_same_bytes(loop: VirtualLoop) -> None:
 def test_rounds_do_not_mix(loop: VirtualLoop) -> None:
     ring = Ring(loop, vectors(3, 50))
 
-    async def go() -> list[GroupMean]:
+    async def go() -> list[AveragingResult]:
         works = [ring.one(place, prefix) for prefix in ("r0", "r1") for place in range(3)]
         return list(await asyncio.gather(*works))
 
@@ -256,7 +256,7 @@ def test_what_a_codec_loses_is_found_to_the_last_bit(loop: VirtualLoop, name: st
     assert all(torch.equal(results[0].mean, result.mean) for result in results)
     exact = sum(own, torch.zeros(8192, dtype=torch.float64)) / 4.0 + sum(carried)
     assert not torch.allclose(results[0].mean, exact, rtol=1e-6)
-    after = results[0].mean + sum(result.lost for result in results if result.lost is not None)
+    after = results[0].mean + sum(result.carried.lost for result in results if result.carried.lost is not None)
     torch.testing.assert_close(after, exact, rtol=1e-12, atol=1e-12)
     squared_norm = sum(result.squared_norm for result in results)
     assert squared_norm == pytest.approx(float(results[0].mean.square().sum()), rel=1e-12)

@@ -21,8 +21,7 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.compression import to_message
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import deterministic
-from lightning_swarm.server.averaging.all_reduce import Group, squared_norm
-from lightning_swarm.server.averaging.averager import AveragingResult, AveragingState
+from lightning_swarm.server.averaging.all_reduce import AveragingResult, AveragingState, Group, squared_norm
 from lightning_swarm.server.averaging.deterministic import COARSE, FINE, LIMIT, MAX_ADDED, DeterministicAverager
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 

@@ -13,8 +13,8 @@ from torch import Size, Tensor
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.protocol.compression import codec
 from lightning_swarm.protocol.settings import Compression
-from lightning_swarm.server.averaging.all_reduce import AveragingFailed, GroupParts
-from lightning_swarm.server.averaging.averager import AveragingResult, AveragingState, Butterfly, PowerSGD, refuse
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, AveragingResult, AveragingState, GroupParts
+from lightning_swarm.server.averaging.averager import Butterfly, PowerSGD, refuse
 from lightning_swarm.server.averaging.powersgd import LowRank, orthonormal
 from tests.unit.server.averaging.test_all_reduce import Ring, compute
 from tests.wire import Averaging

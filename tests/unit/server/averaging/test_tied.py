@@ -14,8 +14,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.messages.run import StageManifest, TiedTensors
 from lightning_swarm.protocol.tickets import TicketStore
-from lightning_swarm.server.averaging.all_reduce import Group
-from lightning_swarm.server.averaging.averager import AveragingResult, AveragingState
+from lightning_swarm.server.averaging.all_reduce import AveragingResult, AveragingState, Group
 from lightning_swarm.server.averaging.tied import TiedMeans
 
 ME = PeerId("a")
