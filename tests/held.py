@@ -62,7 +62,7 @@ def watched() -> Iterator[Held]:
 
     async def noted(
         self: ServerCalls, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], **options: Any
-    ) -> dict[PeerId, AverageReply | SwarmError]:
+    ) -> tuple[dict[PeerId, AverageReply], dict[PeerId, SwarmError]]:
         for peer, one in named.items():
             held.note(peer, closing, one)
         return await average(self, closing, named, **options)

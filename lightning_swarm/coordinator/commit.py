@@ -72,11 +72,8 @@ def choose_backups(
     *,
     has_standbys: bool = False,
 ) -> list[PeerId | None]:
-    """Choose for each stage a server outside it to keep its snapshots, on another host if possible. Pure.
-
-    These are not the keepers that decide (`protocol.keepers`). None if all servers hold the stage. Also None for a
-    stage on trainers, unless the run has standby leads: without trainers the run has no loop with which to continue.
-    """
+    """Choose for each stage a server outside it to keep its snapshots, on another host if possible; None: no server."""
+    # These are not the keepers that decide (`protocol.keepers`).
     servers = sorted(
         {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
     )
@@ -86,6 +83,7 @@ def choose_backups(
         holders = {member.peer_id for member in roster}
         near = {hosts[peer] for peer in holders if peer in hosts}
         others = [peer for peer in servers if peer not in holders]
+        # Without its trainers and a standby lead, the run has no loop with which to continue.
         if (own and not has_standbys) or not others:
             backups.append(None)
             continue
@@ -96,18 +94,14 @@ def choose_backups(
 
 
 def agreed_snapshots(
-    takers: Sequence[Collection[Member]],
-    taken: Mapping[PeerId, Sequence[HeldSnapshot]],
-    known: Sequence[HeldSnapshot],
+    takers: Sequence[Collection[Member]],  # stage -> servers that were to take a snapshot
+    taken: Mapping[PeerId, Sequence[HeldSnapshot]],  # server -> snapshots that it reports
+    known: Sequence[HeldSnapshot],  # snapshots in records
     *,
     version: int,
-    trusted: Sequence[PeerId] = (),
+    trusted: Sequence[PeerId] = (),  # the first of them among the takers decides instead of the majority
 ) -> list[HeldSnapshot]:
-    """Return the new snapshots of a version on which most of a stage's `takers` agree. Pure.
-
-    `taken` are the snapshots that servers report, and `known` the snapshots in records. If `trusted` servers are among
-    the takers, the snapshot of the first of them counts instead of the majority's.
-    """
+    """Return the new snapshots of a version on which most of a stage's `takers` agree. Pure."""
     recorded = {(one.stage_index, one.version) for one in known}
     agreed = []
     for index, members in enumerate(takers):
@@ -149,14 +143,10 @@ class SnapshotSchedule:
         self,
         step: int,
         next_roster: Sequence[Sequence[Member]],
-        recorded: Collection[HeldSnapshot],
-        resumable: Collection[int] | None,
+        recorded: Collection[HeldSnapshot],  # snapshots in records up to this one
+        resumable: Collection[int] | None,  # versions from which the lead's loop could continue; None: not reported
     ) -> SnapshotOrder | None:
-        """Return the snapshot order for the record of `step`, or None if no snapshot is due.
-
-        `recorded` are the snapshots named by records up to this one. `resumable` are the versions from which the lead's
-        loop could continue; None: not reported.
-        """
+        """Return the snapshot order for the record of `step`, or None if no snapshot is due."""
         at_s = now_s()
         servers = sorted({member.peer_id for roster in next_roster for member in roster})
         if self._interval_s is None or not self.is_due(servers):
@@ -191,16 +181,11 @@ class StepCommit:
         *,
         fence: Callable[[OpenStep, Sequence[int]], None],  # makes servers abandon calls of struck batches
     ) -> None:
-        self._context = context
-        self._run, self._oversight = context.run, context.oversight
-        self._servers = servers
-        self._server_membership = server_membership
+        self._context, self._run, self._events = context, context.run, context.events
+        self._oversight, self._servers, self._fence = context.oversight, servers, fence
+        self._server_membership, self._moves = server_membership, moves
+        self._trainer_membership, self._lead = trainers.membership, trainers.lead
         self._snapshots = SnapshotSchedule(context)
-        self._moves = moves
-        self._trainer_membership = trainers.membership
-        self._lead = trainers.lead
-        self._fence = fence
-        self._events = context.events
         self._sums: SumReconciliation | None = None  # sums of the newest closed step
         self._someone_gone = False  # a server was lost in the last, late step, whose record changed no roster
         self._differences: dict[PeerId, str] = {}  # server lost in that step -> how its weights differ
@@ -250,9 +235,10 @@ class StepCommit:
 
     def wants_changes(self) -> bool:
         """Return whether the next record should change the run's membership, or order a snapshot."""
+        members = self._server_membership
         is_due = self._snapshots.is_due(self._run.servers)
-        is_wanted = is_due or self._someone_gone or bool(self._new_bans())
-        return is_wanted or self._server_membership.wants_changes() or self._moves.has_deferred
+        is_wanted = is_due or self._someone_gone or bool(self._new_bans() or members.leaving)
+        return is_wanted or members.has_ready_joiner() or self._moves.has_deferred
 
     def _step_record(
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
@@ -360,7 +346,7 @@ class StepCommit:
                 step,
                 selection,
                 late=late,
-                joining=lambda: not late and self._server_membership.is_awaited(),
+                joining=lambda: not late and self._server_membership.has_ready_joiner(),
                 fence=self._fence,
             )
         self._sums.oversight.is_kept = self._snapshots.is_due(self._run.servers)
@@ -373,9 +359,7 @@ class StepCommit:
         closing = closed.closing
         listening = [] if late else self._server_membership.listen(closed, change)
         choose = partial(self._choose_blamed, closing, ())
-        replies = await self._servers.average(closing, closed.named, late=late, choose_blamed=choose)
-        failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
-        answered = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
+        answered, failed = await self._servers.average(closing, closed.named, late=late, choose_blamed=choose)
         if not failed and not any(reply.failure for reply in answered.values()):
             checked = await sums.oversight.check_means(closing, change.selection or self._run.selection, answered)
             return await self._follow(checked, sums, closed, listening)
@@ -396,12 +380,11 @@ class StepCommit:
         if checked.counts:
             for peer in sorted(checked.accused.keys() - {self._servers.own}):
                 # The accused server's sum still counts, because it committed to that sum. A stage's only server stays.
-                rosters = sums.step_servers.rosters
-                if not alone_in(rosters, peer, {member.peer_id for roster in rosters for member in roster}):
+                if not alone_in(sums.step_servers.rosters, peer, sums.step_servers.peers):
                     sums.step_servers.exclude(peer, StepError(checked.accused[peer]))
             averaging_s = now_s() - closed.began_s
             await self._server_membership.miss_late_listeners(
-                closing, listening, averaging_s=averaging_s, parts=checked.parts or None
+                closing, listening, averaging_s=averaging_s, parts=checked.parts
             )
             return checked.squared_norm
         for task in listening:

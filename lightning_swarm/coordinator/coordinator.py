@@ -38,10 +38,6 @@ class Coordinator:
         self.deposed = True
         self._on_deposed()
 
-    async def start(self) -> None:
-        """Begin to answer."""
-        await self.generation.start()
-
     async def retire(self) -> None:
         """Stop because another peer coordinates, and fail held calls with `NotCoordinator`. Raises a task's error."""
         self._is_over, context = True, self.generation.context

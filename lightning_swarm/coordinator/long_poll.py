@@ -51,7 +51,7 @@ class LeadLiveness:
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run, self._changes = context.transport, context.run, context.changes
         limits = context.limits
-        self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout
+        self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout  # seconds
         self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # seconds of silence until an attempt
         self._alive_s = 0.0  # time of the newest sign of life
         self._restarted = False  # the lead's process is new, and knows nothing of the run
@@ -151,8 +151,8 @@ class StepEnds:
     ) -> None:
         self._run, self._step_state, self._changes = context.run, context.step_state, context.changes
         self._leases, self._lead, self._lease_expiry = leases, lead, lease_expiry
-        # Function that returns the event counts that this coordinator knows.
-        self._learnt = partial(context.events.known_counts, context.transport.peer_id)
+        # Returns the event counts that this coordinator knows.
+        self._known_counts = partial(context.events.known_counts, context.transport.peer_id)
         self._event_deltas = EventDeltas()  # event counts for the lead
 
     async def answer(self, caller: PeerId, request: RecordRequest) -> RecordReply:
@@ -186,22 +186,16 @@ class StepEnds:
         await self._changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if is_over():
-            if is_lead and not await self._await_permitted_record():
-                return RecordReply(record=None, closing=True, open=request.step)
+            if is_lead and self._run.manifest.settings.delay_optimizer_step:
+                # The lead may have permitted a record that is on its way. If it does not come, the lead asks again.
+                if not await self._changes.until(lambda: self._lead.deciding is None):
+                    return RecordReply(record=None, closing=True, open=request.step)
+                self._lead.go_on()
             return self._outcome_for(caller, request.version)
         await self._lease_expiry.check_overdue(step)
         if is_lead and takes_batches():
             self._lead.go_on()
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
-
-    async def _await_permitted_record(self) -> bool:
-        """Wait for the record that the lead permitted; return False if it did not come, so that the lead asks again."""
-        if not self._run.manifest.settings.delay_optimizer_step:
-            return True
-        if not await self._changes.until(lambda: self._lead.deciding is None):
-            return False
-        self._lead.go_on()
-        return True
 
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
         """Make the answer to a trainer that knows `version`; only the lead's has logs, metrics and event counts."""
@@ -213,7 +207,7 @@ class StepEnds:
         reply = RecordReply(record=outcome.record, closing=True, open=self._open_for(trainer), seats=seats)
         if trainer != self._run.manifest.lead:
             return reply
-        news = self._event_deltas.news(self._learnt(), version=version)
+        news = self._event_deltas.news(self._known_counts(), version=version)
         return replaced(reply, logs=outcome.logs, noted=news, measured=sorted(outcome.metrics))
 
     def _open_for(self, trainer: PeerId) -> int:

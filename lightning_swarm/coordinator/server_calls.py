@@ -33,8 +33,6 @@ from lightning_swarm.protocol.messages.step import (
     FreezeRequest,
     NamedReceipts,
     Record,
-    ReplayReply,
-    ReplayRequest,
     SettleRequest,
 )
 from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations
@@ -43,16 +41,13 @@ from lightning_swarm.protocol.rpc import A, Call, Q
 
 
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
-    """Notify peers that the run is over for them. A peer that is gone is no error.
-
-    `broken_off` is the reason if the run was aborted, otherwise empty. `timeout` is in seconds for each peer.
-    """
-    told = sorted(set(peers))
+    """Notify peers that the run is over for them, with the reason if it was aborted; a peer may be gone."""
+    peers = sorted(set(peers))
     # A peer that was never admitted refuses, and goes on waiting for a run.
     if broken_off:
-        await ask_each(transport, told, rpc.BREAK_OFF, RunAborted(reason=broken_off), timeout=timeout, tries=MAX_TRIES)
+        await ask_each(transport, peers, rpc.BREAK_OFF, RunAborted(reason=broken_off), timeout=timeout, tries=MAX_TRIES)
     else:
-        await ask_each(transport, told, rpc.LEAVE, None, timeout=timeout, tries=MAX_TRIES)
+        await ask_each(transport, peers, rpc.LEAVE, None, timeout=timeout, tries=MAX_TRIES)
 
 
 _T = TypeVar("_T")
@@ -60,8 +55,6 @@ _T = TypeVar("_T")
 ROUND_TIMEOUTS: Final = 5.0
 """Call timeouts of a round: a server waits for other servers' parts, then for their means; twice with PowerSGD."""
 
-_REPLAY_TIMEOUTS: Final = 3
-"""Call timeouts of a replay: one to find that a holder does not answer, one to ask again, and one for the rest."""
 
 _MAX_DAMAGED: Final = 3  # repetitions of a call whose messages were damaged on their way
 _FIRST_PAUSE_S: Final = 1.0  # wait before a record is sent to a server again; doubles each time
@@ -98,18 +91,16 @@ class ServerCalls:
         return (await self._transport.addresses())[0]
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have the servers begin the open step with a change; a server that fails is excluded from the step.
-
-        Raises SwarmError if the coordinator's own server refuses, or all of a stage.
-        """
-        replies = await self.ask_all(rpc.SETTLE, self._run.servers, request)
-        failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        """Have the servers begin the open step with a change; exclude servers that fail, unless all of a stage fail."""
+        _, failed = await self.ask_all(rpc.SETTLE, self._run.servers, request)
         for roster in self._run.rosters:
             if all(member.peer_id in failed for member in roster):
                 raise failed[roster[0].peer_id]
         self.unsettled = failed
 
-    async def freeze(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply | SwarmError]:
+    async def freeze(
+        self, requests: Mapping[PeerId, FreezeRequest]
+    ) -> tuple[dict[PeerId, FreezeReply], dict[PeerId, SwarmError]]:
         """Have each server freeze its sums and report its ledgers; a server that missed a record gets it first."""
 
         async def freeze(peer: PeerId, request: FreezeRequest) -> FreezeReply:
@@ -123,9 +114,7 @@ class ServerCalls:
                 apply_received_ban(self._transport, signed)  # the step's record then includes it
             return answer
 
-        return await self._each(
-            rpc.FREEZE, {peer: partial(freeze, peer, request) for peer, request in requests.items()}
-        )
+        return await self._each(rpc.FREEZE, {peer: partial(freeze, peer, one) for peer, one in requests.items()})
 
     async def average(
         self,
@@ -134,7 +123,7 @@ class ServerCalls:
         *,
         late: bool,
         choose_blamed: Callable[[Mapping[PeerId, Sequence[PeerId]]], list[PeerId]],
-    ) -> dict[PeerId, AverageReply | SwarmError]:
+    ) -> tuple[dict[PeerId, AverageReply], dict[PeerId, SwarmError]]:
         """Run a round of averaging. If all answer well, every server of its rosters holds its stages' means.
 
         `choose_blamed` names the servers to blame for a failed round, from the peers that each server did not reach.
@@ -154,33 +143,24 @@ class ServerCalls:
                 waits.note(peer, reply.unreached)
             return reply
 
-        requests = {
-            peer: AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s)
+        works = {
+            peer: partial(ask, peer, AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s))
             for peer, held in sorted(named.items())
         }
-        return await self._each(rpc.AVERAGE, {peer: partial(ask, peer, one) for peer, one in requests.items()})
-
-    async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
-        """Have a trainer send microbatches again; raise SwarmError if it did not."""
-        # More microbatches get no more time: finished replays stay, and the rest is requested again.
-        return await self.ask(trainer, rpc.REPLAY, request, num_timeouts=min(1 + len(request.work), _REPLAY_TIMEOUTS))
+        return await self._each(rpc.AVERAGE, works)
 
     async def ask(self, peer: PeerId, method: Call[Q, A], request: Q, *, num_timeouts: float) -> A:
         """Call a peer that has so many call timeouts to answer; raise its error."""
         return await self._call(peer, method, request, timeout=num_timeouts * self._timeout)
 
     async def apply(self, record: Record) -> None:
-        """Have all servers that averaged, and newcomers, apply a decided record; retry servers that do not answer.
-
-        Raises SwarmError if the coordinator's own server did not.
-        """
+        """Have all servers that averaged, and newcomers, apply a decided record; retry servers that do not answer."""
         self._behind.clear()
         self.unsettled.clear()
         # Also the servers that the record releases, because they stay until they have applied it.
         rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
-        replies = await self.ask_all(rpc.APPLY, peers, record)
-        late = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        _, late = await self.ask_all(rpc.APPLY, peers, record)
         self._behind = dict.fromkeys(late, record)
         for peer in late:
             self._spawn(self._repeat_apply(peer, record))
@@ -201,14 +181,16 @@ class ServerCalls:
         if self._behind.get(peer) is record:
             del self._behind[peer]
 
-    async def ask_all(self, method: Call[Q, A], peers: Iterable[PeerId], request: Q) -> dict[PeerId, A | SwarmError]:
-        """Call peers in parallel, and return an answer or an error for each."""
+    async def ask_all(
+        self, method: Call[Q, A], peers: Iterable[PeerId], request: Q
+    ) -> tuple[dict[PeerId, A], dict[PeerId, SwarmError]]:
+        """Call peers in parallel; return the answers, and the errors of the other peers."""
         return await self._each(method, {peer: partial(self._call, peer, method, request) for peer in peers})
 
     async def _each(
         self, method: Rpc, works: Mapping[PeerId, Callable[[], Awaitable[_T]]]
-    ) -> dict[PeerId, _T | SwarmError]:
-        """Run all calls at once. Errors are returned as answers; an error of the coordinator's own server is raised.
+    ) -> tuple[dict[PeerId, _T], dict[PeerId, SwarmError]]:
+        """Run all calls at once, and return answers and errors; an error of the coordinator's own server is raised.
 
         If servers are untrusted, a server that is much later than the rest is not waited for. Raises NotCoordinator if
         a server follows a higher term and the voters confirm it, because a single report deposes no coordinator.
@@ -227,10 +209,11 @@ class ServerCalls:
                     peer: DeadlineExceeded(str(reply)) if isinstance(reply, ServerSilent) else reply
                     for peer, reply in found.items()
                 }
-        deposed = next((reply for reply in found.values() if isinstance(reply, NotCoordinator)), None)
+        failed = {peer: reply for peer, reply in found.items() if isinstance(reply, SwarmError)}
+        deposed = next((error for error in failed.values() if isinstance(error, NotCoordinator)), None)
         if deposed is not None and await is_superseded(self._transport, self._run, self._term, timeout=self._silence_s):
             raise deposed
-        return found
+        return {peer: reply for peer, reply in found.items() if not isinstance(reply, SwarmError)}, failed
 
     def _are_most_late(self, found: Mapping[PeerId, object]) -> bool:
         """Return whether most of the servers, without the coordinator's own, gave no answer in time."""
@@ -253,13 +236,11 @@ class ServerCalls:
         return answer
 
     def _deadline_s(self, method: Rpc, longest_s: float, peer: PeerId | None = None) -> float:
-        """Return the seconds that a server may take; if servers are untrusted, a multiple of its usual time.
-
-        Without a `peer`, the work is done by all servers together.
-        """
+        """Return the seconds that a server may take; if servers are untrusted, a multiple of its usual time."""
         if self._durations is None:
             return longest_s
         usual = self._durations[method]
+        # Without a peer, the work is done by all servers together.
         slower = 1.0 if peer is None else usual.times_slower(self._durations_of[method, peer])
         return usual.deadline_s(longest_s=longest_s, times_slower=slower)
 
@@ -281,10 +262,7 @@ class ServerCalls:
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
     async def _as_coordinator(self, peer: PeerId, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Call a peer; if it does not know this coordinator yet, announce the term and call again.
-
-        Raises NotCoordinator if the peer knows a coordinator under a higher term.
-        """
+        """Call a peer; if it does not know this coordinator yet, announce the term and call again."""
         try:
             return await ask()
         except NotCoordinator:
@@ -303,7 +281,7 @@ class _AverageWaits:
         self._patience_s, self._choose_blamed = patience_s, choose_blamed
         self._unreached: dict[PeerId, Sequence[PeerId]] = {}  # server -> peers that it did not reach
         self._limits: dict[PeerId, asyncio.Timeout] = {}  # timeouts of servers that have not answered
-        self._earliest_s = asyncio.get_running_loop().time() + patience_s  # no server is given up before
+        self._earliest_s = now_s() + patience_s  # no server is given up before
 
     @property
     def has_failed(self) -> bool:

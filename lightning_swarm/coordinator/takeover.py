@@ -163,13 +163,11 @@ def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
 
 
 async def appoint(transport: Transport, run: RunState, *, timeout: float, is_last: bool = False) -> str:
-    """Appoint a standby as the lead; return why there is none, or "" if it was notified.
-
-    A standby that was named before stays the choice while it is alive, except in the last attempt.
-    """
+    """Appoint a standby as the lead; return why there is none, or "" if it was notified."""
     generation = run.manifest.generation  # the run may be rolled back meanwhile
     held = await ask_held(transport, run.servers, timeout=timeout)
-    # Some servers may follow a standby that was named before, so that standby stays the choice while it can lead.
+    # Some servers may follow a standby that was named before, so that standby stays the choice while it lives, except
+    # in the last attempt.
     named = [run.manifest.lead] if run.is_rolling_back else []
     if not named:
         held.pop(run.manifest.lead, None)

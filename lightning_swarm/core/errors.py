@@ -98,16 +98,11 @@ class WentBack(StepError):
 
 
 class FalseWorkCounted(StepError):
-    """Unaudited work of a convicted server counted in earlier steps. The lead rolls the run back.
+    """Unaudited work of a convicted server counted in earlier steps. The lead rolls the run back."""
 
-    Args:
-        reasons: Names each server, and the reason of its conviction.
-        sound: The newest version of the weights that, as far as is known, contains none of that work.
-    """
-
-    def __init__(self, reasons: Sequence[str], sound: int) -> None:
+    def __init__(self, reasons: Sequence[str], sound: int) -> None:  # each server, with the reason of its conviction
         super().__init__(f"work counted unaudited of servers that were convicted: {'; '.join(reasons)}")
-        self.sound = sound
+        self.sound = sound  # newest version of the weights that, as far as is known, contains none of that work
 
 
 class LeaseRevoked(SwarmError):

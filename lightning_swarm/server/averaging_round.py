@@ -109,11 +109,7 @@ class AveragingRounds:
         carried: Mapping[int, AveragingState],
         given: Mapping[int, Sequence[bytes]] = NOTHING_GIVEN,
     ) -> None:
-        """Keep a round's mean gradients until its record is decided or a later round replaces them.
-
-        All mappings are by stage. `carried` is the state for the next step. `given` has the digests of each
-        member's contribution to the parts that this server reduced.
-        """
+        """Keep a round's results, by stage, until its record is decided or a later round replaces them."""
         before = self._held
         if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
             return  # an older round, requested by a coordinator that was replaced
@@ -143,10 +139,8 @@ class AveragingRounds:
         return self._held.gradients
 
     def carry(self, record: Record) -> None:
-        """Store the averaging state of a record's round in the stages, for the next step.
-
-        A skipped step stores nothing, because its gradients were not finite. The former state then remains.
-        """
+        """Store the averaging state of a record's round in the stages, for the next step."""
+        # The gradients of a skipped step were not finite, so the former state remains.
         held = self._held
         if held is not None and held.closing == record.closing and record.outcome == "apply":
             for index, carried in held.carried.items():

@@ -231,10 +231,8 @@ class Computation:
         return output, earlier_values, observed, watch, written, graph_bytes
 
     def _check_read_later(self, written: Iterable[str], *, one_by_one: bool) -> None:
-        """Refuse writes into a keyword argument that later stages read, because each stage has its own copy.
-
-        With `one_by_one`, the extras have values for single calls of blocks, which may share them.
-        """
+        """Refuse writes into a keyword argument that later stages read, because each stage has its own copy."""
+        # With `one_by_one`, the extras have values for single calls of blocks, which may share them.
         for name in written:
             if name in self._module.read_later or (one_by_one and name != POSITIONAL):
                 raise ConfigError(

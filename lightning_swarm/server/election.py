@@ -49,15 +49,11 @@ class Leadership:
 
     def __init__(self, context: ServerContext, steps: StepHandlers, over: asyncio.Event) -> None:
         transport, limits = context.transport, context.limits
-        self._transport = transport
-        self._membership = context.membership
-        self._oversight = RunOversight()  # has its knowledge from the last time that this peer coordinated
-        self._steps = steps
-        self._me = context.me
-        self._over = over  # set when the run is over here
-        self._limits = limits
-        self._events = context.events
+        self._transport, self._limits, self._events = transport, limits, context.events
+        self._membership, self._steps, self._me = context.membership, steps, context.me
         self._announce = context.announce
+        self._oversight = RunOversight()  # has its knowledge from the last time that this peer coordinated
+        self._over = over  # set when the run is over here
         calls = [one.name for one in RPCS if one.only_coordinator and isinstance(one, Call)]
         self._role = RoleTransport(transport, calls, {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0})
         self._run: RunState | None = None  # the run that this server follows; None until it does
@@ -77,14 +73,8 @@ class Leadership:
         WATCH.serve(transport, self._handle_watch)
         PULL.serve(transport, self._handle_pull)
         TAKE_OVER.serve(transport, self._handle_take_over)
-        serve(
-            self.voter,
-            transport,
-            self._membership.may_coordinate,
-            self._may_succeed,
-            self._check_slot,
-            self._check_proposed,
-        )
+        may_propose, checks = self._membership.may_coordinate, (self._check_slot, self._check_proposed)
+        serve(self.voter, transport, may_propose, self._may_succeed, *checks)
 
     async def enter_run(self, run: RunState) -> None:
         """Enter a run at its beginning, and follow the coordinator of its manifest."""
@@ -155,7 +145,7 @@ class Leadership:
         run.check_generation(leading.generation)
         if leading.term < run.term:
             raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {leading.term}")
-        await self._hear_of(run, [leading.term])
+        await self._follow_promised(run, [leading.term])
         if run.term < leading.term:
             raise ProtocolError(
                 f"a term is followed if a majority of the voters promised it; those that answer here promised "
@@ -175,7 +165,7 @@ class Leadership:
         if self.coordinator is None:
             raise Busy("no majority of the voters let this server coordinate")
 
-    async def _hear_of(self, run: RunState, terms: Iterable[Term]) -> None:
+    async def _follow_promised(self, run: RunState, terms: Iterable[Term]) -> None:
         """Follow the highest of these terms that a majority of the voters promised, if it is above the known term."""
 
         def agrees(term: Term) -> bool:
@@ -263,8 +253,8 @@ class Leadership:
         for peer in record.keepers or ():
             if is_certified_keeper(self._transport, peer) is False:  # None: the peer is not known here yet
                 raise ProtocolError(f"record {record.step} names {peer} as a keeper, and its certificate does not")
-        if self._me.peer_id not in closing.absent and not self._steps.rounds.holds(closing):
-            raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
+        if self._me.peer_id not in closing.absent:
+            self._steps.rounds.counted(record)  # raises if the round is not held here
 
     def _is_beginning(self, run: RunState, error: SwarmError) -> bool:
         """Return whether the run has only begun, and its coordinator was not admitted yet."""
@@ -301,7 +291,7 @@ class Leadership:
                 elif run.term == asked:
                     await self._replace_coordinator(run, str(error))
                 continue
-            await self._hear_of(run, [reply.term])
+            await self._follow_promised(run, [reply.term])
             if run.term != asked:
                 continue
             if reply.version > run.version:
@@ -344,7 +334,7 @@ class Leadership:
         """Follow a coordinator that other servers know; if there is none, stand for election in this voter's turn."""
         missed = run.term
         replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
-        await self._hear_of(run, {reply.term for reply in replies.values()})
+        await self._follow_promised(run, {reply.term for reply in replies.values()})
         # Fetch only the coordinator's record. Records of others come with the next coordinator, or with promises.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:
             await self._catch_up(run)
@@ -428,13 +418,12 @@ class Leadership:
         self._tasks.spawn(_logged(announcing, "Later joiners may not find the coordinator: %s", level=logging.WARNING))
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
-        timeout, patience_s = self._limits.call_timeout, self._limits.stage_timeout
         return Proposer(
             self._transport,
             run,
             term,
-            timeout=timeout,
-            patience_s=patience_s,
+            timeout=self._limits.call_timeout,
+            patience_s=self._limits.stage_timeout,
             events=self._events,
             check_record=self._check_record,
         )
@@ -450,7 +439,7 @@ class Leadership:
             self._role, run, proposer, state, self._limits, self._events, step_aside, self._oversight
         )
         coordinator = Coordinator(context, on_deposed=self._notify)
-        await coordinator.start()
+        await coordinator.generation.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()
         if run.term != proposer.term:  # a higher term came before `coordinator` was set
@@ -463,34 +452,34 @@ class Leadership:
         newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]
         leading = CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version)
 
-        async def tell(peer: PeerId) -> None:
+        async def announce(peer: PeerId) -> None:
             answer = await LEAD.ask(self._transport, peer, leading, timeout=self._limits.silence_timeout)
             if run.newest is not None and answer.version == run.newest.step:
                 # The peer missed the newest record.
                 await APPLY.ask(self._transport, peer, run.newest, timeout=self._limits.call_timeout)
 
-        await self._tell_all({*run.servers, *newcomers}, tell, "Server %s does not know its coordinator yet: %s")
+        await self._send_all({*run.servers, *newcomers}, announce, "Server %s does not know its coordinator yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
         """Send a decided record to its round's servers and to newcomers, and apply it here, too."""
 
-        async def tell(peer: PeerId) -> None:
+        async def send(peer: PeerId) -> None:
             await APPLY.ask(self._transport, peer, record, timeout=self._limits.call_timeout)
 
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
         peers |= {newcomer.member.peer_id for newcomer in record.newcomers}
-        await self._tell_all(peers, tell, f"Server %s did not apply record {record.step}: %s")
+        await self._send_all(peers, send, f"Server %s did not apply record {record.step}: %s")
         # Here last: it raises if the record leaves this server out, and then another server must coordinate.
         await self._apply_next(run, record)
 
-    async def _tell_all(
-        self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]], failure: str
+    async def _send_all(
+        self, peers: set[PeerId], send: Callable[[PeerId], Coroutine[Any, Any, None]], failure: str
     ) -> None:
-        """Run `tell` for all other peers at once, and wait only for peers that answer soon."""
+        """Run `send` for all other peers at once, and wait only for peers that answer soon."""
         others = sorted(peers - {self._me.peer_id})
-        telling = {self._tasks.spawn(_logged(partial(tell, peer), failure, peer)) for peer in others}
-        if telling:
-            await asyncio.wait(telling, timeout=GRACE_S)
+        sending = {self._tasks.spawn(_logged(partial(send, peer), failure, peer)) for peer in others}
+        if sending:
+            await asyncio.wait(sending, timeout=GRACE_S)
 
 
 async def _logged(

@@ -44,10 +44,7 @@ class ReceiptLedger:
         return receipt in self._receipts
 
     def add(self, receipt: Receipt, origin: Origin) -> bool:
-        """Enter a receipt; return False if the gradient must not be added.
-
-        It must not if the receipt is there already, or if the sum holds the batch from another trainer.
-        """
+        """Enter a receipt; return False if it is there already, or the sum holds the batch from another trainer."""
         first, _, _ = receipt
         if receipt in self._receipts:
             return False

@@ -82,9 +82,9 @@ class GradientSums:
         # trainer -> generations and steps in which it sent gradients of another trainer's batch
         self._strays: defaultdict[PeerId, set[tuple[int, int]]] = defaultdict(set)
 
-    def _begin_anew(self, run: RunState | None) -> None:
-        """Begin with empty ledgers for all open steps."""
-        self._open = {step: self._opened(step) for step in (run.open_steps if run is not None else ())}
+    def _begin_anew(self) -> None:
+        """Begin with empty ledgers for all open steps; there are none without a run."""
+        self._open = {step: self._opened(step) for step in self.open_steps}
         self.next = _NextStep()
 
     def _opened(self, step: int) -> _OpenSums:
@@ -98,13 +98,13 @@ class GradientSums:
         for stage in stages.values():
             stage.load.start_step(now_s=now_s)
             stage.state_hash = self._membership.oversight.work.state_hash(stage)
-        self._begin_anew(self.run)
+        self._begin_anew()
 
     def leave_run(self) -> None:
         """Release all stages."""
         self.stages = {}
         self._strays.clear()
-        self._begin_anew(None)
+        self._begin_anew()
 
     def enter_generation(self) -> None:
         """Begin the run's next generation, with the stages that this server still holds."""
@@ -112,7 +112,7 @@ class GradientSums:
         self._keep_held(run)
         for stage in self.stages.values():
             stage.enter_generation(run.manifest.first_step, run.manifest.selection)
-        self._begin_anew(run)
+        self._begin_anew()
 
     @property
     def run(self) -> RunState:
@@ -266,10 +266,8 @@ class GradientSums:
     @property
     def arithmetic(self) -> str:
         """Name the hardware and software that determine the bits of this server's results; see `arithmetic_of`."""
-        stages = self.stages.values()
-        return shortened(
-            "; ".join(sorted({arithmetic_of(one.device, offloads=one.optimizer.offloads) for one in stages}))
-        )
+        kinds = {arithmetic_of(one.device, offloads=one.optimizer.offloads) for one in self.stages.values()}
+        return shortened("; ".join(sorted(kinds)))
 
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Return whether the sum holds the microbatch."""
@@ -288,7 +286,7 @@ class GradientSums:
 
     def look_ahead(self) -> bool:
         """Compute a piece of the fingerprint for the next freeze, while idle; return whether more is left."""
-        return any(self._is_compared(stage) and stage.look_ahead() for stage in tuple(self.stages.values()))
+        return any(self._is_compared(stage) and stage.state_hash.advance() for stage in tuple(self.stages.values()))
 
     def _is_compared(self, stage: Stage) -> bool:
         """Return whether the stage's weights are compared with another replica's or with a joiner's."""
@@ -301,7 +299,9 @@ class GradientSums:
         run.check_generation(request.generation)
         if term != run.term:  # another server coordinates by now
             raise NotCoordinator(f"the run is led under the term {run.term} by now, not {term}")
-        self._check_round(request)
+        here, asked = (self.version, self.next.round), (request.step, request.round)
+        if asked[0] != here[0] or asked[1] < here[1]:
+            raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")
         named = {} if request.named is None else self._named(request.named)
         self.next.round, self.next.frozen_under = request.round, term
         self._joining = request.challenge != 0
@@ -330,12 +330,6 @@ class GradientSums:
         here = (self.version, self.next.round)
         if (step, round_) != here or self.next.frozen_under != self.run.term:
             raise ProtocolError(f"sums are frozen for step, round {here} here, got a call of {(step, round_)}")
-
-    def _check_round(self, request: FreezeRequest) -> None:
-        here = (self.version, self.next.round)
-        if request.step != here[0] or request.round < self.next.round:
-            asked = (request.step, request.round)
-            raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")
 
     def _named(self, named: Sequence[NamedReceipts]) -> dict[int, _Named]:
         """Return by stage the receipts that the sums here must hold, and the origins of their batches."""

@@ -65,14 +65,9 @@ class ComputeHandlers:
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
-        self._transport = transport
-        self._tickets = context.tickets
-        self._executor = context.executor
-        self._events = context.events
-        self._membership = context.membership
-        self._steps = steps
-        self._sums = steps.sums
-        self._limits = limits
+        self._transport, self._tickets, self._executor = transport, context.tickets, context.executor
+        self._events, self._membership, self._limits = context.events, context.membership, limits
+        self._steps, self._sums = steps, steps.sums
         self._closed = False
         self.cache = ActivationCache(limits.cache_bytes)  # forwards whose backward is pending
         self.graphs = KeptGraphs()
@@ -359,7 +354,8 @@ def raising_stage_errors(stage: int, peer: PeerId) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(stage, peer, error) from error
-        raise _stage_error(stage, peer, error) from error
+        text = f"stage {stage} raised {type(error).__name__} on peer {peer}: {error}\n"
+        raise StageError(text + "".join(traceback.format_exception(error))) from error
 
 
 def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
@@ -368,14 +364,6 @@ def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
         f"a server must have memory for one microbatch of its stage, and {peer} has too little for one of stage "
         f"{stage}: {str(error).rstrip('.')}. Lower `microbatch_size`, use activation checkpointing in the blocks or "
         "`offload_optimizer=True`, cut the model into more stages, or leave the stage to machines with more memory."
-    )
-
-
-def _stage_error(stage: int, peer: PeerId, error: Exception) -> StageError:
-    """Return the error for a trainer if the model's code raised `error` here."""
-    return StageError(
-        f"stage {stage} raised {type(error).__name__} on peer {peer}: {error}\n"
-        + "".join(traceback.format_exception(error))
     )
 
 

@@ -81,42 +81,34 @@ class StageOptimizer:
         With `portable` the result has the same bits on machines of all kinds.
         """
         with PortableArithmetic() if portable else contextlib.nullcontext():
-            self._step(gradients, factor, hyperparameters, portable=portable)
-
-    def _step(
-        self,
-        gradients: Mapping[str, Tensor | None],
-        factor: float,
-        hyperparameters: Sequence[Mapping[str, Any]],
-        *,
-        portable: bool,
-    ) -> None:
-        stepped = [self._stepped[name] for name in gradients]
-        self._fetch(gradients)
-        for parameter, gradient in zip(stepped, gradients.values(), strict=True):
-            scaled = gradient.to(parameter.device) * factor if gradient is not None else None
-            parameter.grad = scaled.to(parameter.dtype) if scaled is not None else None
-        if self._clip_value is not None:
-            torch.nn.utils.clip_grad_value_(stepped, self._clip_value)
-        groups = self.torch_optimizer.param_groups
-        for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
-            set_hyperparameters(group, {**values, **written})  # numbers that earlier steps wrote have precedence
-        before = [dict(group) for group in groups]
-        place_overrides(self.torch_optimizer)
-        closure = GradientClosure(stepped, type(self.torch_optimizer).__name__)
-        with portable_groups(self.torch_optimizer) if portable else contextlib.nullcontext():
-            self.torch_optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
-        closure.check()
-        self._make_contiguous()
-        for group, old, written in zip(groups, before, self._written, strict=True):
-            written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
-        for parameter in stepped:
-            parameter.grad = None
-        for name in gradients if self._stepped is not self._own else ():
-            if self.offloads:
-                self._own[name].data.copy_(self._stepped[name])
-            else:
-                self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
+            stepped = [self._stepped[name] for name in gradients]
+            self._fetch(gradients)
+            for parameter, gradient in zip(stepped, gradients.values(), strict=True):
+                scaled = gradient.to(parameter.device) * factor if gradient is not None else None
+                parameter.grad = scaled.to(parameter.dtype) if scaled is not None else None
+            if self._clip_value is not None:
+                torch.nn.utils.clip_grad_value_(stepped, self._clip_value)
+            groups = self.torch_optimizer.param_groups
+            for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
+                set_hyperparameters(group, {**values, **written})  # numbers that earlier steps wrote have precedence
+            before = [dict(group) for group in groups]
+            place_overrides(self.torch_optimizer)
+            closure = GradientClosure(stepped, type(self.torch_optimizer).__name__)
+            with portable_groups(self.torch_optimizer) if portable else contextlib.nullcontext():
+                self.torch_optimizer.step(closure)  # type: ignore[arg-type]  # nobody has a loss here
+            closure.check()
+            self._make_contiguous()
+            for group, old, written in zip(groups, before, self._written, strict=True):
+                written.update(
+                    {key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new}
+                )
+            for parameter in stepped:
+                parameter.grad = None
+            for name in gradients if self._stepped is not self._own else ():
+                if self.offloads:
+                    self._own[name].data.copy_(self._stepped[name])
+                else:
+                    self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
 
     def _make_contiguous(self) -> None:
         """Lay out state as on joiners, which receive bytes, because rounding of matrix products depends on layout."""

@@ -49,10 +49,11 @@ class Server:
     def __init__(self, context: ServerContext, model: PeerModel) -> None:
         self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
         self._tasks, self.events, self.membership = context.tasks, context.events, context.membership
-        self.steps = StepHandlers(context, on_decided=self._on_decided, on_fenced=self._on_fenced)
-        self.steps.on_failed = self._on_failed
+        self.steps = StepHandlers(context)
         self.admission = Admission(context, model, self.steps)
         self.calls = ComputeHandlers(context, self.steps)
+        self.steps.on_decided, self.steps.on_failed = self._on_decided, self._on_failed
+        self.steps.on_fenced = self.calls.give_up
         self.membership.oversee = overseer(context, self.steps, lambda: self.admission.model)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
         host = RunSessionHost(context.membership, self.steps)
@@ -181,9 +182,6 @@ class Server:
         self.admission.failure = failure
         self._tasks.spawn(self.step_out())
         self.admission.leadership.behind.set()  # wakes the task that waits for this server's end
-
-    def _on_fenced(self, prefix: str) -> None:
-        self.calls.give_up(prefix)
 
 
 async def _awaited(done: asyncio.Future[Any]) -> None:

@@ -209,12 +209,9 @@ class Stage:
         keeps_before: bool = False,
         exact: bool = False,
     ) -> None:
-        self.module = module
-        self.index = module.spec.index
-        self.on_trainers = module.spec.on_trainers
-        self.device = device
-        self.version = version
-        self.codecs = codecs
+        self.module, self.device = module, device
+        self.index, self.on_trainers = module.spec.index, module.spec.on_trainers
+        self.version, self.codecs = version, codecs
         self.exact = exact  # sums gradients in fixed point, independent of the order
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
@@ -373,10 +370,6 @@ class Stage:
         state = {f"optimizer state of {name}": own for name, own in self.optimizer.state().items()}
         held.update((name, serialization.flatten(own)[1]) for name, own in state.items())
         return {name: fingerprint(tensors) for name, tensors in held.items()}
-
-    def look_ahead(self) -> bool:
-        """Compute a piece of the hash after a step, while idle; return whether more is left."""
-        return self.state_hash.advance()
 
     @property
     def mean_length(self) -> int:

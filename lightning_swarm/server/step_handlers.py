@@ -29,27 +29,19 @@ from lightning_swarm.server.stage import Stage
 class StepHandlers:
     """Answers the coordinator's calls by which a server's stages advance from record to record."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        *,
-        on_decided: Callable[[Record, Mapping[int, Tensor], WrittenByStage], None],
-        on_fenced: Callable[[str], None],
-    ) -> None:
+    # Called with each applied record, its mean gradients of the stages here, and the weights written before it.
+    on_decided: Callable[[Record, Mapping[int, Tensor], WrittenByStage], None]
+    on_failed: Callable[[StepError], None]  # called if this server's stages become unusable
+    on_fenced: Callable[[str], None]  # called with the prefix of the names of a struck batch's calls
+
+    def __init__(self, context: ServerContext) -> None:
         transport = context.transport
-        self._transport, self._tickets = transport, context.tickets
-        self._compute = context.compute
-        self._membership = context.membership
-        self._me = context.me
-        self._timeout = context.limits.call_timeout
-        self._events = context.events
-        self.on_failed: Callable[[StepError], None] = lambda _: None  # called if this server's stages become unusable
-        # Called with each applied record, its mean gradients of the stages here, and the weights written before it.
-        self._on_decided = on_decided
-        self._on_fenced = on_fenced  # called with the prefix of the names of a struck batch's calls
-        self.unrecorded_snapshots: Callable[[], Sequence[HeldSnapshot]] = (
-            tuple  # returns the snapshots of this server's stages whose digests no record names
-        )
+        self._transport, self._tickets, self._events = transport, context.tickets, context.events
+        self._compute, self._timeout = context.compute, context.limits.call_timeout
+        self._membership, self._me = context.membership, context.me
+
+        # Returns the snapshots of this server's stages whose digests no record names.
+        self.unrecorded_snapshots: Callable[[], Sequence[HeldSnapshot]] = tuple
         self._applied = asyncio.Condition()  # notified when the version, written weights or the run change
         self.began_s = 0.0  # time when this server entered the run, on the monotonic clock
         self.sums = GradientSums(context.membership)
@@ -136,10 +128,7 @@ class StepHandlers:
         return await self._compute(copy)
 
     async def wait_for_version(self, version: int, *, within_s: float | None = None) -> None:
-        """Wait until all stages are at `version`, or this server is in no run.
-
-        Raises `DeadlineExceeded` after `within_s` seconds; None: after `Limits.call_timeout`.
-        """
+        """Wait until all stages are at `version`, or this server is in no run; raise `DeadlineExceeded` if too late."""
         if self.version >= version:
             return
         within_s = self._timeout if within_s is None else within_s
@@ -186,7 +175,7 @@ class StepHandlers:
         self.sums.check_open(caller, request.generation, request.step)
         self.sums.strike(request.step, request.batches)
         for first in request.batches:
-            self._on_fenced(batch_name(request.generation, request.step, first))
+            self.on_fenced(batch_name(request.generation, request.step, first))
         # Wait for the job that runs on the compute thread, so that none of their gradients is added after the answer.
         await self._compute(lambda: None)
 
@@ -205,14 +194,12 @@ class StepHandlers:
             self._tickets.drop(name)
         if not self.rounds.has_begun(request.generation, request.step, request.round):
             self.rounds.begin(expected)  # a repeated freeze must not end the round that it has begun
-        noted, bans = self._events.report(), unrecorded(self.sums.run.bans, self._transport.bans) or UNSET
-        snapshots = list(self.unrecorded_snapshots()) or UNSET
         return FreezeReply(
             boot_id=self._me.boot_id,
             ledgers=ledgers,
-            noted=noted,
-            bans=bans,
-            snapshots=snapshots,
+            noted=self._events.report(),
+            bans=unrecorded(self.sums.run.bans, self._transport.bans) or UNSET,
+            snapshots=list(self.unrecorded_snapshots()) or UNSET,
             arithmetic=self.sums.arithmetic,
         )
 
@@ -257,7 +244,7 @@ class StepHandlers:
             self.rounds.discard_round()
             written = self.sums.next.written
             self.sums.open_next_step(record, now_s=now_s())
-            self._on_decided(record, gradients, written)
+            self.on_decided(record, gradients, written)
             self._applied.notify_all()
 
     async def follow_change(self, step: int, change: StepChange, written: Mapping[str, Tensor]) -> None:

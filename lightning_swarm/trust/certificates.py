@@ -6,7 +6,6 @@ the owner's public key suffices to verify a peer's certificate, offline.
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -22,10 +21,6 @@ STAY_S: Final = 90 * 86400.0
 """Seconds that a peer may stay, unless its invitation sets another time."""
 MAX_REASON: Final = 100  # characters of a ban's reason
 
-# Domains of signatures: a signature for one purpose is invalid for another.
-_INVITATION: Final = b"lightning_swarm/invitation/1"
-_CERTIFICATE: Final = b"lightning_swarm/certificate/1"
-_BAN: Final = b"lightning_swarm/ban/1"
 _MAX_BYTES: Final = 1024
 _SIGNATURE_BYTES: Final = 64
 _SEED_BYTES: Final = 32
@@ -58,7 +53,7 @@ class Invitation(_Record, frozen=True, tag=1):
     @property
     def is_genuine(self) -> bool:
         """Return whether the owner has signed it."""
-        return is_signed(self.owner, _INVITATION, _unsigned(self), self.signature)
+        return _is_signed(self, self.owner)
 
 
 class Certificate(_Record, frozen=True, tag=2):
@@ -77,8 +72,7 @@ class Certificate(_Record, frozen=True, tag=2):
     @property
     def is_genuine(self) -> bool:
         """Return whether the owner has signed the invitation, and the invitation's key has signed this."""
-        invitation = self.invitation
-        return invitation.is_genuine and is_signed(invitation.key, _CERTIFICATE, _unsigned(self), self.signature)
+        return self.invitation.is_genuine and _is_signed(self, self.invitation.key)
 
 
 class SecretInvitation(_Record, frozen=True, tag=3):
@@ -95,8 +89,7 @@ class SecretInvitation(_Record, frozen=True, tag=3):
     def certify(self, peer: PeerId, *, now_s: float) -> Certificate:
         """Issue a certificate to a peer."""
         unsigned = Certificate(invitation=self.invitation, peer=peer, issued_at_s=int(now_s), signature=b"")
-        signature = Identity.from_seed(self.seed).sign(_CERTIFICATE, encode(unsigned))
-        return replace(unsigned, signature=signature)
+        return signed(unsigned, Identity.from_seed(self.seed))
 
     def __repr__(self) -> str:  # keeps the secret out of logs
         return f"SecretInvitation({self.invitation!r})"
@@ -116,44 +109,23 @@ class SignedBan(_Record, frozen=True, tag=4):
     @property
     def is_genuine(self) -> bool:
         """Return whether the owner has signed it."""
-        return is_signed(self.owner, _BAN, _unsigned(self), self.signature)
+        return _is_signed(self, self.owner)
 
 
 _T = TypeVar("_T", bound=_Record)
+_SignedT = TypeVar("_SignedT", Invitation, Certificate, SignedBan)
+
+# Domains of signatures: a signature for one purpose is invalid for another.
+_DOMAINS: Final[dict[type[_Record], bytes]] = {
+    Invitation: b"lightning_swarm/invitation/1",
+    Certificate: b"lightning_swarm/certificate/1",
+    SignedBan: b"lightning_swarm/ban/1",
+}
 
 
-def invite(
-    owner: Identity, run_id: str, role: Role, *, uses: int, expires_at_s: float, stay_s: float
-) -> SecretInvitation:
-    """Create an invitation to a run, signed by its owner."""
-    key = Identity.generate()
-    unsigned = Invitation(
-        run_id=run_id,
-        owner=owner.peer_id,
-        number=secrets.token_bytes(INVITATION_BYTES),
-        role=role,
-        uses=uses,
-        expires_at_s=int(expires_at_s),
-        stay_s=int(stay_s),
-        key=key.peer_id,
-        signature=b"",
-    )
-    signature = owner.sign(_INVITATION, encode(unsigned))
-    return SecretInvitation(invitation=replace(unsigned, signature=signature), seed=key.seed)
-
-
-def ban(owner: Identity, run_id: str, subject: str, reason: str, *, is_lifted: bool, decided_at_ns: int) -> SignedBan:
-    """Create a ban of a peer or an invitation from a run, or the end of a ban, signed by the owner."""
-    unsigned = SignedBan(
-        run_id=run_id,
-        owner=owner.peer_id,
-        subject=subject,
-        is_lifted=is_lifted,
-        decided_at_ns=decided_at_ns,
-        reason=reason,
-        signature=b"",
-    )
-    return replace(unsigned, signature=owner.sign(_BAN, encode(unsigned)))
+def signed(record: _SignedT, key: Identity) -> _SignedT:
+    """Return a record with its signature by a key."""
+    return replace(record, signature=key.sign(_DOMAINS[type(record)], _unsigned(record)))
 
 
 def encode(record: _Record) -> bytes:
@@ -176,3 +148,7 @@ def decode(data: bytes, kind: type[_T]) -> _T:
 
 def _unsigned(record: Invitation | Certificate | SignedBan) -> bytes:
     return encode(replace(record, signature=b""))
+
+
+def _is_signed(record: Invitation | Certificate | SignedBan, signer: str) -> bool:
+    return is_signed(signer, _DOMAINS[type(record)], _unsigned(record), record.signature)

@@ -33,15 +33,7 @@ def to_text(invitation: AnyInvitation) -> str:
 
 
 def from_text(text: str, source: str) -> AnyInvitation:
-    """Read an invitation.
-
-    Args:
-        text: The line; space around it does not matter.
-        source: Its origin, for the errors, which never repeat the line.
-
-    Raises:
-        ConfigError: The line is no invitation, is incomplete, or was not signed by its owner. The message says which.
-    """
+    """Read an invitation; a ConfigError names the `source` and what is wrong, and never repeats the text."""
     line = text.strip()
     if not line.startswith(_KIND):
         refuse(source, f"it does not begin with {_KIND!r}", "Name the file that `lightning-swarm invite` wrote")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.access import Role
+from lightning_swarm.network.access import INVITATION_BYTES, Role
 from lightning_swarm.network.identity import Identity, KeyUse, load_identity
-from lightning_swarm.trust.certificates import STAY_S, Certificate, SecretInvitation, SignedBan, ban, invite
+from lightning_swarm.trust.certificates import STAY_S, Certificate, Invitation, SecretInvitation, SignedBan, signed
 
 _USE: Final = KeyUse(
     "the file of the owner's key", "the owner's", "invite to the run", "and earlier invitations to the run are void"
@@ -47,7 +48,19 @@ class Owner:
 
     def invite(self, role: Role, *, uses: int, expires_at_s: float, stay_s: float = STAY_S) -> SecretInvitation:
         """Invite peers to the run: they join before `expires_at_s`, and may stay for `stay_s` seconds."""
-        return invite(self.key, self.run_id, role, uses=uses, expires_at_s=expires_at_s, stay_s=stay_s)
+        key = Identity.generate()
+        unsigned = Invitation(
+            run_id=self.run_id,
+            owner=self.key.peer_id,
+            number=secrets.token_bytes(INVITATION_BYTES),
+            role=role,
+            uses=uses,
+            expires_at_s=int(expires_at_s),
+            stay_s=int(stay_s),
+            key=key.peer_id,
+            signature=b"",
+        )
+        return SecretInvitation(invitation=signed(unsigned, self.key), seed=key.seed)
 
     def certify(
         self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float, stay_s: float = STAY_S
@@ -58,7 +71,16 @@ class Owner:
 
     def ban(self, subject: str, reason: str, *, is_lifted: bool, now_ns: int) -> SignedBan:
         """Ban a peer, or an invitation by its number in hex, from the run; or lift the ban."""
-        return ban(self.key, self.run_id, subject, reason, is_lifted=is_lifted, decided_at_ns=now_ns)
+        unsigned = SignedBan(
+            run_id=self.run_id,
+            owner=self.key.peer_id,
+            subject=subject,
+            is_lifted=is_lifted,
+            decided_at_ns=now_ns,
+            reason=reason,
+            signature=b"",
+        )
+        return signed(unsigned, self.key)
 
     def certify_own(self, peer: PeerId, *, now_s: float) -> Certificate:
         """Certify one of the owner's own peers as a keeper."""

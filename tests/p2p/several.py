@@ -231,7 +231,8 @@ class Gate:
 async def _changes_members(coordinator: Coordinator) -> bool:
     """Return whether the next record is to admit or exclude a peer; runs on the loop."""
     generation = coordinator.generation
-    return generation.server_membership.wants_changes() or any(generation.trainers.membership.changes())
+    servers = generation.server_membership
+    return bool(servers.leaving) or servers.has_ready_joiner() or any(generation.trainers.membership.changes())
 
 
 def _gate(folder: Path, step: int) -> Path:

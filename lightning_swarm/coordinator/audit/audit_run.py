@@ -78,19 +78,15 @@ class AuditRun:
         """Ask for sketches of sums; also return the servers that do not send all of their sketches."""
         wanted = sorted(units)
         request = SketchRequest(generation=self._generation, step=self._step.step, round=round_, seed=seed)
-        replies = await self._servers.ask_all(SKETCH, sorted({unit.peer for unit in wanted}), request)
-        sums, failed = dict[Unit, StageProjection](), dict[PeerId, SwarmError]()
+        replies, failed = await self._servers.ask_all(SKETCH, sorted({unit.peer for unit in wanted}), request)
+        sums: dict[Unit, StageProjection] = {}
         for peer, reply in replies.items():
-            try:
-                if isinstance(reply, SwarmError):
-                    raise reply
-                reported = {Unit(one.stage_index, peer): StageProjection(tuple(one.values)) for one in reply.stages}
-                own = [unit for unit in wanted if unit.peer == peer]
-                if lacking := [unit for unit in own if unit not in reported]:
-                    raise ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
+            reported = {Unit(one.stage_index, peer): StageProjection(tuple(one.values)) for one in reply.stages}
+            own = [unit for unit in wanted if unit.peer == peer]
+            if lacking := [unit for unit in own if unit not in reported]:
+                failed[peer] = ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
+            else:
                 sums.update({unit: reported[unit] for unit in own})  # sketches of other stages are ignored
-            except SwarmError as error:
-                failed[peer] = error
         return sums, failed
 
     async def results(self) -> TrainerResults:
@@ -98,10 +94,10 @@ class AuditRun:
         request = ResultsRequest(generation=self._generation, step=self._step.step)
         trainers = sorted({self._step.trainer_of(first) for first, _, _ in self._step.counted})
         found = TrainerResults()
-        for trainer, reply in (await self._servers.ask_all(RESULTS, trainers, request)).items():
-            if isinstance(reply, SwarmError):
-                _log.warning("Trainer %s does not say what servers gave it: %s", trainer, reply)
-                continue
+        replies, failed = await self._servers.ask_all(RESULTS, trainers, request)
+        for trainer, error in failed.items():
+            _log.warning("Trainer %s does not say what servers gave it: %s", trainer, error)
+        for reply in replies.values():
             for one in reply.results:
                 receipts = sorted(unpack(one.receipts))
                 if len(one.digests) != DIGEST_BYTES * len(receipts):
@@ -135,16 +131,14 @@ class AuditRun:
     ) -> tuple[dict[tuple[Unit, PeerId], AuditResult], dict[PeerId, SwarmError]]:
         """Ask auditors for their findings on units under an order, sketched by a seed; also return failed auditors."""
         request = FindingsRequest(generation=self._generation, step=self._step.step, order=order, seed=seed)
-        found, failed = dict[tuple[Unit, PeerId], AuditResult](), dict[PeerId, SwarmError]()
-        auditors = sorted({auditor for _, auditor in about})
-        for auditor, reply in (await self._servers.ask_all(FINDINGS, auditors, request)).items():
+        found: dict[tuple[Unit, PeerId], AuditResult] = {}
+        replies, failed = await self._servers.ask_all(FINDINGS, sorted({auditor for _, auditor in about}), request)
+        for auditor, reply in replies.items():
+            reported = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
             try:
-                if isinstance(reply, SwarmError):
-                    raise reply
-                reported = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
                 # Other findings are not read, because a few bytes may name many microbatches.
                 found |= {key: AuditResult.read(one) for key, one in reported.items() if key in about}
-            except SwarmError as error:
+            except ProtocolError as error:
                 failed[auditor] = error
         return found, failed
 

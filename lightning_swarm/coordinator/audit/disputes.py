@@ -119,13 +119,9 @@ class WorkTolerance(NamedTuple):
 def compare(
     claimed: ClaimedWork, finding: AuditResult, sum_sketch: StageProjection, *, tolerance: WorkTolerance | None
 ) -> WorkComparison:
-    """Compare a server's claims with an auditor's findings.
+    """Compare a server's claims, and the sketch of its sum, with an auditor's findings.
 
-    Args:
-        claimed: The claims.
-        finding: The auditor's findings.
-        sum_sketch: The sketch of the server's sum.
-        tolerance: Between machines of different kinds; None: the machines are of one kind, so all bits must be equal.
+    Without a `tolerance`, the machines are of one kind, so all bits must be equal.
     """
     if finding.refused:
         return WorkComparison(frozenset({"refused"}))
@@ -164,24 +160,15 @@ class Kinds(NamedTuple):
 
 
 def resolve_accusation(
-    claimed: ClaimedWork,
-    sum_sketch: StageProjection,
-    finding: AuditResult,
-    own_finding: AuditResult,
+    claimed: ClaimedWork,  # claims of the accused, which are true as far as the coordinator can tell
+    sum_sketch: StageProjection,  # sketch of its sum, by the seed of both findings
+    finding: AuditResult,  # by the auditor
+    own_finding: AuditResult,  # by the coordinator's own server
     *,
-    tolerance: WorkTolerance,
+    tolerance: WorkTolerance,  # between machines of different kinds
     kinds: Kinds,
 ) -> Accusation:
-    """Decide on an auditor's accusation, by the findings of the coordinator's own server on the same work.
-
-    Args:
-        claimed: The claims of the accused, which are true as far as the coordinator can tell.
-        sum_sketch: The sketch of its sum, by the seed of both findings.
-        finding: The auditor's findings.
-        own_finding: The findings of the coordinator's own server.
-        tolerance: Between machines of different kinds.
-        kinds: The kinds of the machines.
-    """
+    """Decide on an auditor's accusation, by the findings of the coordinator's own server on the same work."""
     is_whole = claimed.has_claimed_inputs(finding)
     differs = any(
         finding.claims[receipt] != own_finding.claims.get(receipt) for receipt in claimed.with_claimed_inputs(finding)

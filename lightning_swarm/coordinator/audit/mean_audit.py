@@ -12,7 +12,7 @@ from lightning_swarm.coordinator.audit.policy import Unit
 from lightning_swarm.coordinator.context import CoordinatorContext
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.oversight import CheckedMeans
-from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError
+from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.mean_projections import (
     StageScale,
@@ -59,17 +59,17 @@ class MeanAudit:
 
     async def check(self, closing: Closing, selection: Selection | None) -> CheckedMeans:
         """Check a round whose means all servers hold, and whose sums were audited."""
-        found = CheckedMeans()
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         request = ProjectRequest(closing=closing, seed=draw_challenge())
         answers: list[dict[PeerId, Answer]] = [{} for _ in rosters]
-        replies = await self._servers.ask_all(PROJECT, sorted(set[PeerId]().union(*rosters)), request)
+        replies, failed = await self._servers.ask_all(PROJECT, sorted(set[PeerId]().union(*rosters)), request)
         for peer, reply in replies.items():
             try:
                 self._take(peer, reply, rosters, answers)
-            except SwarmError as error:
-                found.failed[peer] = error
-        if found.failed:
+            except ProtocolError as error:
+                failed[peer] = error
+        found = CheckedMeans(failed)
+        if failed:
             return found
         scales = self._scales(closing.total_weight * closing.gradient_scale, selection)
         for index, members in enumerate(rosters):
@@ -80,13 +80,11 @@ class MeanAudit:
     def _take(
         self,
         peer: PeerId,
-        reply: ProjectReply | SwarmError,
+        reply: ProjectReply,
         rosters: Sequence[Sequence[PeerId]],
         answers: Sequence[dict[PeerId, Answer]],
     ) -> None:
-        """Record a server's answers by stage; raise SwarmError if it gave none, or answers for other stages."""
-        if isinstance(reply, SwarmError):
-            raise reply
+        """Record a server's answers by stage; raise ProtocolError if they are for other stages, or malformed."""
         held = [index for index, members in enumerate(rosters) if peer in members]
         if [answer.stage_index for answer in reply.stages] != held:
             raise ProtocolError(f"{peer} holds the stages {held}, and answered for others")

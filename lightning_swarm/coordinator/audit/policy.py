@@ -115,17 +115,13 @@ class Screening:
 
 
 def screen(
-    sketches: Mapping[PeerId, Sequence[float]], shares: Mapping[PeerId, float], history: StageHistory
+    sketches: Mapping[PeerId, Sequence[float]],  # server -> sketch of its sum
+    shares: Mapping[PeerId, float],  # server -> total weight of the samples in its sum; 0: it is not screened
+    history: StageHistory,
 ) -> Screening:
-    """Find the servers of a stage whose sums differ from the other servers' sums, or from earlier steps' sums.
-
-    Args:
-        sketches: A sketch of each server's sum.
-        shares: For each server, the total weight of the samples in its sum. The sum divided by it is the server's mean
-            gradient, which is less noisy if the weight is larger. Servers with the weight 0 are not screened.
-        history: The stage's history.
-    """
+    """Find the servers of a stage whose sums differ from the other servers' sums, or from earlier steps' sums."""
     peers = sorted(peer for peer in sketches if shares[peer] > 0)
+    # A server's mean gradient is less noisy if its weight is larger.
     means = {peer: np.asarray(sketches[peer], dtype=np.float64) / shares[peer] for peer in peers}
     # Values whose squares are not finite are no gradient.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -173,26 +169,13 @@ def _geometric_median(points: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def is_irreversible(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
-    """Return whether false work of a step could stay, because the run ends before it is found or a snapshot has it.
-
-    Args:
-        step: The step.
-        max_steps: The number of steps after which the run ends; None: unknown.
-        is_kept: Whether a snapshot is due, which would contain the false work.
-    """
+    """Return whether false work of a step could stay: a snapshot has it (`is_kept`), or the run ends too soon after."""
     return is_kept or (max_steps is not None and step >= max_steps - LAST_STEPS)
 
 
 def share_of_step(share: float, draw: Callable[[], float], *, irreversible: bool = False) -> float:
-    """Draw the fraction of servers whose work of one step is audited: `share` on average, but in many steps none.
-
-    Audits of one step run side by side, so the step waits for many audits no longer than for one.
-
-    Args:
-        share: Average fraction of all work, over many steps.
-        draw: Returns uniform numbers of [0, 1).
-        irreversible: See `is_irreversible`; if true, at least `IRREVERSIBLE_SHARE` is drawn, unless `share` is 0.
-    """
+    """Draw the fraction of servers whose work of one step is audited: `share` on average, but in many steps none."""
+    # Audits of one step run side by side, so the step waits for many audits no longer than for one.
     in_step = max(share, _SHARE_OF_STEP)
     drawn = in_step if draw() < share / in_step else 0.0
     return max(drawn, IRREVERSIBLE_SHARE) if irreversible and share else drawn
@@ -386,28 +369,20 @@ class WorkComparison:
 
 
 def sum_tolerance(magnitude: float, relative: float, dtype: str) -> Tolerance:
-    """Return the tolerance, an absolute distance, between two sums that two kinds of machines computed.
+    """Return the tolerance between two sums that two kinds of machines computed, of gradients with `relative` errors.
 
-    Huge gradients may overflow in only one of the sums, so a peer could have a server convicted by sending them. Such
-    gradients are false already, and are audited where they were computed.
-
-    Args:
-        magnitude: The sum of the norms of the gradients.
-        relative: The distance that is allowed for each gradient, relative to its norm.
-        dtype: The dtype of the sum.
+    `magnitude` is the sum of the gradients' norms, and `dtype` that of the sums.
     """
+    # Huge gradients may overflow in only one of the sums, so a peer could have a server convicted by sending them. Such
+    # gradients are false already, and are audited where they were computed.
     # The largest magnitude that a message holds may stand for any larger one.
     distance = relative * magnitude if magnitude < sys.float_info.max else math.inf
     return Tolerance(distance, may_overflow=magnitude >= _LARGEST[dtype])
 
 
 def relative_deviation(dtype: str, codec_bits: float | None = None) -> float:
-    """Return the largest relative deviation between results of two kinds of machines: distance / norm.
+    """Return the largest relative deviation (distance / norm) between results of two kinds of machines.
 
-    It is a plain number, of which `sum_tolerance` makes a `Tolerance`.
-
-    Args:
-        dtype: The dtype of the computation.
-        codec_bits: Bits of an element in transit, where rounding may move a number to the next code; None: no codec.
+    `codec_bits` are those of an element in transit, where rounding may move a number to the next code; None: no codec.
     """
     return _OTHER_MACHINE.get(dtype, _OTHER_MACHINE["bfloat16"]) + (0.0 if codec_bits is None else 4 * 2**-codec_bits)

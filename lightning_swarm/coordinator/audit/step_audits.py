@@ -194,10 +194,7 @@ class StepAudits(StepOversight):
         disagreements: Mapping[Receipt, set[Unit]],
         verdict: Verdict,
     ) -> set[Unit]:
-        """Compare the results that trainers got at both ends of the pipeline with the servers' claims.
-
-        Batches whose results contradict a claim run again. Returns the units with such claims.
-        """
+        """Have batches run again whose results at the pipeline's ends contradict claims; return the units of these."""
         # A contradiction convicts no server. The server that sent the result may be gone, and its work replayed on
         # another one. Or it computed a microbatch twice, because a neighbour first sent it a false input.
         contested, batches = set[Unit](), defaultdict[Unit, set[int]](set)
@@ -424,17 +421,14 @@ class StepAudits(StepOversight):
         return comparison.is_equal
 
     def _note_silence(self, peer: PeerId, verdict: Verdict, *, is_late: bool = False) -> None:
-        """Convict a server that is silent under audit again and again, or it could escape every audit.
-
-        A server that only `is_late` by seconds is excluded for a while and audited more, but not convicted.
-        """
+        """Convict a server that is silent under audit again and again, or it could escape every audit."""
         if peer in self._silent:  # already counted in this step
             return
         self._silent.add(peer)
         # Machines and links fail now and then, so a silence does not convict at once. But all work is audited then,
         # which leaves a malicious server few chances.
         self._standing.watch([peer], self._step.step)
-        if is_late:
+        if is_late:  # by seconds, which excludes it for a while
             return
         number = self._silences.note(peer, self._step.step)
         if number > MAX_SILENCES:

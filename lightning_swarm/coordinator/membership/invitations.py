@@ -64,12 +64,7 @@ class InvitationUses:
         return {one: its for one, its in self._asked.items() if one in waiting}
 
     def check(self, peer: PeerId) -> None:
-        """Reserve a use of its invitation for a peer that asks to join or to train.
-
-        Raises:
-            AccessDenied: Its invitation is used up, or has expired.
-            Busy: The last uses are kept for peers that wait for a record, and may become free again.
-        """
+        """Reserve a use of its invitation for a peer that asks to join or to train; raise AccessDenied or Busy."""
         used = self._run.invitations
         if isinstance(used, UnsetType):
             return
@@ -94,7 +89,7 @@ class InvitationUses:
                 f"an invitation lets in as many peers as it has uses: that of {peer} has {by.uses}, and as many others "
                 "came by it. Ask the run's owner for another one: `lightning-swarm invite`."
             )
-        if not has_room(used_after(used, self._asked), peer, by):
+        if not has_room(used_after(used, self._asked), peer, by):  # the last uses are kept for peers that wait
             raise Busy(
                 f"a use of an invitation is kept for a peer that is about to join, and none is left for {peer} now. "
                 "It is free again if that peer does not come."

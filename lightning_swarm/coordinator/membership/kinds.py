@@ -13,12 +13,8 @@ from lightning_swarm.protocol.messages.run import Manifest, Member
 
 
 def mixed_stages(kinds: Sequence[Collection[str]], tied: Collection[Sequence[int]] = ()) -> list[int]:
-    """Return the stages whose servers are of several kinds, and the stages that share parameters with them.
-
-    Args:
-        kinds: For each stage, the kinds of its servers.
-        tied: Groups of stages that share a parameter, on which each stage of a group steps the optimizer.
-    """
+    """Return the stages whose servers are of several `kinds`, and the stages that share parameters with them."""
+    # Each stage of a `tied` group steps the optimizer on the shared parameters.
     groups = [*tied, *([index] for index in range(len(kinds)))]
     mixed = {index for group in groups if len(set[str]().union(*(kinds[one] for one in group))) > 1 for index in group}
     return sorted(mixed)
@@ -45,10 +41,7 @@ def check_one_kind(manifest: Manifest, stage_index: int, kinds: Mapping[PeerId, 
 def assign_by_kind(
     num_stages: int, servers: Sequence[Member], kinds: Mapping[PeerId, str]
 ) -> list[list[Member]] | None:
-    """Assign servers to stages of one kind of machine each; kinds get stages in proportion to their servers.
-
-    The first server has the last stage. Returns None if there are more kinds than stages, or fewer servers.
-    """
+    """Assign servers to stages of one kind each, in proportion to the kinds' servers; None if that is impossible."""
     by_kind: dict[str, list[Member]] = {}
     for member in servers:
         by_kind.setdefault(kinds.get(member.peer_id, ""), []).append(member)
@@ -59,4 +52,4 @@ def assign_by_kind(
         fullest = max(by_kind, key=lambda kind: len(by_kind[kind]) / shares[kind])
         shares[fullest] += 1
     rosters = [members[place :: shares[kind]] for kind, members in by_kind.items() for place in range(shares[kind])]
-    return rosters[::-1]
+    return rosters[::-1]  # the first server has the last stage

@@ -34,12 +34,7 @@ def balancer_of(manifest: Manifest, *, now_s: float) -> Balancer:
 class PlannedMoves:
     """Chooses the moves that the records of a run order."""
 
-    def __init__(
-        self,
-        context: CoordinatorContext,
-        server_membership: ServerMembership,
-        balancer: Balancer,
-    ) -> None:
+    def __init__(self, context: CoordinatorContext, server_membership: ServerMembership, balancer: Balancer) -> None:
         self._run, self._events = context.run, context.events
         self._server_membership, self._balancer = server_membership, balancer
         self._step_aside = context.step_aside
@@ -51,13 +46,13 @@ class PlannedMoves:
         """Pass on the loads that servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
         # Otherwise, strangers could gather in one stage by reporting too little memory for all other stages.
-        believes = not self._run.electorate.has_strangers
+        trusts = not self._run.electorate.has_strangers
         self._balancer.take_loads(
             {
                 peer: {
-                    i: replace(load, lacks_memory=believes and load.lacks_memory)
-                    for i, load in held.items()
-                    if i < num_stages
+                    index: replace(load, lacks_memory=trusts and load.lacks_memory)
+                    for index, load in held.items()
+                    if index < num_stages
                 }
                 for peer, held in loads.items()
             }

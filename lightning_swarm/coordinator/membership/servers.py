@@ -138,13 +138,12 @@ class ServerMembership:
         on_restarted_lead: Callable[[], None],  # called when the lead joins as another process
     ) -> None:
         self._transport, self._run, self._limits = context.transport, context.run, context.limits
-        self._events, self._spawn = context.events, context.spawn
+        self._events, self._spawn, self._arithmetic = context.events, context.spawn, context.arithmetic
         self._balancer, self._on_restarted_lead = balancer, on_restarted_lead
         self._waiting, self._misses, self._lots = joiners.waiting, joiners.backoff, joiners.lots
         for index, roster in enumerate(self._run.rosters):
             for member in roster:
                 self._lots.record_stage(member.peer_id, index)  # it may choose this stage if it joins again
-        self._arithmetic = context.arithmetic
         self._wait_s = context.oversight.wait_s
         self._invitations = context.invitations
         self._invitations.waiting_lists.append(self)
@@ -162,12 +161,8 @@ class ServerMembership:
         """The members that asked to leave, in the order of requests."""
         return list(self._leaving)
 
-    def wants_changes(self) -> bool:
-        """Return whether a server wants to leave, or wants to join and may."""
-        return bool(self._leaving) or self.is_awaited()
-
-    def is_awaited(self) -> bool:
-        """Return whether a server wants to join, and may."""
+    def has_ready_joiner(self) -> bool:
+        """Return whether a server has caught up, and may join with the next record."""
         return any(one.may_enter for one in self._waiting.values())
 
     @property
@@ -305,10 +300,7 @@ class ServerMembership:
                 del self._waiting[peer]
 
     async def _introduce(self, candidate: Candidate) -> None:
-        """Have every server, and every joiner, meet the candidate.
-
-        Raises Unreachable if a server cannot; if servers are strangers, only if a keeper or most of them cannot.
-        """
+        """Have every server, and every joiner, meet the candidate; raise Unreachable if a server cannot."""
         newcomer = candidate.member.peer_id
         timeout = min(self._limits.call_timeout, _MEET_TIMEOUT_S)
         refusing = set[PeerId]()
@@ -319,7 +311,7 @@ class ServerMembership:
             except SwarmError as error:
                 if member:
                     refusing.add(peer)
-                # A few strangers' reports keep no server out.
+                # The reports of a few strangers keep no server out, but those of a keeper or of most servers do.
                 decides = self._run.decides(peer) or 2 * len(refusing) > len(servers)
                 if member and decides:
                     raise Unreachable(
@@ -378,7 +370,7 @@ class ServerMembership:
                 raise ProtocolError(f"{caller} is not in run {self._run.manifest.run_id!r} (any more), nor joining it")
             return DrainReply(alone=[])
         self._check_may_leave(Member(peer_id=caller, boot_id=request.boot_id))
-        if caller not in self._leaving:
+        if caller not in self._leaving:  # otherwise the call is a repetition
             self._leaving[caller] = None
             _log.info("Server %s asks to leave.", caller)
         rosters = next_rosters(self._run.rosters, leaving=self.leaving)
@@ -448,7 +440,7 @@ class ServerMembership:
         listening: Collection[asyncio.Task[None]],
         *,
         averaging_s: float,
-        parts: Sequence[Sequence[bytes]] | None = None,  # stage -> digests of the mean that its joiners must hold
+        parts: Sequence[Sequence[bytes]],  # stage -> digests of the mean that its joiners must hold; empty: not checked
     ) -> None:
         """Wait a little for the last joiners that listen to a round, and continue without slower joiners."""
         if not listening:
@@ -459,13 +451,10 @@ class ServerMembership:
             asked = one.asked is not None and one.asked.request.closing is closing
             if asked and one.ready and one.holds is not one.asked and one.refusal is None:
                 self._miss(one, "it did not hold the round's result in time")
-            elif asked and one.holds is one.asked and parts is not None and not self._agrees(one, parts):
+            elif asked and one.holds is one.asked and parts and [*one.parts] != [*parts[one.candidate.stage_index]]:
                 # The server that reduced a part may have sent other values to the joiner than to the members.
                 one.holds = None
                 self._miss(one, "it holds another mean than the members of its stage")
-
-    def _agrees(self, one: _WaitingServer, parts: Sequence[Sequence[bytes]]) -> bool:
-        return list(one.parts) == list(parts[one.candidate.stage_index])
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
         """Return the joiners that still hold the round's mean gradient, and so enter with its record."""

@@ -34,19 +34,12 @@ class StageLots:
     def draw(
         self,
         peer: PeerId,
-        num_servers: Sequence[int],
+        num_servers: Sequence[int],  # stage -> number of its servers
         *,
-        invitation: bytes | None = None,
-        waiting: Collection[PeerId] = (),
+        invitation: bytes | None = None,  # number of the invitation by which the server comes
+        waiting: Collection[PeerId] = (),  # servers that are joining
     ) -> int:
-        """Return the first stage in a server's order, among the stages that need a server most.
-
-        Args:
-            peer: The server.
-            num_servers: The number of servers of each stage.
-            invitation: The number of the invitation by which it comes.
-            waiting: The servers that are joining.
-        """
+        """Return the first stage in a server's order, among the stages that need a server most."""
         least = min(num_servers)
         needy = [index for index, number in enumerate(num_servers) if number <= least + (least >= _MANY)]
         # The order is the same each time, or a server could come again until it gets the stage that it wants.

@@ -312,10 +312,7 @@ class Balancer:
     def stage_for(
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
     ) -> int:
-        """Choose a newcomer's stage: the slowest, or the one with fewest peers if computing is not the bottleneck.
-
-        The paper's rule always takes the slowest.
-        """
+        """Choose a newcomer's stage: the slowest, or the one with fewest peers if computing is not the bottleneck."""
         self._forget_the_lost(joining, now_s)
         by_rates = self._rule == "paper" or self._computing_limits(rosters)
         stages = self._stages(rosters, (), joining, by_rates=by_rates)

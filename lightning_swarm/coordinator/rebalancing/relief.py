@@ -14,23 +14,14 @@ _MAX_TRIED: Final = 2
 
 def plan_relief(
     rosters: Sequence[Sequence[PeerId]],
-    too_large: Mapping[PeerId, Collection[int]],
-    state_bytes: Sequence[int],
+    too_large: Mapping[PeerId, Collection[int]],  # server -> stages for which it has reported too little memory
+    state_bytes: Sequence[int],  # stage -> bytes of its weights and optimizer state
     *,
-    fixed: Collection[PeerId] = (),
+    fixed: Collection[PeerId] = (),  # servers that neither move nor give up a stage
 ) -> tuple[list[Move], list[StageRelease]]:
-    """Plan which servers move to another stage, and which give up one of several.
-
-    A server moves only to a stage of at most as many bytes, and to none that was too large for it. If every server of a
-    stage lacks memory, none leaves. If no stage is left for a server, no move is planned, and it leaves the run by
-    itself.
-
-    Args:
-        rosters: The servers of each stage.
-        too_large: The stages for which each server has reported too little memory.
-        state_bytes: The bytes of each stage's weights and optimizer state.
-        fixed: Servers that neither move nor give up a stage.
-    """
+    """Plan which servers move to another stage, and which give up one of several."""
+    # If every server of a stage lacks memory, none leaves. If no stage is left for a server, it leaves the run by
+    # itself.
     moves: list[Move] = []
     releases: list[StageRelease] = []
     for index, roster in enumerate(rosters):

@@ -88,11 +88,9 @@ class Lane:
 def leave_to_others(
     num_free: int, own_s: float | None, others: Iterable[tuple[float, float]], *, now_s: float
 ) -> float | None:
-    """Return the seconds for which a trainer leaves its batch to other trainers; None if it brings the batch itself.
-
-    It leaves the batch if the `others` would complete all `num_free` ungranted batches within the time that it needs
-    for one, `own_s`. Each of the `others` is a pair: when it begins its next batch, and the seconds that a batch takes.
-    """
+    """Return the seconds for which a trainer leaves its batch to other trainers; None if it brings the batch itself."""
+    # It leaves the batch if the `others` would complete all `num_free` ungranted batches within the time that it needs
+    # for one, `own_s`. Each of the `others` is a pair: when it begins its next batch, and the seconds that it takes.
     next_begins = list(others)
     if own_s is None or not next_begins:
         return None

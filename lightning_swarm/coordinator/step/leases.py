@@ -59,10 +59,7 @@ class LeaseTable:
         self._warned_slow: set[PeerId] = set()
 
     def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
-        """Grant a place in the open step, or return the record to wait for.
-
-        Raises ProtocolError if the request does not fit the step.
-        """
+        """Grant a place in the open step, or return the record to wait for; refuse a request that does not fit."""
         if self._is_beyond(step):
             return GrantReply(over=True)
         if request.step < step.step:  # a trainer must know the former step's record before it gets a reserved place
@@ -134,7 +131,7 @@ class LeaseTable:
         self._times[trainer].ended(now_s())
 
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether a trainer that was told to wait would now be told something else."""
+        """Return whether a waiting trainer would get another answer now than to wait."""
         waiting = self._waiting.get(trainer)
         if trainer in step.without:
             return False
@@ -166,7 +163,7 @@ class LeaseTable:
         """Grant this batch, or another one that the trainer brings besides; or let the trainer wait or go on."""
         before = step.granted(trainer, request.number)
         if before is not None:
-            return GrantReply(grant=self._as_grant(step, before))
+            return GrantReply(grant=step.as_grant(before, self._run.manifest.generation))
         if self._passed(step, batch):
             self._waiting.pop(trainer, None)
             return GrantReply(passed=True)
@@ -178,7 +175,7 @@ class LeaseTable:
         step.hand_out(lease, trainer, chosen, request.gradient_scale, request.number)
         self._times[trainer].granted(now_s())
         self._on_grant(step, trainer)
-        return GrantReply(grant=self._as_grant(step, lease))
+        return GrantReply(grant=step.as_grant(lease, self._run.manifest.generation))
 
     def _passed(self, step: OpenStep, batch: BatchNumber) -> bool:
         """Return whether a batch needs no trainer any more. An index past the last batch stands for the whole epoch."""
@@ -274,20 +271,7 @@ class LeaseTable:
             if not step.grant(lease, trainer, request.num_samples, request.gradient_scale, request.number):
                 return None
         self._on_grant(step, trainer)
-        return self._as_grant(step, lease)
-
-    def _as_grant(self, step: OpenStep, lease: int) -> Grant:
-        generation = self._run.manifest.generation
-        first, weight, batch, num_samples = step.place_of(lease)
-        return Grant(
-            lease=lease,
-            generation=generation,
-            step=step.step,
-            first=first,
-            weight=weight,
-            batch=batch,
-            samples=num_samples,
-        )
+        return step.as_grant(lease, self._run.manifest.generation)
 
     def _fills(self, request: GrantRequest) -> bool:
         """Return whether a batch alone fills a step."""

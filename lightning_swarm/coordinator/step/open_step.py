@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lightning_swarm.coordinator.step.data_order import DataOrder, StepWindow
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, LoggedValue, fold
+from lightning_swarm.protocol.messages.batches import MAX_LOGS, Grant, Lease, LoggedValue, fold
 from lightning_swarm.protocol.messages.calls import PLACES, Origin, Receipt
 from lightning_swarm.protocol.messages.run import BatchNumber
 
@@ -159,16 +159,21 @@ class OpenStep:
                 return lease
         return None
 
-    def place_of(self, lease: int) -> tuple[int, float, BatchNumber | None, int]:
-        """Return a batch's place, weight, number in the data and samples; the last two are None and 0 if unnumbered."""
+    def as_grant(self, lease: int, generation: int) -> Grant:
+        """Return a batch's place as its trainer receives it, in this generation of the run."""
         batch = self._batches[lease]
-        return batch.first, batch.weight, batch.batch, batch.num_samples if batch.batch is not None else 0
+        return Grant(
+            lease=lease,
+            generation=generation,
+            step=self.step,
+            first=batch.first,
+            weight=batch.weight,
+            batch=batch.batch,
+            samples=batch.num_samples if batch.batch is not None else 0,
+        )
 
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
-        """Restore a batch that its trainer reports to a new coordinator.
-
-        Ignore a batch whose place is taken, and a batch that no coordinator can have granted like this.
-        """
+        """Restore a batch that its trainer reports to a new coordinator, if the place is free and was ever granted."""
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
         # No former coordinator grants places beyond this limit, where this coordinator's begin if reports were missing.

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -83,8 +84,8 @@ class SumReconciliation:
     ) -> None:
         run = self._run = context.run
         self._generation, self._events = context.generation, context.events
-        self._servers = servers
-        self._step = step
+        self._servers, self._step = servers, step
+        self._request = partial(FreezeRequest, context.generation, step.step)
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
         self._fence, self._step_aside = fence, context.step_aside
@@ -115,10 +116,7 @@ class SumReconciliation:
         return self._step is step
 
     async def close(self) -> ReconciledStep | None:
-        """Freeze the sums, repair them, and freeze them again, until they are reconciled.
-
-        Returns None if batches were struck and the step takes new ones. Raises StepError if a stage has no server left.
-        """
+        """Freeze and repair the sums until they are reconciled; None if batches were struck, and others are granted."""
         while True:
             round_, began_s = next(self._rounds), now_s()
             # Use an unforgeable digest if servers are untrusted or one is joining.
@@ -226,27 +224,6 @@ class SumReconciliation:
 
     # ------------------------------------------------------------------ freezing
 
-    def _request(
-        self,
-        round_: int,
-        *,
-        named: list[NamedReceipts] | None = None,
-        struck: list[int] | None = None,
-        expected: Closing | None = None,
-        each_tensor: bool = False,
-        challenge: int = 0,
-    ) -> FreezeRequest:
-        return FreezeRequest(
-            generation=self._generation,
-            step=self._step.step,
-            round=round_,
-            named=named,
-            struck=struck,
-            challenge=challenge,
-            expected=expected,
-            each_tensor=each_tensor,
-        )
-
     async def _freeze(self, round_: int, challenge: int, *, each_tensor: bool = False) -> Ledgers:
         """Freeze the sums and return their ledgers. A server that does not answer is excluded."""
         # With the expected closing, servers average before they get the final one. A late step waits for an idle link
@@ -270,19 +247,12 @@ class SumReconciliation:
 
     async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
         """Send freeze requests, and return the answers; a server that does not answer is excluded."""
-        replies = {}
-        for peer, reply in (await self._servers.freeze(requests)).items():
-            if isinstance(reply, SwarmError):
-                self.step_servers.exclude(peer, reply)
-            else:
-                replies[peer] = reply
-                self._arithmetic[peer] = reply.arithmetic
-                self._events.learn({peer: reply.noted})
+        replies, failed = await self._servers.freeze(requests)
+        for peer, error in failed.items():
+            self.step_servers.exclude(peer, error)
+        self._arithmetic.update((peer, reply.arithmetic) for peer, reply in replies.items())
+        self._events.learn({peer: reply.noted for peer, reply in replies.items()})
         return replies
-
-    def _expected(self, stage_index: int) -> list[Receipt]:
-        """Return the receipts that count in a stage."""
-        return self._step.batches if self._run.manifest.stages[stage_index].on_trainers else self._step.counted
 
     def _closing(self, round_: int) -> Closing:
         step = self._step
@@ -339,23 +309,19 @@ class SumReconciliation:
         return {receipt[0] for receipt in self._step.counted if receipt[0] in lost and receipt not in self._seen}
 
     def _plan(self, ledgers: Ledgers, spoilt: Sequence[Collection[PeerId]]) -> ReplayPlan:
-        expected = [self._expected(index) for index in range(len(ledgers))]
-        sums = [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers]
-        present = self.step_servers.rosters
+        step, stages, present = self._step, self._run.manifest.stages, self.step_servers.rosters
         return plan_replays(
-            expected,
-            sums,
+            [step.batches if stage.on_trainers else step.counted for stage in stages],
+            [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers],
             first_trained=self._first_trained,
-            replayable=[not stage.on_trainers for stage in self._run.manifest.stages],
-            barred={first: self._replays.barred(first, present) for first, _, _ in self._step.batches},
+            replayable=[not stage.on_trainers for stage in stages],
+            barred={first: self._replays.barred(first, present) for first, _, _ in step.batches},
             spoilt=spoilt,
         )
 
     def _check_excused(self, first: int, ledgers: Ledgers) -> None:
-        """Raise StepError if a present trainer did not add its batch to its own sum, which is a bug.
-
-        In a stage on trainers, only a trainer that is gone, or whose sum begins anew, may lack its own batch.
-        """
+        """Raise StepError if a present trainer did not add its batch to its own sum, which is a bug."""
+        # In a stage on trainers, only a trainer that is gone, or whose sum begins anew, may lack its own batch.
         trainer = self._step.trainer_of(first)
         for index, member, ledger in self._on_trainers(ledgers):
             added = ledger.batches
@@ -445,10 +411,7 @@ class SumReconciliation:
     # ------------------------------------------------------------------ a stage without servers
 
     async def _pause(self, empty: Sequence[int]) -> None:
-        """Wait a little for a server of each empty stage to come back.
-
-        Raises StageLost if none can, or none did for too long.
-        """
+        """Wait a little for servers of empty stages; raise StageLost if none can come back, or did for too long."""
         at_s = now_s()
         address = await self._servers.address()
         for index in empty:

@@ -41,16 +41,13 @@ def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
 
 
 def choose_left_out(
-    ledgers: Ledgers, *, guests: Collection[PeerId] = (), trusted: Sequence[PeerId] = (), tied: bool = False
+    ledgers: Ledgers,  # of all stages, with a hash of each tensor if errors shall name the tensors
+    *,
+    guests: Collection[PeerId] = (),  # newcomers not compared yet: they count only where a stage has no other server
+    trusted: Sequence[PeerId] = (),  # the first one in a stage is the reference in any case
+    tied: bool = False,  # stages share weights, whose hashes the ledgers have
 ) -> dict[PeerId, WeightsDiffer]:
-    """Choose servers to exclude: of one stage whose replicas differ, else of stages whose `tied` weights differ.
-
-    Args:
-        ledgers: Ledgers of all stages, with a hash of each tensor if errors shall name the tensors.
-        guests: Newcomers that were not compared yet. They count only where a stage has no other server.
-        trusted: Servers whose weights are the reference in any case; the first one in a stage decides.
-        tied: Whether stages share weights, whose hashes the ledgers have.
-    """
+    """Choose servers to exclude: of one stage whose replicas differ, else of stages whose `tied` weights differ."""
     chosen = [
         _choose(index, ledgers, guests=guests, trusted=trusted, tied=tied)
         for index, stage in enumerate(ledgers)

@@ -58,10 +58,7 @@ Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
 
 
 def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
-    """Read a member's ledger of its stage.
-
-    Raises StepError if its sums are gone or it reports no ledger of the stage, ProtocolError if it is malformed.
-    """
+    """Read a member's ledger of its stage; raise StepError if there is none, or ProtocolError if it is malformed."""
     if reply.boot_id != member.boot_id:
         raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
     for ledger in reply.ledgers:
@@ -95,10 +92,7 @@ def reported_loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
 
 
 def touched_parameters(ledgers: Collection[ServerLedger]) -> bytes:
-    """Return the union of the replicas' bitmaps of parameters that got a gradient.
-
-    Raises StepError if the replicas do not have the same parameters.
-    """
+    """Return the union of the replicas' bitmaps of parameters with a gradient; raise StepError if lengths differ."""
     bitmaps = [ledger.report.touched for ledger in ledgers]
     if len(set(map(len, bitmaps))) != 1:
         raise StepError("the replicas of a stage disagree on its number of parameters")
@@ -121,27 +115,17 @@ class ReplayPlan:
 
 
 def plan_replays(
-    expected: Sequence[Sequence[Receipt]],
-    sums: Sequence[Mapping[PeerId, AbstractSet[Receipt]]],
+    expected: Sequence[Sequence[Receipt]],  # stage -> receipts that count in it, in order
+    sums: Sequence[Mapping[PeerId, AbstractSet[Receipt]]],  # stage -> receipts of each server, in its roster's order
     *,
-    first_trained: int,
-    replayable: Sequence[bool],
-    barred: Mapping[int, Collection[PeerId]],
-    spoilt: Sequence[Collection[PeerId]],
+    first_trained: int,  # the first stage that gets gradients
+    replayable: Sequence[bool],  # stage -> whether a microbatch can be sent there again
+    barred: Mapping[int, Collection[PeerId]],  # place of a batch -> servers that must not get its replays
+    spoilt: Sequence[Collection[PeerId]],  # stage -> servers whose sum has another weight or trainer than granted
 ) -> ReplayPlan:
-    """Name one holder for each receipt and stage, with few replays.
-
-    No receipt can be removed from a sum, so a sum with a wrong receipt begins anew. If two sums have a receipt in
-    common, the one with fewer receipts begins anew.
-
-    Args:
-        expected: For each stage, the receipts that count in it, in order.
-        sums: For each stage, the receipts of each server, in the order of its roster; at least one server each.
-        first_trained: The first stage that gets gradients.
-        replayable: For each stage, whether a microbatch can be sent there again.
-        barred: Place of a batch -> servers that must not get its replays.
-        spoilt: For each stage, servers whose sum has gradients with another weight or trainer than granted.
-    """
+    """Name one holder for each receipt and stage, with few replays."""
+    # No receipt can be removed from a sum, so a sum with a wrong receipt begins anew. If two sums have a receipt in
+    # common, the one with fewer receipts begins anew.
     named: list[dict[PeerId, set[Receipt]]] = []
     discards: list[list[PeerId]] = []
     holes: dict[Receipt, dict[int, PeerId]] = {}
@@ -190,29 +174,15 @@ def _unusable(
 
 
 def choose_blamed(
-    rosters: Sequence[Sequence[PeerId]],
-    failed: Collection[PeerId],
-    unreached: Mapping[PeerId, Collection[PeerId]],
+    rosters: Sequence[Sequence[PeerId]],  # stage -> servers of the round
+    failed: Collection[PeerId],  # servers that did not answer the coordinator
+    unreached: Mapping[PeerId, Collection[PeerId]],  # server -> servers that it reports as unreached or silent
     *,
-    spared: PeerId,
-    has_strangers: bool = False,
-    trusted: Collection[PeerId] = (),
+    spared: PeerId,  # the coordinator: it reaches the servers, so it is never blamed
+    has_strangers: bool = False,  # one server's report alone blames both servers
+    trusted: Collection[PeerId] = (),  # servers whose reports count more than those of other servers
 ) -> list[PeerId]:
-    """Choose the servers to exclude when a round of averaging is repeated.
-
-    Args:
-        rosters: The round's servers of each stage.
-        failed: Servers that did not answer the coordinator.
-        unreached: Server -> the servers that it reports as unreached or silent.
-        spared: The coordinator. It reaches the servers, so it is never blamed.
-        has_strangers: If a single server reports another, exclude both, provided that the stage has a third server.
-        trusted: Servers whose report counts more than that of another server.
-
-    Returns:
-        Servers without an answer. If all answered, the server that most members of its stage did not reach. If two
-        servers report each other, the later one in the roster; if they are strangers both, or the one that is not
-        `trusted`. Empty if all were reached.
-    """
+    """Choose the servers to exclude when a round of averaging is repeated; none if all were reached."""
     if failed:
         return sorted(failed)
     order = {peer: place for place, peer in enumerate(dict.fromkeys(peer for roster in rosters for peer in roster))}
@@ -225,14 +195,15 @@ def choose_blamed(
                 against.setdefault(blamed, set()).add(by)
     if not against:
         return []
+    # The server that most members of its stage did not reach; if two report each other, the later one in the roster.
     blamed = max(against, key=lambda peer: (len(against[peer]), order[peer]))
     accusers = against[blamed]
     if not has_strangers or len(accusers) > 1 or not accusers.isdisjoint({spared, *trusted}):
         return [blamed]
     if blamed in trusted and not _would_be_empty(rosters, accusers):
         return sorted(accusers)
-    # Exclude both servers. If only the accused were excluded, one malicious server could have all other servers of its
-    # stage excluded, and act unopposed.
+    # Exclude both servers, if the stage has a third one. If only the accused were excluded, one malicious server could
+    # have all other servers of its stage excluded, and act unopposed.
     return [blamed] if _would_be_empty(rosters, {blamed, *accusers}) else sorted({blamed, *accusers})
 
 

@@ -17,12 +17,14 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Replay, ReplayRequest
+from lightning_swarm.protocol.rpc import REPLAY
 
 _MAX_REPLAYS: Final = 16  # replays of one microbatch in one step
 _MAX_UNFILLED: Final = 2  # answered replays of a microbatch that a present holder still lacks
 _MAX_FAILURES: Final = 3  # consecutive failed requests to a trainer, after which its batches are lost
 _MAX_SILENCES: Final = 2  # consecutive requests without an answer, each for several call timeouts
 _MAX_WORK: Final = 64  # microbatches of one trainer between two checks of the sums
+_TIMEOUTS: Final = 3  # call timeouts: to find that a holder does not answer, to ask again, and for the rest
 _PAUSE_S: Final = 0.5  # wait after a failed request
 
 
@@ -32,9 +34,8 @@ class ReplayRounds:
     """Has the trainers of one step send microbatches again."""
 
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep) -> None:
-        self._generation, self._events = context.generation, context.events
+        self._generation, self._events, self._step = context.generation, context.events, step
         self._servers = servers  # also calls trainers
-        self._step = step
         self._replayed: Counter[Receipt] = Counter()
         self._failures: Counter[PeerId] = Counter()  # trainer -> consecutive failures
         self._silences: Counter[PeerId] = Counter()  # trainer -> consecutive silences without progress
@@ -48,10 +49,8 @@ class ReplayRounds:
         return self._replayed[receipt]
 
     def compare(self, ledgers: Ledgers) -> None:
-        """Compare the trainers' answers with the sums.
-
-        A trainer is excused if the holder is gone, or if the holder reports receipts that it must not hold.
-        """
+        """Compare the trainers' answers with the sums."""
+        # A trainer is excused if the holder is gone, or if the holder reports receipts that it must not hold.
         counted = set(self._step.counted)
         for receipt, holders in self._claimed.items():
             held = {
@@ -73,39 +72,34 @@ class ReplayRounds:
 
     def never_added(self, holes: Mapping[Receipt, Mapping[int, PeerId]]) -> dict[int, set[PeerId]]:
         """Return the batches that replays failed to add: place -> servers that lack them despite the answers."""
-        found: defaultdict[int, set[PeerId]] = defaultdict(set)
+        found: dict[int, set[PeerId]] = {}
         for receipt in holes:
             if len(self._unfilled[receipt]) >= _MAX_UNFILLED or self._replayed[receipt] >= _MAX_REPLAYS:
-                found[receipt[0]] |= {*self._unfilled[receipt]}
-        return dict(found)
+                found.setdefault(receipt[0], set()).update(self._unfilled[receipt])
+        return found
 
     async def fill(self, holes: Mapping[Receipt, Mapping[int, PeerId]], gone: Collection[PeerId]) -> set[int]:
-        """Have the microbatches in `holes` replayed to the servers named there, a few for each trainer.
-
-        Returns the batches that cannot be computed again.
-        """
+        """Have some microbatches in `holes` replayed; return the batches that cannot be computed again."""
         by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
         for receipt, holders in sorted(holes.items()):
             by_trainer[self._step.trainer_of(receipt[0])].append(Replay(receipt=receipt, holders=dict(holders)))
         found = await gather(self._ask(trainer, work, gone) for trainer, work in by_trainer.items())
         return set().union(*found)
 
-    def _count(self, work: Sequence[Replay]) -> None:
+    async def _ask(self, trainer: PeerId, wanted: Sequence[Replay], gone: Collection[PeerId]) -> set[int]:
+        """Request at most `_MAX_WORK` replays from a trainer; return the batches that cannot be computed again."""
+        work = list(wanted[:_MAX_WORK])
         for one in work:
             self._replayed[one.receipt] += 1
             for stage_index, peer in one.holders.items():
                 self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
-
-    async def _ask(self, trainer: PeerId, wanted: Sequence[Replay], gone: Collection[PeerId]) -> set[int]:
-        """Request at most `_MAX_WORK` replays from a trainer; return the batches that cannot be computed again."""
-        work = list(wanted[:_MAX_WORK])
-        self._count(work)
         # If less is missing than at the last request, the trainer makes progress, even without an answer.
         came = len(wanted) < self._num_wanted.get(trainer, len(wanted))
         self._num_wanted[trainer] = len(wanted)
         request = ReplayRequest(generation=self._generation, step=self._step.step, work=work, avoid=sorted(gone))
         try:
-            reply = await self._servers.replay(trainer, request)
+            # More microbatches get no more time: finished replays stay, and the rest is requested again.
+            reply = await self._servers.ask(trainer, REPLAY, request, num_timeouts=min(1 + len(work), _TIMEOUTS))
         except (PeerError, ProtocolError) as error:  # any other error is a bug in the trainer's handler
             self._failures[trainer] = 1 if came else self._failures[trainer] + 1
             is_silent = isinstance(error, DeadlineExceeded) and not came

@@ -16,20 +16,15 @@ _MAX_BLAMELESS: Final = 3  # failed rounds of a step for which no server is to b
 
 
 class StepServers:
-    """The servers that take part in one step, and the servers that were excluded from it.
-
-    A server that did not receive the change with which the step began is excluded at once.
-    """
+    """The servers that take part in one step, and the servers that were excluded from it."""
 
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
-        self._run, self._events = context.run, context.events
-        self._own = servers.own
-        self._oversight = context.oversight
-        self._step = step
+        self._run, self._events, self._oversight = context.run, context.events, context.oversight
+        self._own, self._step = servers.own, step
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
         self.gone: dict[PeerId, SwarmError] = {}  # excluded server -> reason
-        for peer, error in servers.unsettled.items():
+        for peer, error in servers.unsettled.items():  # they did not receive the change with which the step began
             self.exclude(peer, error)
 
     @property

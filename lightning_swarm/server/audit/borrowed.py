@@ -42,10 +42,7 @@ class BorrowedStages:
         self._failures = Counter[PeerId]()  # failed or late answers; the servers with the most are asked last
 
     async def get(self, index: int, version: int) -> Stage:
-        """Return a stage with the weights of a version: this server's own stage, or a borrowed one.
-
-        Raises `PeerError` if no server sends the weights that most servers of the stage have.
-        """
+        """Return a stage with the weights of a version: this server's own stage, or a borrowed one."""
         if index in self._steps.stages:
             return self._steps.stage(index)
         async with self._borrowing:
@@ -75,7 +72,7 @@ class BorrowedStages:
         await self._context.compute(load)
 
     async def _first(self, peers: Sequence[PeerId], request: StateRequest) -> dict[str, Tensor]:
-        """Ask one server after another, while earlier servers may still answer; return the first confirmed weights."""
+        """Ask one server after another, and return the first confirmed weights; raise `PeerError` if there are none."""
         left, running = list(peers), dict[asyncio.Task[dict[str, Tensor]], PeerId]()
         pause_s = self._context.limits.call_timeout * _ASKING / max(1, len(peers))
         try:

@@ -349,8 +349,13 @@ def _enter(found: _Recomputed, inputs: _Inputs) -> None:
     if inputs.results is not None:
         output, requires_grad, input_gradients = inputs.results
         its_digest = tree_digest(output, requires_grad)
-        distance = _distance(stage, again, output, input_gradients, precision=found.precision)
-        found.distance = max(distance, found.distance or 0.0)
+        for codec, its, own in (
+            (stage.codecs.activations, output, again.output),
+            (stage.codecs.gradients, input_gradients, again.input_gradients),
+        ):
+            pair = decoded(its, codec, stage.device), decoded(own, codec, stage.device)
+            distance = relative_distance(*pair, may_overflow=found.precision == "float16")
+            found.distance = max(distance, found.distance or 0.0)
     work = KeptWork.of(inputs.call, its_digest, inputs.gradients, input_gradients, is_first=stage.index == 0)
     found.claims[request.key.receipt] = work.claim
 
@@ -362,29 +367,6 @@ def magnitude_of(gradients: Sequence[Tensor], weight: float) -> float:
         return magnitude
     # The norm overflows although all elements are finite.
     return _FARTHEST if all(bool(one.isfinite().all()) for one in gradients) else 0.0
-
-
-def _distance(
-    stage: Stage,
-    again: _Results,
-    output: serialization.Tree,
-    input_gradients: serialization.Tree,
-    *,
-    precision: str,
-) -> float:
-    """Return the distance of an audited server's results from the recomputed results, as in `relative_distance`."""
-    pairs = [
-        (stage.codecs.activations, output, again.output),
-        (stage.codecs.gradients, input_gradients, again.input_gradients),
-    ]
-    return max(
-        relative_distance(
-            decoded(its, codec, stage.device),
-            decoded(own, codec, stage.device),
-            may_overflow=precision == "float16",
-        )
-        for codec, its, own in pairs
-    )
 
 
 def relative_distance(one: serialization.Tree, other: serialization.Tree, *, may_overflow: bool) -> float:

@@ -158,16 +158,14 @@ class MeanChecks:
         if caller != self._me:
             raise ProtocolError(f"{self._me} examines others for itself, while it coordinates, not for {caller}")
         self._sums.check(caller, closing.generation, closing.step)
-        exact = self._sums.run.manifest.settings.deterministic
-        examination = Examination(request, self._members(closing, request.stage_index), exact=exact)
+        run = self._sums.run
+        members = [member.peer_id for member in run.present(closing.absent)[request.stage_index]]
+        examination = Examination(request, members, exact=run.manifest.settings.deterministic)
         try:
             await self._examine(request, examination)
         except _Unreached as error:
             return ExamineReply(lies={}, contradictions=[], unreached={error.peer: str(error)}, squared_norm=None)
         return examination.reply()
-
-    def _members(self, closing: Closing, index: int) -> list[PeerId]:
-        return [member.peer_id for member in self._sums.run.present(closing.absent)[index]]
 
     async def _examine(self, request: ExamineRequest, examination: Examination) -> None:
         """Fetch one vector after another, because each may take as much memory as the stage."""
@@ -201,11 +199,9 @@ class MeanChecks:
                 timeout = max(0.0, deadline_s - now_s())
                 _, tensors = await VECTOR.ask(self._transport, peer, asked, timeout=timeout, max_bytes=max_bytes)
                 break
-            except Damaged as error:
-                if not left:
-                    raise _Unreached(peer, error) from error
             except SwarmError as error:
-                raise _Unreached(peer, error) from error
+                if not isinstance(error, Damaged) or not left:
+                    raise _Unreached(peer, error) from error
         if peer != self._me:
             self._durations.note(now_s() - begin_s)
         found = [(tensor.dtype, tensor.shape) for tensor in tensors]

@@ -13,12 +13,11 @@ from torch import Tensor
 from lightning_swarm.model.random.keyed_stream import bits, key_seed
 from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH
 
-NUM_BUCKETS: Final = SKETCH_LENGTH
 _SLICE: Final = 1 << 20  # elements that are projected at once; a multiple of the buckets and of the bits of a word
 _WORD: Final = 32  # bits of a drawn number, each of which gives one sign
 
 
-def project(values: Tensor, seed: int, *, num_buckets: int = NUM_BUCKETS) -> Tensor:
+def project(values: Tensor, seed: int, *, num_buckets: int = SKETCH_LENGTH) -> Tensor:
     """Project a float vector ``[n]`` to ``[num_buckets]`` float64 on the CPU; squared norms are kept on average.
 
     Each element is added to one bucket, with a random sign. `num_buckets` divides 2**20.

@@ -104,11 +104,8 @@ class Donor:
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         transport, limits = context.transport, context.limits
-        self._transport = transport
-        self._compute = context.compute
-        self._membership = context.membership
-        self._steps = steps
-        self._limits = limits
+        self._transport, self._limits, self._compute = transport, limits, context.compute
+        self._membership, self._steps = context.membership, steps
         self._state = _DonorGeneration()
         self._met: dict[PeerId, Candidate] = {}  # joiners that the coordinator introduced
         self._membership.introduced = self._met
@@ -294,16 +291,11 @@ class Donor:
             self._queued.discard(caller)
 
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
-        """Count the peers that download, and other followers, which receive a gradient with every step.
-
-        Followers do not count if this server only `helps`.
-        """
+        """Count peers that download and, unless this server only `helps`, followers, which get each step's gradient."""
         self._give_up_stalled()
-        busy, oldest_s = set(self._state.downloads), now_s() - _IDLE_S
-        for peer, follower in self._state.followers.items():
-            if not helps and peer != caller and not follower.entered and follower.last_heard_s >= oldest_s:
-                busy.add(peer)
-        return len(busy)
+        oldest_s, others = now_s() - _IDLE_S, {} if helps else self._state.followers
+        following = {peer for peer, one in others.items() if not one.entered and one.last_heard_s >= oldest_s}
+        return len(self._state.downloads.keys() | (following - {caller}))
 
     def _check_backoff(self, caller: PeerId) -> None:
         """Refuse a peer that has begun downloads, never joined, and comes again too soon."""

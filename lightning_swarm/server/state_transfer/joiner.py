@@ -50,13 +50,9 @@ class Joiner:
     """Takes a server into a run that is under way."""
 
     def __init__(self, context: ServerContext, admission: Admission, steps: StepHandlers) -> None:
-        self._transport = context.transport
-        self._compute = context.compute
-        self._limits, self._events = context.limits, context.events
+        self._transport, self._compute, self._limits = context.transport, context.compute, context.limits
         self._timeout = min(context.limits.call_timeout, 30.0)
-        self._admission = admission
-        self._membership = context.membership
-        self._steps = steps
+        self._admission, self._membership, self._steps = admission, context.membership, steps
         self._stage: Stage | None = None
         self._joined_at = 0  # the run's version when the coordinator accepted the request to join
         self._target: int | None = None  # the stage to which a record moved this server
@@ -292,15 +288,12 @@ class Joiner:
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
     def _seat(self, version: int, seats: SeatedMembers) -> bool:
-        """Adopt the run's members at a version; return False if it is past.
-
-        Before it joined, adopt them without this peer, which may have been in the run.
-        """
+        """Adopt the run's members at a version; return False if it is past."""
         if self._done or version != self._steps.version:
             return False
         self._membership.run.check_seats(seats)
         rosters = seats.rosters
-        if version <= self._joined_at:
+        if version <= self._joined_at:  # a roster may still name this peer, which was in the run before
             rosters = [[member for member in roster if member != self._membership.me] for roster in rosters]
         self._membership.run.set_members(replace(seats, rosters=rosters))
         return True

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import force_setattr
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.coordinator import Coordinator
+from lightning_swarm.coordinator.coordinator import CoordinatorGeneration
 from lightning_swarm.core.errors import (
     Busy,
     ConfigError,
@@ -608,9 +608,9 @@ def test_two_admissions_at_once_admit_once(make_swarm: MakeSwarm) -> None:
 def test_a_server_is_busy_to_those_that_watch_until_it_coordinates(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swarm, start = make_swarm("a", admit=False), Coordinator.start
+    swarm, start = make_swarm("a", admit=False), CoordinatorGeneration.start
 
-    async def slow(self: Coordinator) -> None:
+    async def slow(self: CoordinatorGeneration) -> None:
         await asyncio.sleep(1.0)
         await start(self)
 
@@ -626,7 +626,7 @@ def test_a_server_is_busy_to_those_that_watch_until_it_coordinates(
         await admitting
         assert (await watch()).coordinates
 
-    monkeypatch.setattr(Coordinator, "start", slow)
+    monkeypatch.setattr(CoordinatorGeneration, "start", slow)
     swarm.run(go())
 
 

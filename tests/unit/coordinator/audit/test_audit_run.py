@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_swarm.coordinator.audit.audit_run import AuditRun
 from lightning_swarm.coordinator.audit.policy import Unit
+from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Rpc
 from lightning_swarm.protocol.messages.audits import (
@@ -51,11 +52,11 @@ class Servers:
 
     async def ask_all(
         self, method: Rpc, peers: Iterable[PeerId], request: FindingsRequest | SketchRequest
-    ) -> dict[PeerId, FindingsReply | SketchReply]:
+    ) -> tuple[dict[PeerId, FindingsReply | SketchReply], dict[PeerId, SwarmError]]:
         told = [finding(A, 0, []), *(finding(A, stage, MANY) for stage in range(1, 5)), finding(B, 0, MANY)]
         stages = [StageSketch(stage_index=index, values=[0.0] * SKETCH_LENGTH) for index in range(3)]
         replies = {FINDINGS: FindingsReply(findings=told), SKETCH: SketchReply(stages=stages)}
-        return dict.fromkeys(peers, replies[method])
+        return dict.fromkeys(peers, replies[method]), {}
 
 
 def run() -> AuditRun:

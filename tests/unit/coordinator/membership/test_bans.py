@@ -22,7 +22,7 @@ from lightning_swarm.protocol.messages.run import MAX_CONVICTED, MAX_KEEPERS, Co
 from lightning_swarm.protocol.messages.run import MAX_REASON as MAX_WHY
 from lightning_swarm.protocol.messages.wire import encode as wire_bytes
 from lightning_swarm.protocol.rpc import BAN, VIEW
-from lightning_swarm.trust.certificates import MAX_REASON, MAX_USES, ban
+from lightning_swarm.trust.certificates import MAX_REASON, MAX_USES
 from lightning_swarm.trust.certificates import encode as signed_bytes
 from lightning_swarm.trust.owner import Owner
 from tests.access import OWNER, OwnedNetwork
@@ -256,7 +256,7 @@ def test_whose_ban_is_lifted_counts_as_gone_no_more(make_swarm: MakeSwarm) -> No
 def test_the_longest_bans_and_all_invitations_fit_a_view(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     run_id, reason = "r" * 100, "\N{GRINNING FACE}" * MAX_REASON
-    longest = signed_bytes(ban(OWNER.key, run_id, OWNER.key.peer_id, reason, is_lifted=True, decided_at_ns=1 << 62))
+    longest = signed_bytes(Owner(run_id, OWNER.key).ban(OWNER.key.peer_id, reason, is_lifted=True, now_ns=1 << 62))
     all_bans = MAX_BANS * [longest]
     used = [
         UsedInvitation(number=bytes(16), uses=MAX_USES, peers=[PeerId(OWNER.key.peer_id)]) for _ in range(MAX_COUNTED)

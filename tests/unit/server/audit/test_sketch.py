@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_swarm.server.audit.sketch import NUM_BUCKETS, project
+from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH
+from lightning_swarm.server.audit.sketch import project
 
 LENGTH = (1 << 20) + 4099  # more than one slice, and no multiple of anything
 
@@ -25,6 +26,6 @@ def test_the_squared_norm_is_kept_on_average(number: int) -> None:
 def test_seeds_and_slices_have_signs_of_their_own() -> None:
     ones = torch.ones(2 << 20)
     whole = project(ones, 1)
-    assert len(whole) == NUM_BUCKETS
+    assert len(whole) == SKETCH_LENGTH
     assert not torch.equal(whole, project(ones, 2))
     assert not torch.equal(project(ones[: 1 << 20], 1) * 2, whole)
