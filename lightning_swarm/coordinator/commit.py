@@ -238,7 +238,7 @@ class StepCommit:
         members = self._server_membership
         is_due = self._snapshots.is_due(self._run.servers)
         is_wanted = is_due or self._someone_gone or bool(self._new_bans() or members.leaving)
-        return is_wanted or members.has_ready_joiner() or self._moves.has_deferred
+        return is_wanted or members.has_ready_joiner() or self._moves.deferred is not None
 
     def _step_record(
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
@@ -339,7 +339,7 @@ class StepCommit:
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
         """Return the reconciliation of a step; a step that closes again keeps its lost servers and round numbers."""
-        if self._sums is None or not self._sums.are_of(step):
+        if self._sums is None or self._sums.step is not step:
             self._sums = SumReconciliation(
                 self._context,
                 self._servers,

@@ -26,17 +26,12 @@ class Coordinator:
     """The coordinator's role of one peer, which outlasts run generations."""
 
     def __init__(self, context: CoordinatorContext, *, on_deposed: Callable[[], None]) -> None:
-        self._on_deposed = on_deposed  # called when another peer coordinates
+        self.on_deposed = on_deposed  # called when another peer coordinates
         self.balancer = balancer_of(context.run.manifest, now_s=now_s())
         self.joiners = Joiners()
         self._is_over = False  # the role has ended
         self.deposed = False  # another peer coordinates by now; this role is to be retired
         self.generation = CoordinatorGeneration(context, self)
-
-    def depose(self) -> None:
-        """Record that another peer coordinates."""
-        self.deposed = True
-        self._on_deposed()
 
     async def retire(self) -> None:
         """Stop because another peer coordinates, and fail held calls with `NotCoordinator`. Raises a task's error."""
@@ -166,7 +161,8 @@ class CoordinatorGeneration:
             await work
         except NotCoordinator as error:
             _log.info("Step %d is another's to close: %s", self._run.version, error)
-            self._role.depose()
+            self._role.deposed = True
+            self._role.on_deposed()
             await self.context.changes.shut_down(error)
         except SwarmError as error:
             await self.trainers.fail(str(error), StageLost if isinstance(error, StageLost) else StepError)

@@ -112,12 +112,6 @@ class LeadLiveness:
         """Record that the lead was started again, and knows nothing of the run."""
         self._restarted = True
 
-    async def note_waiting(self, request: RecordRequest, stepped_with: Mapping[int, list[dict[str, Any]]]) -> None:
-        """Record that the lead's loop waits for the end of a step, and its hyperparameters for undecided steps."""
-        self.epoch, self.resumable = request.epoch, request.resumable
-        self.stepped_with.update(stepped_with)
-        await self.permit(request.step, version=request.version)
-
     async def permit(self, step: int, *, version: int) -> None:
         """Record that the lead's loop, which knows `version`, is ready for the records of all steps up to this one."""
         self._permits = step
@@ -158,10 +152,11 @@ class StepEnds:
     async def answer(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         """Answer a trainer that asks for a record; first record the hyperparameters in a request of the lead."""
         if caller == self._run.manifest.lead and request.step >= self._run.version:
-            stepped_with = {request.step: check_hyperparameters(request)}
+            self._lead.stepped_with[request.step] = check_hyperparameters(request)
             if request.before:
-                stepped_with[request.step - 1] = request.before
-            await self._lead.note_waiting(request, stepped_with)
+                self._lead.stepped_with[request.step - 1] = request.before
+            self._lead.epoch, self._lead.resumable = request.epoch, request.resumable
+            await self._lead.permit(request.step, version=request.version)
         return await self.hold(caller, request)
 
     async def hold(self, caller: PeerId, request: RecordRequest) -> RecordReply:

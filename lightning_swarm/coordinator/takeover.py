@@ -68,11 +68,7 @@ async def fetch_metrics(
 
 
 def rebuild(
-    run: RunState,
-    reports: Mapping[PeerId, ReportReply],
-    metrics: Mapping[tuple[int, int], Message],
-    *,
-    complete: bool,
+    run: RunState, reports: Mapping[PeerId, ReportReply], metrics: Mapping[tuple[int, int], Message], *, complete: bool
 ) -> StepState:
     """Make the step state from the trainers' reports, which are `complete` if each trainer sent one. Pure."""
     own_first = first_lease(run.term)

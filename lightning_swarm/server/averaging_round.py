@@ -207,7 +207,7 @@ class AveragingRounds:
             begin_s = now_s()
             places = await self._compute(lambda: sums.bind(closing, rosters))
             found = await self._averaged(closing, run.ties, rosters, places)
-            self.idle_link.averaging_took(now_s() - begin_s)
+            self.idle_link.averaging_s = now_s() - begin_s
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             raise
@@ -254,11 +254,7 @@ class AveragingRounds:
         # Average in the units of the sums, whose scale keeps small gradients within the range of a narrow format.
         scale = closing.gradient_scale
         found = await self._averager(stage).average(
-            stage.sum_of(closing.step).values,
-            closing.total_weight,
-            group,
-            place,
-            stage.generation.carried.times(scale),
+            stage.sum_of(closing.step).values, closing.total_weight, group, place, stage.generation.carried.times(scale)
         )
         if scale == 1.0:
             return found

@@ -99,11 +99,7 @@ class IdleLinkWait:
         self._under_way = under_way
         self._timeout = timeout  # seconds that other peers wait for this server's part of a round
         self._asked_s: float | None = None  # time of the newest call of `wait`, which measures a step
-        self._took_s = 0.0  # seconds of the newest averaging
-
-    def averaging_took(self, took_s: float) -> None:
-        """Record the seconds of the newest averaging."""
-        self._took_s = took_s
+        self.averaging_s = 0.0  # seconds of the newest averaging
 
     async def wait(self) -> None:
         """Wait until the forwards are done, or until it is too late to wait. Call it once per step."""
@@ -112,7 +108,7 @@ class IdleLinkWait:
             return
         step_s = self._asked_s - before_s
         max_wait_s = _MAX_STEP_SHARE * step_s
-        if self._took_s > max_wait_s:
+        if self.averaging_s > max_wait_s:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(max_wait_s, _MAX_TIMEOUT_SHARE * self._timeout)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -111,7 +112,7 @@ def test_what_an_accomplice_has_audited_is_undone() -> None:
 
 
 def test_whom_a_liar_audited_is_as_new() -> None:
-    standing = Standing(passed={PeerId("a"): 30, PeerId("c"): 30})
+    standing = Standing(passed=Counter({PeerId("a"): 30, PeerId("c"): 30}))
     standing.note_counted(PeerId("a"), 5, PeerId("b"))
     standing.note_counted(PeerId("c"), 5, PeerId("a"))
     standing.reset_audited_by(PeerId("b"))

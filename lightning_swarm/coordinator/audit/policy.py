@@ -6,7 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -185,15 +185,11 @@ def share_of_step(share: float, draw: Callable[[], float], *, irreversible: bool
 class Standing:
     """The record of a run's servers in audits."""
 
-    passed: dict[PeerId, int] = field(default_factory=dict)  # audited steps without a fault
+    passed: Counter[PeerId] = field(default_factory=Counter)  # audited steps without a fault
     watched: dict[PeerId, int] = field(default_factory=dict)  # peer -> last step in which all its work is audited
     unaudited: dict[PeerId, int] = field(default_factory=dict)  # peer -> newest step whose unaudited work counted
     # Peer -> auditor -> newest step in which the auditor audited the peer's work.
     audited: dict[PeerId, dict[PeerId, int]] = field(default_factory=dict)
-
-    def note_passed(self, peer: PeerId) -> None:
-        """Count an audit that found no fault."""
-        self.passed[peer] = self.passed.get(peer, 0) + 1
 
     def note_counted(self, peer: PeerId, step: int, auditor: PeerId | None) -> None:
         """Record that a peer's work of a step counts, with its auditor; None: it was not audited."""
@@ -220,7 +216,7 @@ class Standing:
     def is_drawn(self, peer: PeerId, step: int, share: float, draw: Callable[[], float]) -> bool:
         """Draw whether a server's work of a step is audited. `draw` returns uniform numbers of [0, 1)."""
         drawn = draw() < share  # always drawn, so that standings do not change other servers' draws
-        return drawn or self.passed.get(peer, 0) < PROBATION or self.watched.get(peer, -1) >= step
+        return drawn or self.passed[peer] < PROBATION or self.watched.get(peer, -1) >= step
 
 
 @dataclass
@@ -289,17 +285,7 @@ class AuditMemory:
 
     def following(self) -> AuditMemory:
         """Return the memory after a rollback: all servers count as new, but suspects and convictions stay."""
-        standing = Standing(watched=self.standing.watched)
-        return AuditMemory(
-            standing,
-            disputes=self.disputes,
-            convicted=self.convicted,
-            contested=self.contested,
-            silences=self.silences,
-            silence_backoff=self.silence_backoff,
-            refuted=self.refuted,
-            unrepeatable=self.unrepeatable,
-        )
+        return replace(self, standing=Standing(watched=self.standing.watched), histories={})
 
 
 # ------------------------------------------------------------------ comparing

@@ -166,8 +166,7 @@ class StepAudits(StepOversight):
         self._is_disturbed |= not verdict.is_clean
         if verdict.is_clean:
             self._passed.update({unit: _commitment(step.ledgers[unit]) for unit in fresh})
-            for peer in {unit.peer for unit in passed}:
-                self._standing.note_passed(peer)
+            self._standing.passed.update({unit.peer for unit in passed})
             for unit in fresh:
                 if step.claims[unit] and unit.peer != self._own:
                     auditor = self._auditors.get(unit) if unit in passed else None
@@ -188,11 +187,7 @@ class StepAudits(StepOversight):
                 self._convict(unit, _FALSE_SUM, verdict, step)
 
     def _compare_results(
-        self,
-        step: ExaminedStep,
-        results: TrainerResults,
-        disagreements: Mapping[Receipt, set[Unit]],
-        verdict: Verdict,
+        self, step: ExaminedStep, results: TrainerResults, disagreements: Mapping[Receipt, set[Unit]], verdict: Verdict
     ) -> set[Unit]:
         """Have batches run again whose results at the pipeline's ends contradict claims; return the units of these."""
         # A contradiction convicts no server. The server that sent the result may be gone, and its work replayed on

@@ -39,7 +39,7 @@ class PlannedMoves:
         self._server_membership, self._balancer = server_membership, balancer
         self._step_aside = context.step_aside
         self._steps_aside = False  # hand over the role when the record is applied
-        self._put_off: tuple[list[Departure], list[StageRelease]] | None = None  # choice for the next record
+        self.deferred: tuple[list[Departure], list[StageRelease]] | None = None  # choice for the next record
         self._stays_among: set[PeerId] | None = None  # servers present when this one tried to hand over
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
@@ -60,7 +60,7 @@ class PlannedMoves:
 
     def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[StageRelease]]:
         """Choose the servers that move or give up a stage with the open step's record, except servers in `gone`."""
-        chosen, self._put_off = self._put_off, None
+        chosen, self.deferred = self.deferred, None
         if chosen is not None:
             movers, sheds = chosen
             staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
@@ -90,12 +90,7 @@ class PlannedMoves:
         """Choose now; the next `choose` returns the result."""
         movers, sheds = self.choose(gone)
         if movers or sheds or self._steps_aside:
-            self._put_off = movers, sheds
-
-    @property
-    def has_deferred(self) -> bool:
-        """Return whether something was chosen for the next record."""
-        return self._put_off is not None
+            self.deferred = movers, sheds
 
     def record_applied(self, record: Record) -> None:
         """Record the moves and releases of an applied record."""

@@ -84,7 +84,7 @@ class SumReconciliation:
     ) -> None:
         run = self._run = context.run
         self._generation, self._events = context.generation, context.events
-        self._servers, self._step = servers, step
+        self._servers, self.step = servers, step
         self._request = partial(FreezeRequest, context.generation, step.step)
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
@@ -111,10 +111,6 @@ class SumReconciliation:
         self._tainted: set[int] = set()  # places of batches that passed servers with false work or wrong weights
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # peer -> stage -> load, once closed
 
-    def are_of(self, step: OpenStep) -> bool:
-        """Return whether these are the sums of this step, not of an earlier generation's step with the same number."""
-        return self._step is step
-
     async def close(self) -> ReconciledStep | None:
         """Freeze and repair the sums until they are reconciled; None if batches were struck, and others are granted."""
         while True:
@@ -125,7 +121,7 @@ class SumReconciliation:
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
-            self._outage.stage_found(step=self._step.step)
+            self._outage.stage_found(step=self.step.step)
             self._pause_s = _FIRST_PAUSE_S
             if replicas_differ(ledgers, tied=bool(self._run.ties)):
                 if await self._leave_out_differing(ledgers, challenge):
@@ -171,7 +167,7 @@ class SumReconciliation:
         if avoided:
             request = AvoidRequest(
                 generation=self._generation,
-                step=self._step.step,
+                step=self.step.step,
                 peers=sorted(avoided),
                 lost=sorted(self.step_servers.gone),
                 reason=reason,
@@ -196,8 +192,11 @@ class SumReconciliation:
         check_lead_kept(run.manifest, wrong)
         if (own := wrong.get(self._servers.own)) is not None:
             await self._hand_over(own)
-        self._step.without |= wrong.keys() if any(run.on_trainers) else set()
-        verdict = _poisoned(wrong, ledgers if self._may_strike() else [])
+        self.step.without |= wrong.keys() if any(run.on_trainers) else set()
+        # Batches in the sums of these servers run again, if they can.
+        doubtful = ledgers if self._may_strike() else []
+        held = (one.batches for stage in doubtful for member, one in stage.items() if member.peer_id in wrong)
+        verdict = Verdict(failed=dict(wrong), avoided=set(wrong), tainted=set[int]().union(*held))
         return await self._follow(verdict, ledgers, reason="its weights differ from its stage's")
 
     async def _hand_over(self, error: WeightsDiffer) -> None:
@@ -212,12 +211,12 @@ class SumReconciliation:
         """Return whether trainers still have the step's batches, and can run them again."""
         # A late step's batches were computed on weights before the newest. A lone trainer keeps only its newest batch.
         run = self._run
-        keeps = run.is_shared or run.manifest.settings.delay_optimizer_step or len(self._step.batches) < 2
+        keeps = run.is_shared or run.manifest.settings.delay_optimizer_step or len(self.step.batches) < 2
         return self.oversight.examines or (keeps and not self._late)
 
     def convict(self, peer: PeerId, reason: str) -> None:
         """Exclude a server because of false work, and have the step's record expel it from the run."""
-        self._events.note("convicted", peer=peer, step=self._step.step, reason=reason)
+        self._events.note("convicted", peer=peer, step=self.step.step, reason=reason)
         self.convicted[peer] = reason
         self.step_servers.exclude(peer, ProtocolError(reason))
         self.oversight.watch_fellows(peer)
@@ -255,7 +254,7 @@ class SumReconciliation:
         return replies
 
     def _closing(self, round_: int) -> Closing:
-        step = self._step
+        step = self.step
         return Closing(
             generation=self._generation,
             step=step.step,
@@ -275,7 +274,7 @@ class SumReconciliation:
     # struck, and its trainer blamed. A batch is not struck for gradients that a trainer other than its own sent.
     def _find_spoilt(self, ledgers: Ledgers) -> list[set[PeerId]]:
         """Find each stage's servers with wrong origins in their sums; exclude servers that knew the granted origins."""
-        granted = self._step.origins
+        granted = self.step.origins
         found = [{member.peer_id for member, one in stage.items() if one.spoilt(granted)} for stage in ledgers]
         self._misweighed |= {first for stage in ledgers for one in stage.values() for first in one.misweighed(granted)}
         for peer in sorted(self._informed & set[PeerId]().union(*found)):
@@ -295,7 +294,7 @@ class SumReconciliation:
         """Exclude the servers that lack the lead's microbatches after its replays; return whether there are any."""
         lead = self._run.manifest.lead
         lacking = {
-            peer for first, peers in never_added.items() if self._step.trainer_of(first) == lead for peer in peers
+            peer for first, peers in never_added.items() if self.step.trainer_of(first) == lead for peer in peers
         }
         for peer in sorted(lacking):
             reason = f"{peer} was sent microbatches again by the lead, and lacks them still"
@@ -306,10 +305,10 @@ class SumReconciliation:
         """Return the lost batches with a reported microbatch that no sum ever held."""
         if self.step_servers.gone:  # their sums may have held it
             return set()
-        return {receipt[0] for receipt in self._step.counted if receipt[0] in lost and receipt not in self._seen}
+        return {receipt[0] for receipt in self.step.counted if receipt[0] in lost and receipt not in self._seen}
 
     def _plan(self, ledgers: Ledgers, spoilt: Sequence[Collection[PeerId]]) -> ReplayPlan:
-        step, stages, present = self._step, self._run.manifest.stages, self.step_servers.rosters
+        step, stages, present = self.step, self._run.manifest.stages, self.step_servers.rosters
         return plan_replays(
             [step.batches if stage.on_trainers else step.counted for stage in stages],
             [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers],
@@ -322,12 +321,12 @@ class SumReconciliation:
     def _check_excused(self, first: int, ledgers: Ledgers) -> None:
         """Raise StepError if a present trainer did not add its batch to its own sum, which is a bug."""
         # In a stage on trainers, only a trainer that is gone, or whose sum begins anew, may lack its own batch.
-        trainer = self._step.trainer_of(first)
+        trainer = self.step.trainer_of(first)
         for index, member, ledger in self._on_trainers(ledgers):
             added = ledger.batches
             if member.peer_id == trainer and not added - self._places and first not in added:
                 raise StepError(
-                    f"step {self._step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
+                    f"step {self.step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
                     f"batch at {first} was added not at all"
                 )
 
@@ -340,10 +339,10 @@ class SumReconciliation:
                     self.step_servers.exclude(peer, StepError(f"{peer} has begun its sums anew in vain too often"))
                     return set()
                 reason = _SPOILT if peer in spoilt[index] else ""
-                self._events.note("discard", peer=peer, stage=index, step=self._step.step, reason=reason)
+                self._events.note("discard", peer=peer, stage=index, step=self.step.step, reason=reason)
         concerned = {peer for peers in plan.discards for peer in peers}
         concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}
-        round_, granted = next(self._rounds), self._step.origins
+        round_, granted = next(self._rounds), self.step.origins
         requests = {
             peer: self._request(
                 round_,
@@ -379,12 +378,12 @@ class SumReconciliation:
     @property
     def _places(self) -> set[int]:
         """Places of the batches that the step counts."""
-        return {first for first, _, _ in self._step.batches}
+        return {first for first, _, _ in self.step.batches}
 
     async def _strike(self, firsts: set[int], ledgers: Ledgers) -> bool:
         """Strike batches; return whether the step takes new ones."""
         for first in sorted(firsts):
-            trainer, reason = self._step.trainer_of(first), f"the batch at {first} cannot be computed again"
+            trainer, reason = self.step.trainer_of(first), f"the batch at {first} cannot be computed again"
             if first in self._misweighed:
                 self._false_batches[trainer] += 1
                 reason += ": it came with another weight than its lease's"
@@ -393,19 +392,19 @@ class SumReconciliation:
             elif first in self._falsified and trainer != self._run.manifest.lead:
                 self._false_batches[trainer] += 1
                 reason += ": its trainer reported receipts, and no sum came to hold it"
-            self._events.note("strike", peer=trainer, step=self._step.step, reason=reason)
-        reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
+            self._events.note("strike", peer=trainer, step=self.step.step, reason=reason)
+        reopens = not self.step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
             # Reopen the sums before places are free, because a granted batch needs open sums.
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
             self.oversight.reopen()
-            self._step.reopen()
+            self.step.reopen()
             self._informed.clear()
-        self._step.strike(firsts)
-        self._step.restart_places()
-        self._fence(self._step, sorted(firsts))
+        self.step.strike(firsts)
+        self.step.restart_places()
+        self._fence(self.step, sorted(firsts))
         return reopens
 
     # ------------------------------------------------------------------ a stage without servers
@@ -425,14 +424,9 @@ class SumReconciliation:
             ]
             if not silent:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
-            self._outage.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
-            self.step_servers.readmit(silent)
+            self._outage.keep(index, errors, step=self.step.step, address=address, now_s=at_s)
+            for peer in silent:
+                self.step_servers.gone.pop(peer, None)  # it may have come back
             self.oversight.reopen()  # silent servers may have followed a request
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-
-
-def _poisoned(wrong: Mapping[PeerId, WeightsDiffer], ledgers: Ledgers) -> Verdict:
-    """Return the verdict that excludes servers with other weights than their stage's, and batches in their sums."""
-    held = (one.batches for stage in ledgers for member, one in stage.items() if member.peer_id in wrong)
-    return Verdict(failed=dict(wrong), avoided=set(wrong), tainted=set[int]().union(*held))

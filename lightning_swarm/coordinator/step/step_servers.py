@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Final
 
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -66,8 +66,3 @@ class StepServers:
             raise error
         for peer in blamed:
             self.exclude(peer, error)
-
-    def readmit(self, peers: Iterable[PeerId]) -> None:
-        """Include servers again, because they may have come back."""
-        for peer in peers:
-            self.gone.pop(peer, None)

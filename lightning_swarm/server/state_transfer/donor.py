@@ -182,7 +182,9 @@ class Donor:
             raise Busy(f"stage {stage.index} has no weights here yet")
         if request.version not in (None, stage.version):
             raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
-        self._check_backoff(caller)
+        count, wait_s = self._backoff.missed(caller, now_s=now_s())
+        if wait_s > 0:
+            raise Busy(f"{caller} began {count} downloads here and never joined. It may try again in {wait_s:.0f} s.")
         state = self._state
         # With a version, the joiner follows another donor, and this server only helps it.
         await self._get_place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
@@ -296,12 +298,6 @@ class Donor:
         oldest_s, others = now_s() - _IDLE_S, {} if helps else self._state.followers
         following = {peer for peer, one in others.items() if not one.entered and one.last_heard_s >= oldest_s}
         return len(self._state.downloads.keys() | (following - {caller}))
-
-    def _check_backoff(self, caller: PeerId) -> None:
-        """Refuse a peer that has begun downloads, never joined, and comes again too soon."""
-        count, wait_s = self._backoff.missed(caller, now_s=now_s())
-        if wait_s > 0:
-            raise Busy(f"{caller} began {count} downloads here and never joined. It may try again in {wait_s:.0f} s.")
 
     def _give_up_stalled(self) -> None:
         """Free the places of joiners that make no progress."""

@@ -90,6 +90,6 @@ def test_others_do_not_wait_too_long_for_its_part(busy: Busy) -> None:
 
 
 def test_averaging_that_takes_most_of_a_step_has_no_time(busy: Busy) -> None:
-    busy.idle_link.averaging_took(0.6 * STEP_S)
+    busy.idle_link.averaging_s = 0.6 * STEP_S
     busy.call("forward", 0.0, 3.0)
     assert busy.waits() == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -164,13 +165,13 @@ def test_new_servers_are_audited_in_each_step() -> None:
     standing = Standing()
     for step in range(PROBATION):
         assert standing.is_drawn(A, step, 0.0, lambda: 0.5)
-        standing.note_passed(A)
+        standing.passed[A] += 1
     assert not standing.is_drawn(A, PROBATION, 0.0, lambda: 0.5)
     assert standing.is_drawn(B, PROBATION, 0.0, lambda: 0.5)
 
 
 def test_fellows_of_a_liar_are_watched_for_a_while() -> None:
-    standing = Standing(passed={A: PROBATION})
+    standing = Standing(passed=Counter({A: PROBATION}))
     standing.watch([A], 7)
     assert standing.is_drawn(A, 7 + WATCHED_STEPS, 0.0, lambda: 0.5)
     assert not standing.is_drawn(A, 8 + WATCHED_STEPS, 0.0, lambda: 0.5)
@@ -178,7 +179,7 @@ def test_fellows_of_a_liar_are_watched_for_a_while() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1 / 16, 0.75, 1.0])
 def test_a_share_is_drawn(share: float) -> None:
-    rng, standing = random.Random(1), Standing(passed={A: PROBATION})
+    rng, standing = random.Random(1), Standing(passed=Counter({A: PROBATION}))
     of_steps = [share_of_step(share, rng.random) for _ in range(16_000)]
     number = sum(standing.is_drawn(A, step, of_step, rng.random) for step, of_step in enumerate(of_steps))
     assert share * 16_000 - 150 <= number <= share * 16_000 + 150
