@@ -172,7 +172,6 @@ class CoordinatorGeneration:
             raise
 
     async def _finish(self, step: OpenStep) -> None:
-        """Decide the open step, and open the next."""
         state = self.step_state
         record: Record | None = None
         while record is None and step.ready:

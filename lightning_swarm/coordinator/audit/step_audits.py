@@ -293,7 +293,6 @@ class StepAudits(StepOversight):
         return Assignment(unit, auditor, list(step.claims[unit]), compare=step.differ(unit.peer, auditor))
 
     def _compare(self, step: ExaminedStep, one: Assignment, results: AuditResults) -> WorkComparison:
-        """Compare a server's claims with an auditor's findings."""
         its, sum_sketch = results.found.get((one.unit, one.auditor)), results.sums.get(one.unit)
         if its is None or sum_sketch is None:
             return WorkComparison(is_whole=False)
@@ -301,7 +300,6 @@ class StepAudits(StepOversight):
         return compare(step.claimed_work(one.unit), its, sum_sketch, tolerance=tolerance)
 
     def _tolerance(self, unit: Unit, found: AuditResult) -> WorkTolerance:
-        """Return the tolerance between results of machines of different kinds."""
         dtype = sum_dtype(self._run.manifest.stages[unit.stage_index], self._trained)
         return WorkTolerance.around(found, self._codec_bits, dtype)
 

@@ -273,7 +273,6 @@ class ServerMembership:
         return chosen
 
     def _check_kind(self, peer: PeerId, arithmetic: str, stage_index: int) -> None:
-        """Refuse a joiner of another kind if a stage needs machines of one kind."""
         roster = [one.peer_id for one in self._run.rosters[stage_index]]
         known = {one: self._arithmetic[one] for one in roster if one in self._arithmetic}
         check_one_kind(self._run.manifest, stage_index, {**known, peer: arithmetic})

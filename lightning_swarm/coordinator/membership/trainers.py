@@ -297,7 +297,6 @@ class TrainerMembership:
         return EnlistReply(view=self._run.view(), epoch=epoch)
 
     def _check_may_train(self, caller: PeerId, request: EnlistRequest) -> None:
-        """Refuse a peer that the run cannot take as a trainer."""
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         check_open(manifest)

@@ -101,7 +101,6 @@ class Examination:
             self._sizes += values.abs()
 
     def _is_sketch(self, reported: ReportedSketch, values: Tensor) -> bool:
-        """Return whether a sketch matches a sum."""
         found = sketch_of(0, values, reported.seed, exact=self._exact)
         if not all(map(math.isfinite, found.values)):
             return not all(map(math.isfinite, reported.values))

@@ -206,8 +206,8 @@ async def average(
     return AveragingResult(mean, norm, AveragingState(lost), given)
 
 
-async def take_reduced(mean: Tensor, group: Group, place: int, *, parts: GroupParts = AS_THEY_ARE) -> None:
-    """Fetch the parts of a round's mean that the other peers have reduced."""
+async def take_reduced(mean: Tensor, group: Group, place: int | None, *, parts: GroupParts = AS_THEY_ARE) -> None:
+    """Fetch the parts of a round's mean that the other peers have reduced; None: this peer has reduced none."""
 
     async def take(i: int, part: Tensor) -> None:
         part.copy_(await taken(group, i, f"reduced{i}", like=part, length=len(part), parts=parts))
@@ -265,16 +265,8 @@ def refuse(group: Group, place: int, reason: str) -> None:
 
 async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE) -> Tensor:
     """Fetch the mean of a round without this peer; `like` has the form of the sums, ``[n]``."""
-
-    async def take(i: int, part: slice) -> Tensor:
-        ticket = Ticket(peer_id=group.roster[i], name=f"{group.prefix}/reduced{i}", key=None)
-        message = await group.tickets.fetch(ticket, timeout=group.timeout)
-        return await parts.from_message(message, like=like, length=part.stop - part.start)
-
     mean = _new(like)
-    bounds = group.bounds(len(like))
-    for part, found in zip(bounds, await gather(take(i, part) for i, part in enumerate(bounds)), strict=True):
-        mean[part] = found
+    await take_reduced(mean, group, None, parts=parts)
     return mean
 
 

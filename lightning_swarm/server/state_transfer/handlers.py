@@ -53,7 +53,6 @@ class StateHandlers:
     # ------------------------------------------------------------------ loading
 
     def _check_brings(self, caller: PeerId) -> None:
-        """Refuse weights that another peer than the lead sends."""
         self._membership.check_lead(caller, "brings weights")
 
     async def _handle_load(self, caller: PeerId, state: StageState, message: Message) -> None:

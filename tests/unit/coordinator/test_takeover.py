@@ -11,7 +11,7 @@ import torch
 
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator import trainer_handlers
-from lightning_swarm.coordinator.coordinator import Coordinator
+from lightning_swarm.coordinator.coordinator import Coordinator, CoordinatorGeneration
 from lightning_swarm.core.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
@@ -356,16 +356,16 @@ def test_who_hears_of_a_higher_term_while_it_comes_to_coordinate_steps_down(
     trial = Trial(make_swarm, FaultPlan())
     swarm = trial.swarm
     trial.train(1)
-    start = Coordinator.start
+    start = CoordinatorGeneration.start
     other, first = swarm.servers[C].admission, swarm.servers[B].admission.leadership
 
-    async def slow(self: Coordinator) -> None:
-        monkeypatch.setattr(Coordinator, "start", start)
+    async def slow(self: CoordinatorGeneration) -> None:
+        monkeypatch.setattr(CoordinatorGeneration, "start", start)
         first._successor = C  # otherwise its voter would promise no term
         await other.leadership._take_over(other.membership.run, "test")
         await start(self)
 
-    monkeypatch.setattr(Coordinator, "start", slow)
+    monkeypatch.setattr(CoordinatorGeneration, "start", slow)
     swarm.network.kill(A)
     swarm.settle()
     assert trial.coordinators == [A, C], "A is dead and knows nothing"
@@ -507,18 +507,18 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
     refused: list[str] = []
     refusal = RoleTransport._refusal
 
-    start = Coordinator.start
+    start = CoordinatorGeneration.start
 
-    async def slow(coordinator: Coordinator) -> None:
+    async def slow(coordinator: CoordinatorGeneration) -> None:
         await asyncio.sleep(1.0)
         await start(coordinator)
 
-    def noted(role: RoleTransport, method: str) -> NotCoordinator:
+    def noted(role: RoleTransport, method: str) -> NotCoordinatorGeneration:
         refused.append(method)
         return refusal(role, method)
 
     trial.train(1)
-    monkeypatch.setattr(Coordinator, "start", slow)
+    monkeypatch.setattr(CoordinatorGeneration, "start", slow)
     monkeypatch.setattr(RoleTransport, "_refusal", noted)
 
     async def go() -> None:
