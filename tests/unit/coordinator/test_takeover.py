@@ -513,7 +513,7 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
         await asyncio.sleep(1.0)
         await start(coordinator)
 
-    def noted(role: RoleTransport, method: str) -> NotCoordinatorGeneration:
+    def noted(role: RoleTransport, method: str) -> NotCoordinator:
         refused.append(method)
         return refusal(role, method)
 
