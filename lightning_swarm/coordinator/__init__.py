@@ -4,4 +4,5 @@
 `trainer_handlers.py` answers trainers, and `long_poll.py` holds their requests for a record. `step/` has the open step,
 the data order, leases, and the replays of lost microbatches. `commit.py` ends a step, and `consensus.py` has its record
 decided. `membership/` decides which servers and trainers belong to the run, and `rebalancing/` which servers move.
+`audit/` examines the servers' work in runs that ask for it, and is plugged in by `step/oversight.py`.
 """

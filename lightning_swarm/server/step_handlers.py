@@ -127,19 +127,17 @@ class StepHandlers:
 
         return await self._compute(copy)
 
-    async def wait_for_version(self, version: int, *, within_s: float | None = None) -> None:
+    async def wait_for_version(self, version: int) -> None:
         """Wait until all stages are at `version`, or this server is in no run; raise `DeadlineExceeded` if too late."""
         if self.version >= version:
             return
-        within_s = self._timeout if within_s is None else within_s
         try:
-            async with asyncio.timeout(within_s), self._applied:
+            async with asyncio.timeout(self._timeout), self._applied:
                 await self._applied.wait_for(lambda: not self._membership.has_run or self.version >= version)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"version {version} must come in {within_s:g} s, and this peer is at version {self.version}. Ask "
-                "another peer of the stage; if records take longer, raise `Limits.call_timeout`, or `leave_timeout` "
-                "for a fit's end."
+                f"version {version} must come in {self._timeout:g} s, and this peer is at version {self.version}. Ask "
+                "another peer of the stage; if records take longer, raise `Limits.call_timeout`."
             ) from None
 
     async def wait_for_next(self, version: int) -> None:

@@ -10,17 +10,12 @@ from typing import Final
 
 from lightning_swarm.protocol.messages.run import BatchNumber
 
+# Allowance for a trainer's next batch, relative to its newest, so that trainers of equal speed keep their own batches.
 _MARGIN: Final = 1.25
-"""Allowance for a trainer's next batch, relative to its newest: trainers of equal speed keep their own batches."""
-
-_OWN_MARGIN: Final = 1.1
-"""Factor by which other trainers must be faster before a trainer leaves its own batch to them."""
-
+_OWN_MARGIN: Final = 1.1  # factor by which other trainers must be faster before a trainer leaves its batch to them
 _NUM_NEWEST: Final = 4  # newest batches that count: a single one may have been delayed
 _LEAST_KNOWN: Final = 2  # completed batches needed for an estimate
-
-_FORGETS: Final = 0.8
-"""Factor on a trainer's estimated time for each batch that it leaves to other trainers: it may be faster by now."""
+_FORGETS: Final = 0.8  # factor on a trainer's time for each batch that it leaves to others: it may be faster by now
 
 
 @dataclass

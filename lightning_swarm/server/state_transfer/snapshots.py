@@ -158,14 +158,11 @@ class SnapshotStore:
 
 
 @dataclass(frozen=True, eq=False)
-class _SnapshotOrder:
-    """A record's order for snapshots, see `SnapshotOrder`."""
+class _SnapshotOrder(OrderedSnapshots):
+    """A record's order for snapshots of the weights after it, see `SnapshotOrder`."""
 
     generation: int
-    version: int  # version of the weights after the record
-    keep: int | None  # the older version whose snapshots stay; None: none stay
     backups: Sequence[PeerId | None]  # for each stage, the other server that keeps a copy
-    at_s: float  # time of its arrival, by `time.monotonic`
 
 
 class Snapshots:
@@ -176,7 +173,7 @@ class Snapshots:
         self._transport, self._compute, self._spawn = transport, context.compute, context.tasks.spawn
         self._membership, self._steps = context.membership, steps
         self._limits, self._events = limits, context.events
-        self._order: _SnapshotOrder | None = None  # the newest order
+        self.ordered: _SnapshotOrder | None = None  # the newest order
         self._older: _SnapshotOrder | None = None  # the order of the older version that is kept
         self._senders: dict[tuple[int, int], PeerId] = {}  # (stage, version) -> sender of the copy kept here
         self.store = SnapshotStore(limits.snapshot_bytes)
@@ -189,19 +186,13 @@ class Snapshots:
 
     def discard(self) -> None:
         """Drop all snapshots, even while they are written: the run is over, or in its next generation."""
-        self._order = self._older = None
+        self.ordered = self._older = None
         self.store.keep_only(None)
         self.loops.prune()
 
-    @property
-    def ordered(self) -> OrderedSnapshots | None:
-        """The newest order of this run."""
-        order = self._order
-        return None if order is None else OrderedSnapshots(order.version, order.keep, order.at_s)
-
     def _unrecorded(self) -> list[HeldSnapshot]:
         """Return the newest snapshots of this server's own stages whose digests no record names yet."""
-        order, run = self._order, self._membership.run
+        order, run = self.ordered, self._membership.run
         if order is None:
             return []
         own = [one for one in self.store.held if one.version == order.version and one.stage_index in self._steps.stages]
@@ -209,7 +200,7 @@ class Snapshots:
 
     def _versions(self) -> set[int]:
         """Return the versions whose snapshots are to be kept."""
-        order = self._order
+        order = self.ordered
         return set() if order is None else {version for version in (order.version, order.keep) if version is not None}
 
     def on_record(self, record: Record) -> Coroutine[Any, Any, None] | None:
@@ -219,9 +210,9 @@ class Snapshots:
         if record.snapshot is None or not self._membership.is_member:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
-        order = _SnapshotOrder(generation, record.step + 1, snapshot.keep, snapshot.backups, time.monotonic())
-        self._older = next((one for one in (self._order, self._older) if one and one.version == snapshot.keep), None)
-        self._order = order
+        order = _SnapshotOrder(record.step + 1, snapshot.keep, time.monotonic(), generation, snapshot.backups)
+        self._older = next((one for one in (self.ordered, self._older) if one and one.version == snapshot.keep), None)
+        self.ordered = order
         self._senders = {key: peer for key, peer in self._senders.items() if self._order_of(key[1]) is not None}
         self.store.keep_only(record.snapshot.keep)  # the new version is added once it is copied
         self.loops.prune()
@@ -239,7 +230,7 @@ class Snapshots:
                 taken[head.stage_index] = head, tensors
         for index in sorted(first & taken.keys()):
             backup = order.backups[index] if index < len(order.backups) else None
-            if backup is None or self._order is not order:  # no server keeps it, or the order is void by now
+            if backup is None or self.ordered is not order:  # no server keeps it, or the order is void by now
                 continue
             try:
                 timeout = self._limits.join_timeout
@@ -250,11 +241,11 @@ class Snapshots:
     async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _SnapshotOrder) -> bool:
         """Keep a snapshot; return False if there is no room, or if another order has come meanwhile."""
         try:
-            await self.store.put(head, tensors, wanted=lambda: self._order is order)
+            await self.store.put(head, tensors, wanted=lambda: self.ordered is order)
         except OSError as error:
             _log.warning("No room for a snapshot of stage %d: %s", head.stage_index, error)
             return False
-        return self._order is order
+        return self.ordered is order
 
     # ------------------------------------------------------------------ if servers are not trusted
 
@@ -288,7 +279,7 @@ class Snapshots:
 
     def _order_of(self, version: int) -> _SnapshotOrder | None:
         """Return the order for the kept snapshots of a version."""
-        return next((one for one in (self._order, self._older) if one is not None and one.version == version), None)
+        return next((one for one in (self.ordered, self._older) if one is not None and one.version == version), None)
 
     # ------------------------------------------------------------------ calls of other peers
 
@@ -327,7 +318,7 @@ class Snapshots:
         """Return the order by which this server keeps a stage's copy; refuse a copy that no order asks for."""
         run = self._membership.run
         run.check_generation(head.generation)
-        order = self._order
+        order = self.ordered
         if (
             order is None
             or head.version != order.version
