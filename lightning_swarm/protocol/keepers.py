@@ -171,3 +171,14 @@ def check_seated(seats: SeatedMembers, new: Collection[PeerId] = ()) -> None:
     present = {member.peer_id for roster in seats.rosters for member in roster} | {*new}
     if wrong := sorted(convicted & present):
         raise ProtocolError(f"a convicted peer takes no part in the run any more, got {wrong[:5]} among its members")
+
+
+def check_begun_by_keepers(manifest: Manifest) -> None:
+    """Refuse an audited run that does not name its keepers, or in which other peers coordinate, vote or lead."""
+    deciding = [manifest.lead, manifest.coordinator, *(voter.peer_id for voter in manifest.voters)]
+    others = [peer for peer in deciding if not may_decide(peer, manifest.keepers)]
+    if others or isinstance(manifest.keepers, UnsetType) == manifest.settings.is_audited:
+        raise ProtocolError(
+            f"an audited run names its keepers, who alone decide, and no other run does; run {manifest.run_id!r} names "
+            f"{(manifest.keepers or [])[:5]}, and is to be decided by {others[:5]}, too"
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.core.limits import Limits
@@ -16,7 +16,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.bans import apply_received_ban, bans_after
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.invitations import check_used
-from lightning_swarm.protocol.keepers import check_seated, may_decide
+from lightning_swarm.protocol.keepers import check_begun_by_keepers, check_seated
 from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, RestartRequest, check_selection
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.settings import RunSettings
@@ -167,7 +167,7 @@ class RunMembership:
         check_used(manifest.invitations)
         bans_after(UNSET, manifest.bans)
         check_seated(RunState(manifest).seats)
-        _check_begun_by_keepers(manifest)
+        check_begun_by_keepers(manifest)
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
         me = self.me
@@ -222,14 +222,3 @@ class RunMembership:
         trains = self.trains_in is not None and self.me.peer_id in self.trains_in.trainers
         run = self.run_or_none if self.is_member else self.trains_in if trains else None
         return None if run is None or caller == run.manifest.lead else run
-
-
-def _check_begun_by_keepers(manifest: Manifest) -> None:
-    """Refuse an audited run that does not name its keepers, or in which other peers coordinate, vote or lead."""
-    deciding = [manifest.lead, manifest.coordinator, *(voter.peer_id for voter in manifest.voters)]
-    others = [peer for peer in deciding if not may_decide(peer, manifest.keepers)]
-    if others or isinstance(manifest.keepers, UnsetType) == manifest.settings.is_audited:
-        raise ProtocolError(
-            f"an audited run names its keepers, who alone decide, and no other run does; run {manifest.run_id!r} names "
-            f"{(manifest.keepers or [])[:5]}, and is to be decided by {others[:5]}, too"
-        )
