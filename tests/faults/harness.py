@@ -409,7 +409,7 @@ class FaultySwarm(Swarm):
         return steps
 
     def _watch(self, name: PeerId, server: Server) -> None:
-        apply = server.steps._on_decided
+        apply = server.steps.on_decided
         steps = self.applied.setdefault(name, [])
 
         def applied(record: Record, gradients: dict[int, Tensor], written: WrittenByStage) -> None:
@@ -420,7 +420,7 @@ class FaultySwarm(Swarm):
             steps.append(record.step)
             apply(record, gradients, written)
 
-        server.steps._on_decided = applied  # type: ignore[assignment]
+        server.steps.on_decided = applied  # type: ignore[assignment]
 
     def count(self, kind: EventKind) -> int:
         """Count the events of a kind at all peers."""

@@ -184,7 +184,7 @@ def test_averaging_in_float16_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatc
     rounded: list[float] = []
     average = all_reduce.average
 
-    async def coarse(vector: Tensor, total_weight: float, *rest: Any, **options: Any) -> all_reduce.GroupMean:
+    async def coarse(vector: Tensor, total_weight: float, *rest: Any, **options: Any) -> all_reduce.AveragingResult:
         half = vector.to(torch.float16).to(vector)
         rounded.append(float((half - vector).abs().max()))
         return await average(half, total_weight, *rest, **options)
