@@ -150,11 +150,19 @@ class _InterruptibleRuntime(_WrappedRuntime):
 
     @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return self._runtime.run(self._first(work))
+        return self._runtime.run(self._run(work))
+
+    async def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.ensure_future(work)
+        try:
+            await self._wait(task)
+            return task.result()
+        finally:
+            await cancel_and_wait([task])
 
     @abstractmethod
-    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await `work`, unless the event comes first."""
+    async def _wait(self, task: asyncio.Future[Any]) -> None:
+        """Wait for the task's end; raise an error if the event comes first."""
 
 
 class UntilCutOff(_InterruptibleRuntime):
@@ -162,23 +170,17 @@ class UntilCutOff(_InterruptibleRuntime):
 
     def __init__(self, runtime: Runtime, cut_off: asyncio.Event, why: Callable[[], str]) -> None:
         super().__init__(runtime)
-        self._cut_off = cut_off
-        self._why = why
+        self._cut_off, self._why = cut_off, why
 
     @override
-    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
-        task = asyncio.ensure_future(work)
+    async def _wait(self, task: asyncio.Future[Any]) -> None:
         if self._cut_off.is_set():  # only cleanup runs now, and it needs no other peer
             await asyncio.wait({task}, timeout=_TIDYING_S)
         else:
             await first_of(asyncio.wait({task}), self._cut_off.wait())
-        try:
-            error = task.exception() if task.done() and not task.cancelled() else None
-            if self._cut_off.is_set() and (not task.done() or isinstance(error, PeerError)):
-                raise Unreachable(self._why()) from error
-            return task.result()
-        finally:
-            await cancel_and_wait([task])
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if self._cut_off.is_set() and (not task.done() or isinstance(error, PeerError)):
+            raise Unreachable(self._why()) from error
 
 
 class UntilRunEnds(_InterruptibleRuntime):
@@ -190,21 +192,16 @@ class UntilRunEnds(_InterruptibleRuntime):
         run_ended: asyncio.Event,
         rolled_back: asyncio.Event,
         *,
-        ending_error: Callable[[], SwarmError],
-        is_cut_off: Callable[[], bool],
-        grace_s: float,
+        ending_error: Callable[[], SwarmError],  # makes the error to raise when the run has ended
+        is_cut_off: Callable[[], bool],  # returns whether messages can no longer reach this peer
+        grace_s: float,  # at a run's end, calls may fail so long before the announcement comes
     ) -> None:
         super().__init__(runtime)
-        self._run_ended = run_ended
-        self._rolled_back = rolled_back
-        self._ending_error = ending_error  # makes the error to raise when the run has ended
-        self._is_cut_off = is_cut_off  # returns whether messages can no longer reach this peer
-        # At the end of a run, calls may fail before the announcement comes: seconds to wait for the announcement.
-        self._grace_s = grace_s
+        self._run_ended, self._rolled_back = run_ended, rolled_back
+        self._ending_error, self._is_cut_off, self._grace_s = ending_error, is_cut_off, grace_s
 
     @override
-    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
-        task = asyncio.ensure_future(work)
+    async def _wait(self, task: asyncio.Future[Any]) -> None:
         end = asyncio.ensure_future(self._run_ended.wait())
         rollback = asyncio.ensure_future(self._rolled_back.wait())
         try:
@@ -215,9 +212,8 @@ class UntilRunEnds(_InterruptibleRuntime):
                 raise self._ending_error()
             if rollback.done():
                 raise WentBack("the run rolls back to a snapshot, and this trainer's loop with it")
-            return task.result()
         finally:
-            await cancel_and_wait([task, end, rollback])
+            await cancel_and_wait([end, rollback])
 
 
 class UntilStageLost(_InterruptibleRuntime):
@@ -228,19 +224,17 @@ class UntilStageLost(_InterruptibleRuntime):
         self._lost = lost  # returns a description once a stage is lost; called when work takes longer than a moment
 
     @override
-    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
-        task = asyncio.ensure_future(work)
-        lost: asyncio.Task[str] | None = None
+    async def _wait(self, task: asyncio.Future[Any]) -> None:
+        await asyncio.wait({task}, timeout=_MOMENT_S)
+        if task.done():
+            return
+        lost = asyncio.ensure_future(self._lost())
         try:
-            await asyncio.wait({task}, timeout=_MOMENT_S)
+            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                lost = asyncio.ensure_future(self._lost())
-                await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if lost is None or task.done():
-                return task.result()
-            raise StageLost(f"the run cannot go on as it is: {lost.result()}")
+                raise StageLost(f"the run cannot go on as it is: {lost.result()}")
         finally:
-            await cancel_and_wait([task] if lost is None else [task, lost])
+            await cancel_and_wait([lost])
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

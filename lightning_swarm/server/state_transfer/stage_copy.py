@@ -16,6 +16,7 @@ from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, Proto
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.membership import FollowReply, FollowRequest, PieceRequest, TensorLayout
 from lightning_swarm.protocol.rpc import FOLLOW, PIECE
@@ -45,7 +46,7 @@ class StageCopy:
         """Copy a stage as it is now. On the compute thread, so that the copy falls between two records."""
         snapshot, copies = copied(stage, generation)
         tensors = tuple(tensor.contiguous() for tensor in copies)
-        layouts = [TensorLayout(shape=list(tensor.shape), dtype=_name(tensor)) for tensor in tensors]
+        layouts = [TensorLayout(shape=list(tensor.shape), dtype=dtype_name(tensor.dtype)) for tensor in tensors]
         return cls(FollowReply(snapshot=snapshot, layouts=layouts), tensors)
 
     @property
@@ -67,7 +68,7 @@ class IncomingSnapshot:
     """A snapshot of `stage` that is filled in piece by piece."""
 
     def __init__(self, head: FollowReply, stage: Stage, *, max_bytes: int) -> None:
-        own = [(list(tensor.shape), _name(tensor)) for tensor in stage.weights().values()]
+        own = [(list(tensor.shape), dtype_name(tensor.dtype)) for tensor in stage.weights().values()]
         if [(layout.shape, layout.dtype) for layout in head.layouts[: len(head.snapshot.weights)]] != own:
             raise ProtocolError(f"the weights of a snapshot of stage {stage.index} are other tensors than the stage's")
         sizes = [math.prod(layout.shape) * _dtype(layout).itemsize for layout in head.layouts]
@@ -118,10 +119,6 @@ def _overlaps(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tens
 def _flat(tensor: Tensor) -> Tensor:
     # Not `reshape`: one number from a column is contiguous but keeps the column's stride, which no byte view allows.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _dtype(layout: TensorLayout) -> torch.dtype:
