@@ -118,7 +118,7 @@ def test_a_run_that_goes_back_to_a_snapshot_forgives_nobody(monkeypatch: pytest.
     close = SumReconciliation.close
 
     async def closed(self: SumReconciliation) -> ReconciledStep | None:
-        if self._step.step == 1 and CONVICTED in self.step_servers.peers:
+        if self.step.step == 1 and CONVICTED in self.step_servers.peers:
             self.step_servers.exclude(CONVICTED, StepError(REASON))
             self.convicted[CONVICTED] = REASON
         return await close(self)
