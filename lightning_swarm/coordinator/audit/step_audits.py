@@ -146,7 +146,6 @@ class StepAudits(StepOversight):
         number = self._step.step
         at_risk = is_irreversible(number, self._run.manifest.max_steps, is_kept=self.is_kept)
         share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random, irreversible=at_risk)
-        number = self._step.step
         drawn = {
             unit
             for unit in sorted(fresh)
