@@ -220,13 +220,22 @@ class Standing:
 
 
 @dataclass
-class Silences:
-    """Counts the recent steps in which a server gave no answer while it was audited, or was silent as an auditor.
-
-    `AuditMemory.refuted` uses the same counter for another fault: steps with refuted accusations.
-    """
+class RecentFaults:
+    """Counts each server's recent steps with a fault of one kind."""
 
     noted: dict[PeerId, list[int]] = field(default_factory=dict)  # peer -> steps
+
+    def note(self, peer: PeerId, step: int) -> int:
+        """Count a fault, at most one a step, and return the number of faults that still count."""
+        recent = [at for at in self.noted.get(peer, ()) if at != step and step - at < FORGIVEN_AFTER]
+        self.noted[peer] = [*recent, step]
+        return len(self.noted[peer])
+
+
+@dataclass
+class Silences(RecentFaults):
+    """Counts the recent steps in which a server gave no answer while it was audited, or was silent as an auditor."""
+
     # Auditor -> (number of silences, each of which doubles the pause; last step in which it is assigned no audits).
     as_auditor: dict[PeerId, tuple[int, int]] = field(default_factory=dict)
 
@@ -240,12 +249,6 @@ class Silences:
         """Return whether a server is assigned no audits in a step. Its own work is audited all the same."""
         return self.as_auditor.get(peer, (0, -1))[1] >= step
 
-    def note(self, peer: PeerId, step: int) -> int:
-        """Count a silence, at most one a step, and return the number of silences that still count."""
-        recent = [at for at in self.noted.get(peer, ()) if at != step and step - at < FORGIVEN_AFTER]
-        self.noted[peer] = [*recent, step]
-        return len(self.noted[peer])
-
 
 @dataclass
 class SilenceBackoff:
@@ -254,7 +257,7 @@ class SilenceBackoff:
     No silence of this kind convicts: a machine that compiles, swaps or was suspended is silent, too.
     """
 
-    silences: Silences = field(default_factory=Silences)
+    silences: RecentFaults = field(default_factory=RecentFaults)
     _until_s: dict[PeerId, float] = field(default_factory=dict)
 
     def note(self, peer: PeerId, step: int, *, now_s: float) -> None:
@@ -280,7 +283,7 @@ class AuditMemory:
     contested: Counter[PeerId] = field(default_factory=Counter)
     silences: Silences = field(default_factory=Silences)
     silence_backoff: SilenceBackoff = field(default_factory=SilenceBackoff)
-    refuted: Silences = field(default_factory=Silences)  # server -> recent steps in which its accusations were refuted
+    refuted: RecentFaults = field(default_factory=RecentFaults)  # steps with refuted accusations by a server
     unrepeatable: set[str] = field(default_factory=set)  # kinds of machines that compute other bits each time
 
     def following(self) -> AuditMemory:
