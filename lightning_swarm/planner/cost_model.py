@@ -25,68 +25,50 @@ from lightning_swarm.planner.records import (
 Ends: TypeAlias = Literal["stages", "trainer"]
 
 _TOKEN_BYTES: Final = 8
+FLOAT32: Final = 4  # bytes of a number; gradient sums have at least float32
 # Numbers per token that a block keeps for its backward, as a multiple of its width, without attention matrices.
 # Source: Korthikanti et al., arXiv:2205.05198, section 4.
 _GRAPH_PER_WIDTH: Final = 17
 
 
-def block(width: int, sequence: int, element_bytes: int = 4) -> BlockProfile:
+def block(width: int, sequence: int) -> BlockProfile:
     """Count a block of attention and a feed-forward network of four times the width."""
     return BlockProfile(
         parameters=12 * width * width + 13 * width,
         # Products take 2 flop a parameter and token, attention 4 a feature and pair of tokens; backward twice that.
         flop=3.0 * sequence * (2.0 * 12 * width * width + 4.0 * sequence * width),
-        output_bytes=sequence * width * element_bytes,
-        graph_bytes=_GRAPH_PER_WIDTH * sequence * width * element_bytes,
-        number_bytes=element_bytes,
+        output_bytes=sequence * width * FLOAT32,
+        graph_bytes=_GRAPH_PER_WIDTH * sequence * width * FLOAT32,
     )
 
 
-def transformer(
-    layers: int, width: int, sequence: int, vocabulary: int = 0, *, ends: Ends = "stages", element_bytes: int = 4
-) -> ModelProfile:
-    """Count a transformer of equal blocks; with a vocabulary of 0 its samples are ``[sequence, width]``."""
-    middle = (block(width, sequence, element_bytes),) * layers
-    plain = ModelProfile(
-        blocks=middle,
-        input_bytes=sequence * width * element_bytes,
-        input_gradient=False,
-        weight_bytes=element_bytes,
-        input_number_bytes=element_bytes,
-    )
+def transformer(layers: int, width: int, sequence: int, vocabulary: int = 0, *, ends: Ends = "stages") -> ModelProfile:
+    """Count a transformer of equal blocks in float32; with a vocabulary of 0 its samples are ``[sequence, width]``."""
+    middle = (block(width, sequence),) * layers
+    plain = ModelProfile(blocks=middle, input_bytes=sequence * width * FLOAT32, input_gradient=False)
     if not vocabulary:
         return plain
-    embeddings, head = _embeddings_and_head(width, sequence, vocabulary, element_bytes)
+    embeddings, head = _embeddings_and_head(width, sequence, vocabulary)
     if ends == "trainer":
-        around = replace(head, parameters=embeddings.parameters + head.parameters, output_bytes=0, number_bytes=4)
+        around = replace(head, parameters=embeddings.parameters + head.parameters, output_bytes=0)
         return replace(plain, input_gradient=True, around=around)
     blocks, tokens = (embeddings, *middle, head), sequence * _TOKEN_BYTES
     return replace(plain, blocks=blocks, input_bytes=tokens, extra_bytes=tokens, input_number_bytes=0)
 
 
-def _embeddings_and_head(
-    width: int, sequence: int, vocabulary: int, element_bytes: int
-) -> tuple[BlockProfile, BlockProfile]:
+def _embeddings_and_head(width: int, sequence: int, vocabulary: int) -> tuple[BlockProfile, BlockProfile]:
     """Count the layers at the ends of a transformer. The head includes the loss, which is its output."""
-    hidden, logits = sequence * width * element_bytes, sequence * vocabulary * element_bytes
-    embeddings = BlockProfile(
-        parameters=(vocabulary + sequence) * width,
-        flop=0.0,
-        output_bytes=hidden,
-        graph_bytes=0,
-        number_bytes=element_bytes,
-    )
+    hidden, logits = sequence * width * FLOAT32, sequence * vocabulary * FLOAT32
+    embeddings = BlockProfile(parameters=(vocabulary + sequence) * width, flop=0.0, output_bytes=hidden, graph_bytes=0)
     head = BlockProfile(
         parameters=vocabulary * width,
         flop=6.0 * sequence * vocabulary * width,
-        output_bytes=element_bytes,
+        output_bytes=FLOAT32,
         graph_bytes=hidden + 2 * logits,
-        number_bytes=element_bytes,
     )
     return embeddings, head
 
 
-FLOAT32: Final = 4  # bytes of a number; gradient sums have at least float32
 ADAM: Final = 2  # numbers that Adam keeps for each parameter; usual optimizers keep no more
 
 
@@ -224,11 +206,11 @@ class StagePhase:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """The seconds of some work, the link's part of them, and a description of the machine."""
+    """The seconds of some work, and the link's part of them."""
 
     seconds: float
     line_s: float
-    what: str
+    machine: str  # its name, or a description
 
 
 @dataclass(frozen=True)
@@ -364,7 +346,7 @@ def _stage_time(times: Sequence[tuple[PhaseTime, int]], microbatch_size: int, ba
         rounds = math.ceil(rounds)
     slowest = max((time for time, _ in times), key=lambda time: time.seconds)
     seconds = rounds * microbatch_size * fastest_s
-    return PhaseTime(seconds, seconds * slowest.line_s / slowest.seconds, slowest.what)
+    return PhaseTime(seconds, seconds * slowest.line_s / slowest.seconds, slowest.machine)
 
 
 def _starter_time(swarm: Swarm, direction: int, microbatch_size: int, batch_size: int) -> PhaseTime:

@@ -5,28 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from typing import Final
 
 from lightning_swarm.coordinator.rebalancing.policy import MoveCosts, StageRates, plan
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.cost_model import (
-    ADAM,
-    PipelinePass,
-    Swarm,
-    are_mixed,
-    averaged_size,
-    averaging_s,
-    closing_s,
-    graph_capacity,
-    machine_counts,
-    phases,
-    pipeline_pass,
-    sample_time,
-    stage_profiles,
-    state_bytes,
-    trainer_bytes,
-)
+from lightning_swarm.planner import cost_model
+from lightning_swarm.planner.cost_model import ADAM, PipelinePass, Swarm
 from lightning_swarm.planner.records import (
     FAST_ENOUGH,
     LARGEST_BATCH,
@@ -44,6 +30,7 @@ from lightning_swarm.planner.records import (
 )
 from lightning_swarm.planner.uncut import choose_uncut
 
+_LIMITS: Final = Limits()
 _RECOMPUTING = 4 / 3  # factor of the work on a machine that offloads: it keeps no graph, and computes forwards twice
 
 
@@ -104,32 +91,31 @@ class Predictor:
         model: ModelProfile,
         machines: Sequence[Machine],  # the starter first
         num_stages: int,
-        limits: Limits,
+        limits: Limits = _LIMITS,
         num_machines: int | None = None,  # starter and fastest machines that can hold a stage; None: all
     ) -> None:
         self._machines = machines
-        self._stages = stage_profiles(model, num_stages)
+        self._stages = cost_model.stage_profiles(model, num_stages)
         self._largest_bytes = max(stage.state_bytes for stage in self._stages)
-        capacities = [min(graph_capacity(stage, machine) for stage in self._stages) for machine in machines]
-        fit = [machine for machine, capacity in zip(machines, capacities, strict=True) if capacity >= 1.0]
+        capacities = [min(cost_model.graph_capacity(stage, machine) for stage in self._stages) for machine in machines]
+        pairs = list(zip(machines, capacities, strict=True))
+        fit = [machine for machine, capacity in pairs if capacity >= 1.0]
         # Samples of the largest microbatch that all fitting machines can hold.
         self.largest_microbatch = int(min((capacity for capacity in capacities if capacity >= 1.0), default=0.0))
-        self._left_out = tuple(
-            machine.name for machine, capacity in zip(machines, capacities, strict=True) if capacity < 1.0
-        )
+        self._left_out = tuple(machine.name for machine, capacity in pairs if capacity < 1.0)
         # Beside its stage, the starter holds the layers around the stages, and a sample's graph of them.
-        around_bytes = state_bytes(model, model.around.parameters) + model.around.graph_bytes
+        around_bytes = cost_model.state_bytes(model, model.around.parameters) + model.around.graph_bytes
         trains = capacities[0] >= 1.0 and around_bytes <= machines[0].memory_bytes
         self.possible = len(fit) >= num_stages and trains
         if self.possible:
             used, rates = _fastest_first(fit, max(self._stages, key=lambda stage: stage.flop))
-            self.counts = machine_counts(rates, num_stages)
+            self.counts = cost_model.machine_counts(rates, num_stages)
             self._spared = tuple(machine.name for machine in used[num_machines or len(used) :])
             used, rates = used[:num_machines], rates[:num_machines]
             self._swarm = Swarm(model, used, self._stages, assign(rates, num_stages), limits)
             self._averaging_s = _averaging_s(self._swarm)
-            # (microbatch size, batch size) -> forward and backward
-            self._passes: dict[tuple[int, int], tuple[PipelinePass, PipelinePass]] = {}
+            # Arguments: the direction, the microbatch size and the batch size.
+            self._pass = cache(partial(cost_model.pipeline_pass, self._swarm))
 
     def times(self, setting: Setting) -> Times:
         """Return the seconds of each part of a step."""
@@ -142,14 +128,11 @@ class Predictor:
             fill_s=num_batches * (forward.fill_s + backward.fill_s),
             around_s=num_batches * size * swarm.model.around.flop / swarm.starter.flop_per_s,
             averaging_s=self._averaging_s,
-            closing_s=closing_s(swarm.machines),
+            closing_s=cost_model.closing_s(swarm.machines),
         )
 
-    def _both_ways(self, setting: Setting) -> tuple[PipelinePass, PipelinePass]:
-        sizes = setting.microbatch_size, setting.batch_size
-        if sizes not in self._passes:
-            self._passes[sizes] = pipeline_pass(self._swarm, 0, *sizes), pipeline_pass(self._swarm, 1, *sizes)
-        return self._passes[sizes]
+    def _both_ways(self, setting: Setting) -> list[PipelinePass]:
+        return [self._pass(direction, setting.microbatch_size, setting.batch_size) for direction in (0, 1)]
 
     def predict(self, setting: Setting) -> Prediction:
         """Predict the swarm's speed, traffic and memory with a setting of this number of stages."""
@@ -162,7 +145,7 @@ class Predictor:
             setting=setting,
             samples_per_s=size / times.step_s,
             times=times,
-            slowest=slowest.what,
+            slowest=slowest.machine,
             line_share=slowest.line_s / slowest.seconds,
             utilisation=size * swarm.model.flop / (times.step_s * flop_per_s),
             stages=tuple(tuple(swarm.machines[n].name for n in numbers) for numbers in swarm.held),
@@ -179,8 +162,9 @@ class Predictor:
 
 def _fastest_first(machines: Sequence[Machine], stage: StageProfile) -> tuple[list[Machine], list[float]]:
     """Sort all machines but the first, the starter, by speed; return the machines and their samples/s at a stage."""
+    both = cost_model.phases(stage, 0.0)
     rates = [
-        1.0 / sum(sample_time(machine, phase, USUAL_MICROBATCH).seconds for phase in phases(stage, 0.0))
+        1.0 / sum(cost_model.sample_time(machine, phase, USUAL_MICROBATCH).seconds for phase in both)
         for machine in machines
     ]
     order = [0, *sorted(range(1, len(machines)), key=lambda number: -rates[number])]
@@ -198,23 +182,24 @@ def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
             )
             for number in same:
                 sent[number] = sample_bytes * batch_size + averaged(swarm, index).num_bytes
-    sent[0] += sum(trainer_bytes(swarm, direction)[1] for direction in (0, 1)) * batch_size
+    sent[0] += sum(cost_model.trainer_bytes(swarm, direction)[1] for direction in (0, 1)) * batch_size
     return sent
 
 
 def averaged(swarm: Swarm, index: int) -> TransferSize:
     """Size the tensors that a machine of a stage sends, and receives, to average."""
-    return averaged_size(swarm.model, swarm.stages[index].parameters, len(swarm.held[index]))
+    return cost_model.averaged_size(swarm.model, swarm.stages[index].parameters, len(swarm.held[index]))
 
 
 def _averaging_s(swarm: Swarm) -> float:
     """Return the slowest machine's seconds to average, where all send and receive at the same time."""
-    mixed = [are_mixed(swarm.machines[number] for number in numbers) for numbers in swarm.held]
-    return max(
-        averaging_s(swarm.machines[same[0]], averaged(swarm, index), swarm.stages[index].parameters, mixed=mixed[index])
-        for index, kinds in enumerate(swarm.kinds)
-        for same in kinds
-    )
+    mixed = [cost_model.are_mixed(swarm.machines[number] for number in numbers) for numbers in swarm.held]
+
+    def seconds(index: int, number: int) -> float:
+        size, parameters = averaged(swarm, index), swarm.stages[index].parameters
+        return cost_model.averaging_s(swarm.machines[number], size, parameters, mixed=mixed[index])
+
+    return max(seconds(index, same[0]) for index, kinds in enumerate(swarm.kinds) for same in kinds)
 
 
 def _snapshot_bytes_per_s(swarm: Swarm) -> float:
@@ -247,12 +232,11 @@ def make_plan(
     *,
     target_batch_size: int | None = None,
     largest_batch_size: int = LARGEST_BATCH,
-    limits: Limits | None = None,
 ) -> Plan:
     """Choose the best setting, and the best machine alone; the first of `machines` is the starter."""
     # Without a given target, the best is the smallest target that is nearly as fast as any up to the largest.
     sizes = [target_batch_size] if target_batch_size else _powers(largest_batch_size)
-    predictions = list(_predictions(model, machines, sizes, limits or Limits()))
+    predictions = list(_predictions(model, machines, sizes))
     best = _best(predictions)
     uncut = choose_uncut(model, machines, sizes)
     size = best.setting.target_batch_size if best else uncut.target_batch_size if uncut else sizes[-1]
@@ -266,11 +250,9 @@ def make_plan(
     )
 
 
-def predict(
-    model: ModelProfile, machines: Sequence[Machine], setting: Setting, limits: Limits | None = None
-) -> float | None:
+def predict(model: ModelProfile, machines: Sequence[Machine], setting: Setting) -> float | None:
     """Predict the samples/s with a setting; None if the machines, the starter first, cannot train with it."""
-    predictor = Predictor(model, machines, setting.num_stages, limits or Limits())
+    predictor = Predictor(model, machines, setting.num_stages)
     return predictor.predict(setting).samples_per_s if predictor.possible else None
 
 
@@ -278,15 +260,15 @@ def _powers(largest: int) -> list[int]:
     return [1 << power for power in range(largest.bit_length())]  # powers of 2, up to the largest
 
 
-def _predictions(
-    model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int], limits: Limits
-) -> Iterable[Prediction]:
+def _predictions(model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int]) -> Iterable[Prediction]:
     """Predict each number of stages and target batch size, with the best machines, batches and microbatches."""
     for num_stages in range(1, min(len(model.blocks), len(machines), _MOST_STAGES) + 1):
-        all_machines = Predictor(model, machines, num_stages, limits)
+        all_machines = Predictor(model, machines, num_stages)
         if not all_machines.possible:
             continue
-        fewer = [Predictor(model, machines, num_stages, limits, count) for count in all_machines.counts[1:_MOST_COUNTS]]
+        fewer = [
+            Predictor(model, machines, num_stages, _LIMITS, count) for count in all_machines.counts[1:_MOST_COUNTS]
+        ]
         for target in batch_sizes:
             best = all_machines.predict(_best_sizes(all_machines, num_stages, target))
             for predictor in fewer:

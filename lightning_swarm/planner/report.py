@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import table_lines
 from lightning_swarm.planner.cost_model import block
@@ -394,20 +396,17 @@ def draw_spans(results: Mapping[RebalancingRule, Sequence[Sequence[Span]]], path
 
 def curves(spans: Sequence[Span]) -> tuple[list[float], dict[str, list[float]]]:
     """Average spans over equal parts of the time, and count the moves up to the end of each part."""
-    begin_s, part_s = spans[0].begin_s, (spans[-1].end_s - spans[0].begin_s) / _POINTS
     names = ["best", "samples_per_s", "fewest", "most"]
     if spans[0].sent_bytes is not None:
         names += _MICROBATCH_CURVES
-    sums = {name: [0.0] * _POINTS for name in names}
-    moves = [0.0] * _POINTS
-    for span in spans:
-        first = min(int((span.begin_s - begin_s) / part_s), _POINTS - 1)
-        last = min(int((span.end_s - begin_s) / part_s), _POINTS - 1)
-        moves[first] += span.num_moves
-        for part in range(first, last + 1):
-            from_s, to_s = begin_s + part * part_s, begin_s + (part + 1) * part_s
-            share = max(0.0, min(span.end_s, to_s) - max(span.begin_s, from_s)) / part_s
-            for name, values in sums.items():
-                values[part] += share * getattr(span, name)
-    so_far = [sum(moves[: part + 1]) for part in range(_POINTS)]
-    return [(part + 0.5) * part_s / HOUR_S for part in range(_POINTS)], {**sums, "moves": so_far}
+    begins_s = [span.begin_s for span in spans]
+    edges_s, part_s = np.linspace(begins_s[0], spans[-1].end_s, _POINTS + 1, retstep=True)
+
+    def means(name: str) -> list[float]:
+        sums = np.cumsum([0.0, *(span.length_s * getattr(span, name) for span in spans)])  # up to the end of each span
+        found: list[float] = (np.diff(np.interp(edges_s, [*begins_s, spans[-1].end_s], sums)) / part_s).tolist()
+        return found
+
+    so_far = np.cumsum([0, *(span.num_moves for span in spans)])[np.searchsorted(begins_s, edges_s[1:])]
+    hours = (edges_s[1:] - begins_s[0] - part_s / 2) / HOUR_S
+    return hours.tolist(), {**{name: means(name) for name in names}, "moves": so_far.tolist()}

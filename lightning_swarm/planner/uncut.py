@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_swarm.planner.cost_model import (
-    are_mixed,
-    averaged_size,
-    averaging_s,
-    closing_s,
-    machine_counts,
-    state_bytes,
-)
+from lightning_swarm.planner import cost_model
 from lightning_swarm.planner.records import FAST_ENOUGH, SAME, Machine, ModelProfile, Uncut, WireFormat
 
 
 def held_bytes(model: ModelProfile) -> float:
     """Return a trainer's bytes beside the graph of a batch: its server's state, and the module's own weights."""
-    return state_bytes(model, model.parameters) + model.parameters * model.weight_bytes
+    return cost_model.state_bytes(model, model.parameters) + model.parameters * model.weight_bytes
 
 
 def choose_uncut(model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int]) -> Uncut | None:
@@ -35,7 +28,7 @@ def choose_uncut(model: ModelProfile, machines: Sequence[Machine], batch_sizes: 
 
 def _of_fastest(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
     """Predict the fewest of the fastest machines that are nearly as fast as any number of them."""
-    counts = machine_counts([machine.flop_per_s for machine in machines], 1)
+    counts = cost_model.machine_counts([machine.flop_per_s for machine in machines], 1)
     found = [_predict(model, machines[:count], size) for count in sorted(counts)]
     most = SAME * max(one.samples_per_s for one in found)
     best = next(one for one in found if one.samples_per_s >= most)
@@ -48,18 +41,18 @@ def _predict(model: ModelProfile, machines: Sequence[Machine], size: int) -> Unc
     unencoded = replace(model, wire=WireFormat())
 
     def averaging(model: ModelProfile, *, mixed: bool) -> float:
-        sent = averaged_size(model, model.parameters, len(machines))
-        return max(averaging_s(machine, sent, model.parameters, mixed=mixed) for machine in machines)
+        sent = cost_model.averaged_size(model, model.parameters, len(machines))
+        return max(cost_model.averaging_s(machine, sent, model.parameters, mixed=mixed) for machine in machines)
 
     return Uncut(
         target_batch_size=size,
         computing_s=size / sum(rates),
-        averaging_s=averaging(model, mixed=are_mixed(machines)),
-        closing_s=closing_s(machines),
+        averaging_s=averaging(model, mixed=cost_model.are_mixed(machines)),
+        closing_s=cost_model.closing_s(machines),
         trainers=tuple(machine.name for machine in machines),
         left_out=(),
         spared=(),
-        sent_bytes=averaged_size(model, model.parameters, len(machines)).num_bytes,
+        sent_bytes=cost_model.averaged_size(model, model.parameters, len(machines)).num_bytes,
         state_bytes=held_bytes(model),
         ddp_samples_per_s=size / (size / len(machines) / min(rates) + averaging(unencoded, mixed=False)),
     )

@@ -10,16 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from lightning_swarm.coordinator.rebalancing import policy
 from lightning_swarm.coordinator.rebalancing.balancer import ChurnEstimate
-from lightning_swarm.coordinator.rebalancing.policy import (
-    Move,
-    MoveCosts,
-    StageRates,
-    best_rate,
-    plan,
-    plan_as_paper,
-    stage_for,
-)
+from lightning_swarm.coordinator.rebalancing.policy import Move, StageRates
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.settings import RebalancingRule
 
@@ -100,7 +93,7 @@ def best_of(rates: Iterable[float], num_stages: int) -> float:
     return _cached_best_rate(tuple(sorted(rates)), num_stages)
 
 
-_cached_best_rate = functools.lru_cache(maxsize=1024)(best_rate)  # rules are compared on the same peers
+_cached_best_rate = functools.lru_cache(maxsize=1024)(policy.best_rate)  # rules are compared on the same peers
 
 
 class _Swarm:
@@ -184,7 +177,7 @@ class _Swarm:
         elif change.at_s == self._begin_s:  # stages in turn, from the last one on, because no rate is known yet
             self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
-            stage = stage_for(self._stages)
+            stage = policy.stage_for(self._stages)
             if self._scenario.rule == "none":  # without moves, rates are not measured
                 stage = min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
             self._send(peer, stage, change.at_s + self._scenario.join_s)
@@ -204,7 +197,7 @@ class _Swarm:
         if not (seen or looks):
             return []
         move_s = [self._scenario.move_s] * self._scenario.num_stages
-        return plan(self._stages, MoveCosts(move_s, self._churn.horizon_s(now_s)))
+        return policy.plan(self._stages, policy.MoveCosts(move_s, self._churn.horizon_s(now_s)))
 
     def _plan_as_paper(self) -> list[Move]:
         """Plan by queue lengths, which are in proportion to the time that a stage or a peer takes for a sample."""
@@ -213,4 +206,4 @@ class _Swarm:
             for index in range(self._scenario.num_stages)
         ]
         queued = [1.0 / rate if rate else math.inf for rate in self._stages.rates]
-        return list(filter(self._stages.stays_ahead, plan_as_paper(queued, queues)))
+        return list(filter(self._stages.stays_ahead, policy.plan_as_paper(queued, queues)))

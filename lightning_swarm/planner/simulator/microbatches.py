@@ -122,17 +122,13 @@ def _initial_rates(scenario: Scenario) -> dict[PeerId, float]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_swarm")]
-    levels = [log.level for log in logs]
+    before = logging.root.manager.disable
+    logging.disable()
     try:
-        for log in logs:
-            log.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
+        logging.disable(before)
 
 
 class _ScenarioEvents(L.Callback):

@@ -151,7 +151,9 @@ def test_only_real_numbers_in_large_tensors_are_encoded() -> None:
 
 
 def test_what_is_as_narrow_as_the_codec_stays_as_it_is() -> None:
-    halves = transformer(2, 512, 128, element_bytes=2)
+    floats = transformer(2, 512, 128)
+    block = replace(floats.blocks[0], output_bytes=floats.input_bytes // 2, number_bytes=2)
+    halves = replace(floats, blocks=(block, block), input_bytes=floats.input_bytes // 2, input_number_bytes=2)
     assert stage_profiles(by(halves, activations="float16"), 2) == stage_profiles(halves, 2)
     assert stage_profiles(by(halves, activations="8bit"), 2) != stage_profiles(halves, 2)
 
