@@ -90,28 +90,18 @@ ANSWER_PHASES: Final = frozenset(
 ) | {Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE, Phase.AVERAGE_TIED}
 """The phases in which an answer leaves or has arrived."""
 
-# A phase is named after the work, and a method after the call. So the method FOLLOW, by which a joiner asks for a
-# stage's state, is in the phase DONATE, and the phase FOLLOW has the method NEXT.
+# A phase is named after the work, and a method after the call. Most have one name. But the method FOLLOW, by which a
+# joiner asks for a stage's state, is in the phase DONATE, and the phase FOLLOW has the method NEXT.
+_ALIKE: Final = (
+    *("CANCEL", "REPLAY", "GRANT", "DONE", "RECORD", "SKETCH", "AUDIT", "KEPT_WORK", "FINDINGS", "AVERAGE", "PREPARE"),
+    *("APPLY", "JOIN", "PIECE", "LISTEN"),
+)
 _METHODS: Final[Mapping[str, Phase]] = {
-    rpc.CANCEL.name: Phase.CANCEL,
-    rpc.REPLAY.name: Phase.REPLAY,
-    rpc.GRANT.name: Phase.GRANT,
-    rpc.DONE.name: Phase.DONE,
-    rpc.RECORD.name: Phase.RECORD,
+    **{getattr(rpc, name).name: Phase[name] for name in _ALIKE},
     rpc.FREEZE.name: Phase.CLOSE,
-    rpc.SKETCH.name: Phase.SKETCH,
-    rpc.AUDIT.name: Phase.AUDIT,
-    rpc.KEPT_WORK.name: Phase.KEPT_WORK,
-    rpc.FINDINGS.name: Phase.FINDINGS,
-    rpc.AVERAGE.name: Phase.AVERAGE,
-    rpc.PREPARE.name: Phase.PREPARE,
     rpc.PROPOSE.name: Phase.DECIDE,
-    rpc.APPLY.name: Phase.APPLY,
-    rpc.JOIN.name: Phase.JOIN,
     rpc.FOLLOW.name: Phase.DONATE,
-    rpc.PIECE.name: Phase.PIECE,
     rpc.NEXT.name: Phase.FOLLOW,
-    rpc.LISTEN.name: Phase.LISTEN,
     rpc.DRAIN.name: Phase.LEAVE,
 }
 _MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)@.+")
@@ -243,7 +233,6 @@ class Fault:
         return True
 
     def _matches(self, message: MessagePoint) -> bool:
-        """Return whether a message meets all conditions but `nth`."""
         doer = self.when.get("of", self.peer)
         return (
             (self.at is None or self.at in message.phases)
@@ -286,13 +275,7 @@ class FaultPlan:
         return self._add("freeze", peer, at, when, for_s=for_s)
 
     def delay(
-        self,
-        peer: str | None,
-        *,
-        by_s: float,
-        at: Phase | None = None,
-        times: int | None = 1,
-        **when: Unpack[Moment],
+        self, peer: str | None, *, by_s: float, at: Phase | None = None, times: int | None = 1, **when: Unpack[Moment]
     ) -> Self:
         """Delay messages. Without `at` and with `times=None`, all of the peer's messages: it becomes a slow peer."""
         return self._add("delay", peer, at, when, for_s=by_s, times=times)

@@ -8,6 +8,7 @@ import copy
 import random
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -239,7 +240,6 @@ class InMemoryStrategy(_SwarmStrategy):
                 self._shared_loop = None
 
     def _peer(self, number: int) -> Peer:
-        """Make a peer on the in-memory network and the shared loop."""
         assert self.network is not None
         assert self._shared_loop is not None
         runtime = InlineRuntime(self._shared_loop)
@@ -248,13 +248,7 @@ class InMemoryStrategy(_SwarmStrategy):
         paced = partial(PacedExecutor, lambda: self.microbatch_s[min(number, len(self.microbatch_s) - 1)])
         executor = paced if self.microbatch_s else InlineExecutor
         peer = Peer(
-            runtime,
-            transport,
-            directory,
-            executor=executor,
-            config=self.config,
-            keepers=self._keepers,
-            rng=self._rng,
+            runtime, transport, directory, executor=executor, config=self.config, keepers=self._keepers, rng=self._rng
         )
         if self._modify_peer is not None:
             self._modify_peer(peer, transport.peer_id)
@@ -264,8 +258,6 @@ class InMemoryStrategy(_SwarmStrategy):
 
 
 class _InlineLauncher(_Launcher):
-    """A launcher that starts no process."""
-
     def __init__(self, strategy: InMemoryStrategy) -> None:
         super().__init__()
         self._strategy = strategy
@@ -285,7 +277,7 @@ class _InlineLauncher(_Launcher):
 
     @override
     def kill(self, signum: int) -> None:
-        """Ignore the signal, because there is no other process to stop."""
+        """Do nothing, because there is no other process to stop."""
 
 
 def _name(number: int) -> PeerId:
@@ -317,41 +309,21 @@ QUIET: Final[dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
 class LocalSwarm:
-    """Makes Trainers whose swarm runs in this thread; made by `local_swarm`.
+    """Makes Trainers whose swarm runs in this thread; made by `local_swarm`, which explains the fields."""
 
-    Args:
-        num_peers: Number of peers, the trainer's own included. They are called ``peer-0`` (the trainer's) to
-            ``peer-<n - 1>``.
-        faults: Planned faults.
-        unlike: Machines of other kinds, by the names of their peers.
-        settings: Arguments of `InMemoryStrategy`, and with it of `SwarmStrategy`.
-
-    Attributes:
-        faults: The planned faults.
-        unlike: The machines of other kinds.
-        strategies: The strategies of the Trainers that were made, in order.
-    """
-
-    def __init__(
-        self,
-        num_peers: int,
-        *,
-        faults: FaultPlan | None = None,
-        unlike: Mapping[str, UnlikeMachine] | None = None,
-        settings: dict[str, Any],
-    ) -> None:
-        self.faults = faults or FaultPlan()
-        self.unlike = unlike or {}
-        self.strategies: list[InMemoryStrategy] = []
-        self._num_peers = num_peers
-        self._settings = settings
+    num_peers: int
+    faults: FaultPlan
+    unlike: Mapping[str, UnlikeMachine]
+    settings: Mapping[str, Any]
+    strategies: list[InMemoryStrategy] = field(default_factory=list, init=False)  # of the Trainers made so far
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""
-        strategy = InMemoryStrategy(faults=self.faults, unlike=self.unlike, **self._settings)
+        strategy = InMemoryStrategy(faults=self.faults, unlike=self.unlike, **self.settings)
         self.strategies.append(strategy)
-        return Trainer(**{**QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
+        return Trainer(**{**QUIET, **arguments, "devices": self.num_peers, "strategy": strategy})
 
 
 MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]
@@ -371,7 +343,7 @@ def local_swarm(
     At the end of the block all planned faults must have struck, and all unlike machines must have rounded differently.
 
     Args:
-        num_peers: Number of peers, the trainer's own included.
+        num_peers: Number of peers: ``peer-0``, the trainer's own, to ``peer-<n - 1>``.
         faults: Planned faults.
         unlike: Machines of other kinds, by the names of their peers.
         settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
@@ -382,7 +354,7 @@ def local_swarm(
         AssertionError: A fault did not strike, or an unlike machine rounded nothing differently, so the test has not
             tested it.
     """
-    swarm = LocalSwarm(num_peers, faults=faults, unlike=unlike, settings=settings)
+    swarm = LocalSwarm(num_peers, faults or FaultPlan(), unlike or {}, settings)
     yield swarm
     swarm.faults.check()
     check_moved(swarm.unlike)

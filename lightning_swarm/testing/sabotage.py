@@ -1,7 +1,6 @@
-"""Carries out a `FaultPlan`: faults of messages directly, and faults of peers through `Victims`.
+"""Carries out a `FaultPlan`: faults of messages directly, and faults of peers through their `InMemoryVictims`.
 
-The victims are the peers of an in-memory network, or real processes (`_OwnProcess`). A process strikes itself by
-signals.
+In real processes, `_OwnProcess` is the victim: a process strikes itself by signals.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -41,25 +40,13 @@ _MESSAGE_FAULTS: Final[Sequence[Kind]] = ("delay", "drop", "duplicate")
 _BYTE_FAULTS: Final[Sequence[Kind]] = ("corrupt",)
 
 
-class Victims(Protocol):
-    """The peers that faults strike."""
-
-    def is_live(self, peer: PeerId) -> bool:
-        """Return False once the peer was killed."""
-        ...
-
-    def hit(self, fault: Fault, peer: PeerId) -> None:
-        """Kill or freeze a peer, or partition the network."""
-        ...
-
-
 class Saboteur:
     """Taps exchanges and applies a plan's faults to them. Implements `network.rpc.Tap` and `network.memory.WireTap`."""
 
     def __init__(
         self,
         plan: FaultPlan,
-        victims: Victims,
+        victims: InMemoryVictims | _OwnProcess,  # the peers that faults strike
         *,
         struck: Callable[[Fault, MessagePoint], None] = lambda *_: None,  # called before a fault strikes
         names: Mapping[PeerId, PeerId] = MappingProxyType({}),  # peer id -> name in the plan, where they differ
@@ -169,11 +156,11 @@ class InMemoryVictims:
     killed: Callable[[PeerId], None]  # called after a peer was killed
 
     def is_live(self, peer: PeerId) -> bool:
-        """See `Victims`."""
+        """Return False once the peer was killed."""
         return self.network.is_live(peer)
 
     def hit(self, fault: Fault, peer: PeerId) -> None:
-        """See `Victims`."""
+        """Kill or freeze a peer, or partition the network."""
         later = asyncio.get_running_loop().call_later
         if fault.kind == "partition":
             for group, other in itertools.combinations(fault.groups, 2):
@@ -188,19 +175,9 @@ class InMemoryVictims:
             self.killed(peer)
 
 
-def sabotage(
-    network: MemoryNetwork,
-    plan: FaultPlan,
-    *,
-    killed: Callable[[PeerId], None] = lambda _: None,
-    struck: Callable[[Fault, MessagePoint], None] = lambda *_: None,
-) -> None:
-    """Carry out a plan's faults on an in-memory network.
-
-    `killed` is called for each killed peer; it must end the tasks that stand for the peer's process. `struck` is called
-    for each fault before it strikes.
-    """
-    network.attach_tap(Saboteur(plan, InMemoryVictims(network, killed), struck=struck))
+def sabotage(network: MemoryNetwork, plan: FaultPlan, *, killed: Callable[[PeerId], None] = lambda _: None) -> None:
+    """Carry out a plan's faults on an in-memory network; `killed` must end the tasks that stand for the process."""
+    network.attach_tap(Saboteur(plan, InMemoryVictims(network, killed)))
 
 
 # ------------------------------------------------------------------ real processes

@@ -75,11 +75,11 @@ class UnlikeMachine:
         """Make a peer compute as this machine; call this before the peer serves."""
 
         async def start(honest: Callable[..., Awaitable[None]], model: PeerModel) -> None:
-            _tell(self.arithmetic, model)
+            _report_kind(self.arithmetic, model)
             await honest(model)
 
         def be_unlike(server: Server) -> None:
-            _tell(self.arithmetic, server.steps.sums)
+            _report_kind(self.arithmetic, server.steps.sums)
             wrap(server._executor, "submit", submit)
 
         def submit(honest: Callable[..., Any], priority: Priority, run: Callable[[], Any]) -> Any:
@@ -163,7 +163,7 @@ def _results(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found:
             yield one
 
 
-def _tell(kind: str, teller: PeerModel | GradientSums) -> None:
+def _report_kind(kind: str, reporter: PeerModel | GradientSums) -> None:
     """Make an object report this kind of machine, by a subclass whose `arithmetic` is `kind`."""
-    own = type(teller)
-    teller.__class__ = type(own.__name__, (own,), {"arithmetic": property(lambda _: kind)})
+    own = type(reporter)
+    reporter.__class__ = type(own.__name__, (own,), {"arithmetic": property(lambda _: kind)})
