@@ -15,11 +15,12 @@ from __future__ import annotations
 import re
 import zlib
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from einops import reduce
+from einops.layers.torch import Reduce
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -128,12 +129,13 @@ class Bottleneck(Boundary):
 
     @override
     def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
-        compress = _Project(features, self.width(features))
-        decompress = _Expand(self.width(features), features)
-        nn.init.orthogonal_(compress.linear.weight, gain=SCALE, generator=generator)
+        width = self.width(features)
+        project, expand = _linear(features, width), _linear(width, features)
+        nn.init.orthogonal_(project.weight, gain=SCALE, generator=generator)
         with torch.no_grad():
-            decompress.linear.weight.copy_(compress.linear.weight.T)
-        return BoundaryLayer(compress, decompress)
+            expand.weight.copy_(project.weight.T)
+        compress = _named(norm=_InputNorm(features, **_NEW), linear=project, norm_out=nn.LayerNorm(width, **_NEW))
+        return BoundaryLayer(compress, _named(linear=expand))
 
 
 class Maxout(Boundary):
@@ -145,43 +147,33 @@ class Maxout(Boundary):
     @override
     def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
         width = self.width(features)
-        decompress = _Expand(width, features)
+        expand, pool = _linear(width, features), Reduce("... (width ratio) -> ... width", "max", ratio=self.ratio)
         with torch.no_grad():
-            decompress.linear.weight.copy_(torch.eye(width, **_NEW).repeat_interleave(self.ratio, dim=0) * SCALE)
-        return BoundaryLayer(_Pool(features, width), decompress)
+            expand.weight.copy_(torch.eye(width, **_NEW).repeat_interleave(self.ratio, dim=0) * SCALE)
+        compress = _named(norm=_InputNorm(features, **_NEW), pool=pool, norm_out=nn.LayerNorm(width, **_NEW))
+        return BoundaryLayer(compress, _named(linear=expand))
 
 
-class _Project(nn.Module):
-    def __init__(self, features: int, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(features, **_NEW)
-        self.linear = _linear(features, width)
-        self.norm_out = nn.LayerNorm(width, **_NEW)
+class _InputNorm(nn.LayerNorm):
+    """A norm that refuses hidden states with another number of features."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.norm_out(self.linear(self.norm(_checked_hidden(hidden, self.norm))))  # type: ignore[no-any-return]
-
-
-class _Pool(nn.Module):
-    def __init__(self, features: int, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(features, **_NEW)
-        self.norm_out = nn.LayerNorm(width, **_NEW)
-        self._ratio = features // width
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.norm(_checked_hidden(hidden, self.norm))
-        pooled = reduce(normed, "... (width ratio) -> ... width", "max", ratio=self._ratio)
-        return self.norm_out(pooled)  # type: ignore[no-any-return]
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            raise ConfigError(
+                "a boundary layer must stand where the hidden state is one tensor, got a block whose output is a "
+                f"{type(input).__name__}. Cut elsewhere, with `split=...`, or have the blocks hand on one tensor."
+            )
+        if input.shape[-1] != self.normalized_shape[0]:
+            raise ConfigError(
+                f"a boundary layer for {self.normalized_shape[0]} features must get them in the hidden state's last "
+                f"dimension, got {list(input.shape)}. Say how many they are: `features={input.shape[-1]}`."
+            )
+        return super().forward(input)
 
 
-class _Expand(nn.Module):
-    def __init__(self, width: int, features: int) -> None:
-        super().__init__()
-        self.linear = _linear(width, features)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden)  # type: ignore[no-any-return]
+def _named(**modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(modules))
 
 
 def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
@@ -193,21 +185,6 @@ def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
 
 def _is_whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
-
-
-def _checked_hidden(hidden: object, norm: nn.LayerNorm) -> Tensor:
-    if not isinstance(hidden, Tensor):
-        raise ConfigError(
-            "a boundary layer must stand where the hidden state is one tensor, got a block whose output is a "
-            f"{type(hidden).__name__}. Cut elsewhere, with `split=...`, or have the blocks hand on one tensor."
-        )
-    features = norm.normalized_shape[0]
-    if hidden.shape[-1] != features:
-        raise ConfigError(
-            f"a boundary layer for {features} features must get them in the hidden state's last dimension, got "
-            f"{list(hidden.shape)}. Say how many they are: `features={hidden.shape[-1]}`."
-        )
-    return hidden
 
 
 _CONTAINER: Final = "boundary_layers"

@@ -37,16 +37,8 @@ class Confirmation:
         return self.run.electorate.has_strangers
 
     async def check(self, sender: PeerId, request: StateRequest, parts: Callable[[], Sequence[StatePart]]) -> None:
-        """Check that a stage's other servers have the state that a server sent in response to a request.
-
-        Args:
-            sender: The server that sent the state.
-            request: The request to which it responded.
-            parts: Makes the parts of the received state; called in a thread.
-
-        Raises:
-            Unconfirmed: Other servers have different state; the event is recorded.
-        """
+        """Raise `Unconfirmed`, and record it, if other servers do not have the state that `sender` sent on request."""
+        # `parts` makes the parts of the received state; it is called in a thread.
         own, trusted = self.transport.peer_id, self.run.trusted
         others = [one.peer_id for one in self.run.rosters[request.stage_index] if one.peer_id != sender]
         if not self.is_needed or sender in (own, *trusted) or not others:

@@ -32,9 +32,7 @@ class InitialWeights:
     def __init__(self) -> None:
         self._record = InitRecord()
         self._views: dict[str, StorageView] = {}
-        self._trained: weakref.ref[nn.Module] | None = (
-            None  # a module whose weights are not the initial weights any more
-        )
+        self._trained: weakref.ref[nn.Module] | None = None  # a module whose weights have been trained since
 
     def recording(self, device: torch.device) -> AbstractContextManager[None]:
         """Record the initialisation of tensors on meta, as if they were on `device`."""
@@ -91,8 +89,7 @@ class InitialWeights:
         # One new tensor for each old one, however many modules share it.
         made: dict[int, Any] = {}
         for (_, tensor), value in zip(outside, self._values(outside, device), strict=True):
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+            made[id(tensor)] = in_place_of(tensor, value)
         put_tensors(module, made)
 
     def weights(self, stage: StageModule) -> dict[str, Tensor]:
@@ -117,6 +114,11 @@ def put_tensors(module: nn.Module, made: Mapping[int, Any]) -> None:
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
             tensors.update({key: made[id(tensor)] for key, tensor in tensors.items() if id(tensor) in made})
+
+
+def in_place_of(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a parameter if the tensor that it replaces is one."""
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -53,12 +53,9 @@ def call_blocks(
     blocks: Iterable[torch.nn.Module],
     inputs: tuple[Any, ...],
     extras: Mapping[str, Any],
-    keywords: Sequence[Sequence[str]] | None = None,
+    keywords: Sequence[Sequence[str]] | None = None,  # the names that each block accepts, if they are known
 ) -> Any:
-    """Call blocks in order: the first with all inputs, the rest with one value, each with the extras that it names.
-
-    `keywords` are the names that each block accepts, if they are known.
-    """
+    """Call blocks in order: the first with all inputs, the rest with one value, each with the extras that it names."""
     for index, block in enumerate(blocks):  # extras that no block here names are for another stage
         named = _names(block) if keywords is None else keywords[index]
         inputs = (block(*inputs, **{name: extras[name] for name in named if name in extras}),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -23,8 +23,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
     """Return which parameters an optimizer over the whole model trains, by group, and which are frozen."""
-    parameters = dict(module.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = parameter_names(module)
     for index, group in enumerate(optimizer.param_groups):
         shapes = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
         if shapes:
@@ -34,7 +33,13 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
                 "LightningModule, in a block of the pipeline; if it was one and has been replaced, make the optimizer "
                 "after that, in `configure_optimizers`."
             )
-    _check_boundaries(module, {id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
+    held = set(map(id, parameters_of(optimizer)))
+    for after, layer in boundary_layers(module).items():
+        if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters()):
+            raise ConfigError(
+                f"`configure_optimizers` must train the boundary layers, got an optimizer without the one after "
+                f"{after!r}. Give it `self.parameters()`, which has them, or `requires_grad_(False)` them."
+            )
     return Selection(
         num_groups=len(optimizer.param_groups),
         groups={
@@ -42,17 +47,8 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         },
-        frozen=[name for name, parameter in parameters.items() if not parameter.requires_grad],
+        frozen=[name for name, parameter in module.named_parameters() if not parameter.requires_grad],
     )
-
-
-def _check_boundaries(module: nn.Module, held: Collection[int]) -> None:
-    for after, layer in boundary_layers(module).items():
-        if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters()):
-            raise ConfigError(
-                f"`configure_optimizers` must train the boundary layers, got an optimizer without the one after "
-                f"{after!r}. Give it `self.parameters()`, which has them, or `requires_grad_(False)` them."
-            )
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -67,6 +63,16 @@ def _with_tuples(own: Any, value: Any) -> Any:
     places = [own[min(place, len(own) - 1)] if own else None for place in range(len(value))]
     found = [_with_tuples(one, new) for one, new in zip(places, value, strict=True)]
     return tuple(found) if isinstance(own, tuple) else found
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the full names of a module's parameters, by `id`."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
 GROUP: Final = "__group__"
@@ -90,7 +96,7 @@ def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[
     vars(twin).update(vars(optimizer))
     like = {
         parameter: nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad)
-        for parameter in _all(optimizer)
+        for parameter in parameters_of(optimizer)
     }
     twin.param_groups = [
         {**group, "params": [like[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
@@ -100,16 +106,12 @@ def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[
     return {names[id(parameter)]: twin.state[copy] for parameter, copy in like.items() if copy in twin.state}
 
 
-def _all(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def as_state_dict(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]], *, shared: bool = False
 ) -> dict[str, Any]:
     """Convert state by parameter name to the state dict that `optimizer.state_dict()` returns in one process."""
     copy = dict if shared else copied_state  # a copy shares no memory with `state`
-    states = {p: copy(state[names[id(p)]]) for p in _all(optimizer) if names[id(p)] in state}
+    states = {p: copy(state[names[id(p)]]) for p in parameters_of(optimizer) if names[id(p)] in state}
     # A parameter may have values for its group and no state of its own, and then none is saved for it.
     group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
     before = dict(optimizer.state)  # restored below
@@ -140,14 +142,14 @@ def as_saved(
 ) -> dict[str, dict[str, Any]]:
     """Convert state by parameter name to the form in which the optimizer saves it; the result shares memory."""
     saved = as_state_dict(optimizer, names, state, shared=True)["state"]
-    found = {names[id(p)]: saved[number] for number, p in enumerate(_all(optimizer)) if number in saved}
+    found = {names[id(p)]: saved[number] for number, p in enumerate(parameters_of(optimizer)) if number in saved}
     group_values = {name: {GROUP: values[GROUP]} for name, values in state.items() if GROUP in values}
     return {name: {**found.get(name, {}), **group_values.get(name, {})} for name in {**found, **group_values}}
 
 
 def number_to_name(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the parameters' numbers in a state dict of an optimizer by their names; `name_to_number` undoes this."""
-    order = [names[id(parameter)] for parameter in _all(optimizer)]
+    order = [names[id(parameter)] for parameter in parameters_of(optimizer)]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
     return {"state": {order[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
 

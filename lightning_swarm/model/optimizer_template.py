@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.model.fidelity.copying import copied, copied_hooks
 from lightning_swarm.model.optimizer_closure import GradientClosure
+from lightning_swarm.model.optimizer_state import parameters_of
 from lightning_swarm.model.portable import PortableArithmetic, Unportable
 from lightning_swarm.model.portable_numbers import portable_groups
 from lightning_swarm.protocol import serialization
@@ -187,7 +188,12 @@ class OptimizerTemplate:
         pairs = zip(optimizer.param_groups, groups, strict=True)
         return _Tried(
             weight=made[names[0]].detach(),
-            written={key: new for group, old in pairs for key, new in group.items() if _is_other(key, new, old)},
+            written={
+                key: new
+                for group, old in pairs
+                for key, new in group.items()
+                if key != "params" and (key not in old or not _is_same(old[key], new))
+            },
             state=optimizer.state,
             draws=drawn.any,
             changed=[name for name, value in _own_numbers(optimizer).items() if not _is_same(own.get(name), value)],
@@ -274,11 +280,6 @@ def _is_same(old: Any, new: Any) -> bool:
     return type(old) is type(new) and (bool(old == new) or (old != old and new != new))
 
 
-def _is_other(key: str, new: Any, old: Mapping[str, Any]) -> bool:
-    """Return whether a value in a parameter group has changed."""
-    return key != "params" and (key not in old or type(new) is not type(old[key]) or bool(new != old[key]))
-
-
 def check_hooks(optimizer: Optimizer) -> None:
     """Refuse hooks that refer to objects of this process, because servers call them for each stage's parameters."""
     own_step = [step] if (step := instance_step(optimizer)) is not None else []
@@ -310,11 +311,6 @@ def _referred(hook: Any) -> Iterator[Any]:
         yield from (one.__self__ if isinstance(one, MethodType) else one for one in found)
     else:
         yield hook
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return all parameters of an optimizer, in its order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:

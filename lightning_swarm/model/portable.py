@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -116,7 +116,6 @@ def _has_floats(values: Sequence[Any]) -> bool:
 
 
 def _rule(name: str) -> Callable[..., Any] | None:
-    """Return the rule of an operation; None if it is not portable."""
     rule = _RULES.get(name.removeprefix("_foreach_"))
     return rule if rule is None or name in _RULES else lambda *lists, **more: _each(rule, lists, more)
 
@@ -196,20 +195,27 @@ def _scaled(value: _Number, factor: float) -> Any:
     return _mul(value, factor) if isinstance(value, Tensor) else value * factor
 
 
-def _add(first: Tensor, other: _Number, alpha: float = 1, *, out: Tensor | None = None) -> Tensor:
-    return _plus(first, _scaled(other, alpha), out=out)
+def _combined(
+    combine: Callable[..., Tensor], first: Tensor, other: _Number, alpha: float = 1, *, out: Tensor | None = None
+) -> Tensor:
+    return combine(first, _scaled(other, alpha), out=out)
 
 
-def _sub(first: Tensor, other: _Number, alpha: float = 1, *, out: Tensor | None = None) -> Tensor:
-    return _minus(first, _scaled(other, alpha), out=out)
+_add, _sub = partial(_combined, _plus), partial(_combined, _minus)
 
 
 def _rsub(first: Tensor, other: _Number, alpha: float = 1) -> Tensor:
     return _plus(_mul(_scaled(first, alpha), -1.0), other)
 
 
-def _combined(
-    combine: Callable[..., Tensor], first: Tensor, left: Tensor, right: Tensor, value: float, out: Tensor | None
+def _with_term(
+    combine: Callable[..., Tensor],
+    first: Tensor,
+    left: Tensor,
+    right: Tensor,
+    value: float = 1,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Add the product or quotient of two tensors, times a number, to the first."""
     term = _scaled(left, value)
@@ -217,12 +223,7 @@ def _combined(
     return _plus(first, combine(term, right, out=term if is_free else None), out=out)
 
 
-def _addcmul(first: Tensor, left: Tensor, right: Tensor, value: float = 1, *, out: Tensor | None = None) -> Tensor:
-    return _combined(_mul, first, left, right, value, out)
-
-
-def _addcdiv(first: Tensor, left: Tensor, right: Tensor, value: float = 1, *, out: Tensor | None = None) -> Tensor:
-    return _combined(_quotient, first, left, right, value, out)
+_addcmul, _addcdiv = partial(_with_term, _mul), partial(_with_term, _quotient)
 
 
 def _lerp(first: Tensor, end: Tensor, weight: _Number, *, out: Tensor | None = None) -> Tensor:
@@ -305,17 +306,12 @@ def _var(values: Tensor, dim: Any = None, *, correction: float | None = None, ke
     return _quotient(_sum(away * away, dim, keepdim), float(divisor)).to(values.dtype)
 
 
-def _std(values: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return _sqrt(_var(values.to(torch.float64), dim, correction=correction, keepdim=keepdim)).to(values.dtype)
+def _std(values: Tensor, dim: Any = None, **options: Any) -> Tensor:
+    return _sqrt(_var(values.to(torch.float64), dim, **options)).to(values.dtype)
 
 
 def _norm(
-    values: Tensor,
-    order: float | None = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    values: Tensor, order: float | None = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     sizes, found = values.to(torch.float64).abs(), None
     if order in (None, 2):
@@ -333,21 +329,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return exact_product(left, right).to(torch.promote_types(left.dtype, right.dtype))
 
 
-def _mv(left: Tensor, right: Tensor) -> Tensor:
-    return _product(left, right[:, None])[:, 0]
-
-
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    return _product(left[None], right[:, None])[0, 0]
-
-
 def _addmm(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     found = _scaled(exact_product(left, right), alpha)
     return (found if beta == 0 else _plus(_scaled(first.to(torch.float64), beta), found)).to(first.dtype)
-
-
-def _addmv(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _addmm(first[..., None], left, right[..., None], beta=beta, alpha=alpha)[..., 0]
 
 
 def _addr(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -376,11 +360,11 @@ _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     "norm": _norm,
     "mm": _product,
     "bmm": _product,
-    "mv": _mv,
-    "dot": _dot,
+    "mv": lambda left, right: _product(left, right[:, None])[:, 0],
+    "dot": lambda left, right: _product(left[None], right[:, None])[0, 0],
     "addmm": _addmm,
     "baddbmm": _addmm,
-    "addmv": _addmv,
+    "addmv": lambda first, left, right, **more: _addmm(first[..., None], left, right[..., None], **more)[..., 0],
     "addr": _addr,
 }
 _ACCEPTS_OUT: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))  # rules that accept `out`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -61,13 +61,6 @@ def _single(name: str, first: _Tensors, *others: _Values, in_place: bool = False
     return first if in_place else found
 
 
-def _simple(name: str) -> Callable[..., _Tensors]:
-    def rule(first: _Tensors, *others: _Values, in_place: bool) -> _Tensors:
-        return _single(name, first, *others, in_place=in_place)
-
-    return rule
-
-
 def _scaled(name: str) -> Callable[..., _Tensors]:
     """Return the rule of adding or subtracting a multiple of the second list."""
 
@@ -101,9 +94,7 @@ def _lerp(first: _Tensors, end: _Tensors, weight: float, *, in_place: bool) -> _
 _RULES: Final[Mapping[str, Callable[..., _Tensors]]] = {
     "add": _scaled("add"),
     "sub": _scaled("sub"),
-    "mul": _simple("mul"),
-    "div": _simple("div"),
-    "sqrt": _simple("sqrt"),
+    **{name: partial(_single, name) for name in ("mul", "div", "sqrt")},
     "addcmul": _with_term("mul"),
     "addcdiv": _with_term("div"),
     "lerp": _lerp,

@@ -16,19 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.deferred_init import put_tensors
+from lightning_swarm.model.deferred_init import in_place_of, put_tensors
+from lightning_swarm.model.fidelity.unsaved_buffers import unsaved_buffers
 from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.model.init_record import InitRecord
 from lightning_swarm.model.partition import Blocks, StageModule, build_stages, find_blocks
 from lightning_swarm.model.quantization import Quantization
-from lightning_swarm.model.quantized_reader import QuantizedReader
-from lightning_swarm.protocol.messages.serving import (
-    MAX_FILE_BYTES,
-    CardFile,
-    ModelCard,
-    ServedStage,
-    WeightsDigest,
-)
+from lightning_swarm.model.quantized_reader import QuantizedReader, check_finite
+from lightning_swarm.protocol.messages.serving import MAX_FILE_BYTES, CardFile, ModelCard, ServedStage, WeightsDigest
 
 _log = logging.getLogger(__name__)
 
@@ -80,22 +75,13 @@ class PretrainedModel:
 
     def __init__(
         self,
-        config: str,
-        generation_config: str,
+        config: str,  # the content of config.json
+        generation_config: str,  # the content of generation_config.json; empty if there is none
         *,
-        dtype: str,
-        blocks: str | None = None,
-        computes_blocks: bool = True,
+        dtype: str,  # name of the weights' dtype, such as ``bfloat16``
+        blocks: str | None = None,  # name of the model's list of blocks; None: search for it
+        computes_blocks: bool = True,  # False: blocks get no weights here, so their layers need not be quantised
     ) -> None:
-        """Build the model of a config.
-
-        Args:
-            config: The contents of config.json.
-            generation_config: The contents of generation_config.json; empty if there is none.
-            dtype: The name of the weights' dtype, such as ``bfloat16``.
-            blocks: The name of the model's list of blocks; None: search for it.
-            computes_blocks: False: blocks get no weights here, so their layers need not be quantised.
-        """
         require_transformers()
         import transformers
 
@@ -163,14 +149,8 @@ class PretrainedModel:
         named = [*self.module.named_parameters(), *self.module.named_buffers()] if patterns else []
         kept = [tensor for name, tensor in named if any(re.search(pattern, name) for pattern in patterns)]
         with self._record.recording(torch.device("cpu")), torch.no_grad():
-            made = {id(tensor): tensor.float() for tensor in kept}
-        put_tensors(
-            self.module,
-            {
-                id(tensor): nn.Parameter(made[id(tensor)]) if isinstance(tensor, nn.Parameter) else made[id(tensor)]
-                for tensor in kept
-            },
-        )
+            made = {id(tensor): in_place_of(tensor, tensor.float()) for tensor in kept}
+        put_tensors(self.module, made)
 
     def stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """Cut the blocks into stages, without the further stage that `build_stages` makes of parameters in no block."""
@@ -183,17 +163,9 @@ class PretrainedModel:
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor for name, tensor in named if id(tensor) not in inside}
 
-    @cached_property
-    def _unsaved(self) -> set[str]:
-        return {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.module.named_modules()
-            for name in module._non_persistent_buffers_set
-        }
-
     def saved(self, tensors: Iterable[str]) -> list[str]:
         """Return the sorted names of the tensors that are in files; the rest follow from the config."""
-        return sorted(set(tensors) - self._unsaved)
+        return sorted(set(tensors) - unsaved_buffers(self.module).keys())
 
     def fill(self, tensors: Mapping[str, Tensor], read: Read, device: torch.device) -> dict[str, Tensor]:
         """Replace tensors of the model by their values on a device; return the values that were read, by name.
@@ -209,10 +181,8 @@ class PretrainedModel:
             elif tensor.is_meta:
                 (value,) = self._record.values([self._views[id(tensor)]], device)
                 made[id(tensor)] = value.to(tensor.dtype)
-        for tensor in tensors.values():
-            if isinstance(tensor, nn.Parameter):
-                made[id(tensor)] = nn.Parameter(made[id(tensor)], requires_grad=False)
-        put_tensors(self.module, made)
+        own = {id(tensor): tensor for tensor in tensors.values()}
+        put_tensors(self.module, {key: in_place_of(own[key], value) for key, value in made.items()})
         for name, layer in self.quantized_here.items():
             if f"{name}.weight" in tensors and self.quantization is not None:
                 self.quantization.bind(layer)
@@ -232,9 +202,7 @@ class PretrainedModel:
         for block in self.blocks.modules:
             for tensor in (*block.parameters(), *block.buffers()):
                 dtype = adapted if adapted is not None and id(tensor) in quantized else tensor.dtype
-                place = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(place, requires_grad=False) if is_parameter else place
+                made[id(tensor)] = in_place_of(tensor, torch.zeros((), dtype=dtype, device=device).expand(tensor.shape))
         put_tensors(self.module, made)
         return list(made.values())
 
@@ -256,17 +224,6 @@ def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
             f"file has {value.dtype}. Save the model without quantization, and serve it by `--quantize nf4`, say."
         )
     return value.to(like.dtype)
-
-
-def _finite(name: str, like: Tensor, value: Tensor, *, is_checked: bool) -> Tensor:
-    """Convert a weight to the model's dtype; if `is_checked`, refuse values that are infinite or NaN there."""
-    value = in_dtype_of(like, name, value)
-    if is_checked and (num_others := int((~torch.isfinite(value)).sum())):
-        raise ConfigError(
-            f"a model's weights must be finite numbers, and {num_others} of {value.numel()} in {name!r} are not, in "
-            f"{value.dtype}. Save the model again from a sound checkpoint, or serve it in another `--dtype`."
-        )
-    return value
 
 
 def _plain(settings: Any) -> dict[str, Any]:
@@ -424,12 +381,12 @@ class PretrainedFolder:
                 raise ConfigError(f"{self.path / name} must have at most {MAX_FILE_BYTES} bytes, got {len(content)}.")
         return found
 
-    def reader(self, model: PretrainedModel) -> _FolderReader | QuantizedReader:
+    def reader(self, model: PretrainedModel) -> FolderReader | QuantizedReader:
         """Return a function that reads tensors by the model's names, and quantises them if the model needs it."""
         if model.quantization is None:
-            return _FolderReader(self, model)
+            return FolderReader(self, model)
         is_stored = self.quantization is not None
-        plain = _FolderReader(self, model.unquantized, model.quantized if is_stored else ())
+        plain = FolderReader(self, model.unquantized, model.quantized if is_stored else ())
         return QuantizedReader(model.quantization, model.quantized_here, plain, is_stored=is_stored)
 
     def has(self, name: str) -> bool:
@@ -464,7 +421,10 @@ class PretrainedFolder:
                 # A quantised layer's numbers are its scales. Its weight is packed bits, whatever the dtype.
                 is_weight = isinstance(like, nn.Parameter)
                 is_checked = is_weight != (layer in model.quantized_here and not name.endswith(".bias"))
-                return _finite(name, like, read(name), is_checked=is_checked)
+                value = in_dtype_of(like, name, read(name))
+                if is_checked:
+                    check_finite(name, value, "serve it in another `--dtype`")
+                return value
 
             return _digest_of(model.saved(tensors), checked)
 
@@ -489,7 +449,7 @@ class PretrainedFolder:
         )
 
 
-class _FolderReader:
+class FolderReader:
     """Reads a model's tensors by the module's names, which may differ from the names in its files."""
 
     def __init__(
@@ -511,6 +471,7 @@ class _FolderReader:
         self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})
 
     def __call__(self, name: str) -> Tensor:
+        """Read a tensor by its name in the module."""
         # If the files hold a base model, without a head for generating text, their names lack the prefix.
         aliases = [one for alias in self._same.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))]
         names = [one for one in dict.fromkeys(aliases) if self._folder.has(one)]
@@ -638,19 +599,13 @@ def _small_class(model: PretrainedModel, index: int) -> type:
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
         if index >= 0:
-            self.get_submodule(root)[0] = _copy_on_meta(model.blocks.modules[index])
+            block = model.blocks.modules[index]
+            tensors = [*block.parameters(), *block.buffers()]
+            on_meta = {id(one): in_place_of(one, torch.empty_like(one, device="meta")) for one in tensors}
+            self.get_submodule(root)[0] = copy.deepcopy(block, on_meta)
 
     # Keep the class's name and module, by which transformers looks up its conversions.
     return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-
-
-def _copy_on_meta(module: nn.Module) -> nn.Module:
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        on_meta = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(on_meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else on_meta
-    return copy.deepcopy(module, memo)
 
 
 def _small_config(config: Any, index: int) -> Any:

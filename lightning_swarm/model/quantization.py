@@ -168,7 +168,6 @@ class Quantization:
         return made  # type: ignore[no-any-return]  # bitsandbytes is imported where it is needed
 
     def _scales(self, num_weights: int, num_rows: int) -> dict[str, Tensor]:
-        """Return empty tensors for a layer's scales."""
         if self.kind == "int8":
             return {"SCB": torch.empty(num_rows, dtype=torch.float32)}
         num_scales = -(-num_weights // BLOCK)
@@ -249,7 +248,7 @@ def _kind_of(given: Any) -> str:
         is_4bit, is_8bit = given.get("load_in_4bit") is True, given.get("load_in_8bit") is True
         kind = given.get("bnb_4bit_quant_type", "fp4") if is_4bit else "int8"
         is_number = isinstance(given.get("llm_int8_threshold", 6.0), float | int)
-        if is_4bit != is_8bit and kind in ("nf4", "fp4", "int8") and is_number:
+        if is_4bit != is_8bit and kind in (("nf4", "fp4") if is_4bit else ("int8",)) and is_number:
             return str(kind)
     found = f"bitsandbytes with {given}" if method == _PACKAGE else repr(method)
     raise ConfigError(
@@ -294,13 +293,8 @@ def with_quantization(config: str, kind: str | None, dtype: str) -> str:
 
 
 def check_same(served: str, folder: str | None, kind: str | None) -> None:
-    """Refuse to join a model that is quantised in another form than a folder or `--quantize` demands.
-
-    Args:
-        served: The config.json of the served model.
-        folder: The config.json of the folder at hand, if there is one.
-        kind: The kind that the user chose; None: that of the served model.
-    """
+    """Refuse a served model in another form than a local folder has, or than the user chose (`kind`, if not None)."""
+    # `served` and `folder` are the contents of both config.json files.
     there, here = (None if one is None else Quantization.of(json.loads(one)) for one in (served, folder))
     name = "plain" if there is None else there.kind
     if kind not in (None, name):

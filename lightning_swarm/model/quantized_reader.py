@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +12,21 @@ from torch import Tensor, nn
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.quantization import BLOCK, NESTED_BLOCK, Quantization
 
+if TYPE_CHECKING:
+    from lightning_swarm.model.pretrained import FolderReader
+
 # Tensors of a quantised layer -> their names in files, after the layer's name.
-_IN_FILES: Final = {
-    "weight": "weight",
-    "SCB": "SCB",
-    "absmax": "weight.absmax",
-    "quant_map": "weight.quant_map",
-    "nested_absmax": "weight.nested_absmax",
-    "nested_quant_map": "weight.nested_quant_map",
-}
+_OF_4BIT: Final = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_IN_FILES: Final = {"weight": "weight", "SCB": "SCB", **{name: f"weight.{name}" for name in _OF_4BIT}}
 
 
-class PlainReader(Protocol):
-    """Reads plain tensors of a folder."""
-
-    def __call__(self, name: str) -> Tensor:
-        """Read a tensor by its name in the module."""
-        ...
-
-    def find(self, name: str) -> Tensor | None:
-        """Read a tensor by its name in the files; None if there is none."""
-        ...
-
-    def warn_of_unread(self) -> None:
-        """After the whole model was read: warn of other tensors in the files."""
-        ...
+def check_finite(name: str, values: Tensor, remedy: str) -> None:
+    """Refuse weights that are infinite or NaN."""
+    if num_others := int((~torch.isfinite(values)).sum()):
+        raise ConfigError(
+            f"a model's weights must be finite numbers, and {num_others} of {values.numel()} in {name!r} are not, in "
+            f"{values.dtype}. Save the model again from a sound checkpoint, or {remedy}."
+        )
 
 
 class QuantizedReader:
@@ -46,7 +36,7 @@ class QuantizedReader:
         self,
         quantization: Quantization,
         layers: Mapping[str, nn.Module],
-        plain: PlainReader,
+        plain: FolderReader,
         *,
         is_stored: bool,  # the weights in the folder are quantised
     ) -> None:
@@ -68,19 +58,14 @@ class QuantizedReader:
         return self._last[1][part]
 
     def warn_of_unread(self) -> None:
-        """See `PlainReader`."""
+        """After the whole model was read: warn of other tensors in the files."""
         self._plain.warn_of_unread()
 
     def _quantized(self, where: str, layer: Any) -> Mapping[str, Tensor]:
         weight = self._plain(f"{where}.weight").to(self._form.dtype)
         # float16 is the dtype in which bitsandbytes finds the scales of int8.
         checked = weight.to(torch.float16) if self._form.kind == "int8" else weight
-        if num_others := int((~torch.isfinite(checked)).sum()):
-            raise ConfigError(
-                f"a model's weights must be finite numbers, and {num_others} of {weight.numel()} in "
-                f"{f'{where}.weight'!r} are not, in {checked.dtype}. Save the model again from a sound checkpoint, or "
-                "serve it without `--quantize`."
-            )
+        check_finite(f"{where}.weight", checked, "serve it without `--quantize`")
         return self._form.quantized(weight.T if layer.was_transposed else weight)
 
     def _stored(self, where: str, layer: nn.Module) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ to each of the stage's servers. Each applies them in the microbatches' order, as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -38,34 +38,28 @@ class RunningStatistics:
 
     def __init__(self, stage: StageModule) -> None:
         norms = [norm for norm in stage.counted_modules() if isinstance(norm, _BatchNorm)]
-        self._norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]
-        self._sizes = [_mean(norm).numel() for norm in self._norms]
+        self.norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]  # norms that have statistics
+        self._sizes = [_mean(norm).numel() for norm in self.norms]
         self._seen: dict[int, dict[Receipt, Tensor]] = {}  # step -> microbatch -> batch statistics
-        self.length = 2 * len(self._norms) + 2 * sum(self._sizes)
+        self.length = 2 * len(self.norms) + 2 * sum(self._sizes)
 
     def __bool__(self) -> bool:
-        return bool(self._norms)
+        return bool(self.norms)
 
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers of all batch norms."""
-        return [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
-
-    @property
-    def norms(self) -> list[_BatchNorm]:
-        """The batch norms that have statistics."""
-        return self._norms
+        return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
 
     # ------------------------------------------------------------------ a microbatch
 
-    def kept(self) -> contextlib.AbstractContextManager[BatchStatistics]:
-        """Keep running statistics unchanged inside; afterwards the yielded object has the batch statistics."""
-        norms = [norm for norm in self._norms if norm.training]
-        return self._kept(norms) if norms else contextlib.nullcontext(BatchStatistics())
-
     @contextlib.contextmanager
-    def _kept(self, norms: Sequence[_BatchNorm]) -> Iterator[BatchStatistics]:
-        seen = BatchStatistics()
+    def kept(self) -> Iterator[BatchStatistics]:
+        """Keep running statistics unchanged inside; afterwards the yielded object has the batch statistics."""
+        seen, norms = BatchStatistics(), [norm for norm in self.norms if norm.training]
+        if not norms:
+            yield seen
+            return
         own = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
         momenta = [norm.momentum for norm in norms]
         for buffer, data in own:
@@ -80,8 +74,8 @@ class RunningStatistics:
                 buffer.data = data
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-        num = len(self._norms)
-        found[-num:] = found.new_tensor([_momentum(norm) for norm in self._norms])
+        num = len(self.norms)
+        found[-num:] = found.new_tensor([_momentum(norm) for norm in self.norms])
         seen.values = found
         if any(count > 1 for count in found[:num].tolist()):
             raise ConfigError(
@@ -97,12 +91,12 @@ class RunningStatistics:
         """
         # Computed from the buffers, because a compiled module may not run hooks.
         seen = BatchStatistics()
-        if not self._norms:
+        if not self.norms:
             yield seen
             return
         before = self._read()
         yield seen
-        after, num = self._read(), len(self._norms)
+        after, num = self._read(), len(self.norms)
         uses, momenta = after[:num] - before[:num], after[-num:]
         if not uses.any():
             return
@@ -121,7 +115,7 @@ class RunningStatistics:
     @property
     def _owners(self) -> Tensor:
         """The index of the norm of each mean and of each variance."""
-        return torch.arange(len(self._norms)).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2))
+        return torch.arange(len(self.norms)).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2))
 
     def add(self, key: CallKey, values: Tensor | None) -> None:
         """Keep the batch statistics of a microbatch whose gradient was added."""
@@ -138,7 +132,7 @@ class RunningStatistics:
     def after(self, seen: Mapping[Receipt, Tensor]) -> Tensor:
         """Return the running statistics ``[length]`` after these batch statistics, in the order of one machine."""
         state = self._read()
-        num, numbers = len(self._norms), self.length - len(self._norms)
+        num, numbers = len(self.norms), self.length - len(self.norms)
         owners = self._owners.to(state.device)
         for _, values in sorted(seen.items(), key=lambda item: _order(item[0])):
             values, fixed = values.to(state).split([numbers, num])  # noqa: PLW2901
@@ -153,9 +147,9 @@ class RunningStatistics:
 
     def enter(self, state: Tensor, step: int) -> None:
         """Set the norms' running statistics to a result of `after`, and drop the batch statistics until this step."""
-        num = len(self._norms)
+        num = len(self.norms)
         parts = state[num : self.length - num].split(self._sizes * 2)
-        for norm, count, mean, var in zip(self._norms, state[:num], parts[:num], parts[num:], strict=True):
+        for norm, count, mean, var in zip(self.norms, state[:num], parts[:num], parts[num:], strict=True):
             # Through `data`, because graphs that wait for their backward would otherwise count the tensors as changed.
             assert norm.running_var is not None
             _mean(norm).data.copy_(mean)
@@ -170,16 +164,16 @@ class RunningStatistics:
 
     def _read(self, *, seen: bool = False) -> Tensor:
         """Return the norms' buffers as a vector; with `seen`, zeros for norms in eval mode."""
-        means = [_mean(norm) for norm in self._norms]
-        variances = [norm.running_var for norm in self._norms if norm.running_var is not None]
+        means = [_mean(norm) for norm in self.norms]
+        variances = [norm.running_var for norm in self.norms if norm.running_var is not None]
         uncounted = means[0].new_zeros(())
-        counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self._norms]
-        off = [seen and not norm.training for norm in self._norms] * 3
+        counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self.norms]
+        off = [seen and not norm.training for norm in self.norms] * 3
         parts = zip((*counts, *means, *variances), off, strict=True)
         found = [
             (torch.zeros_like(part) if is_off else part.detach()).to(torch.float64).view(-1) for part, is_off in parts
         ]
-        return torch.cat([*found, found[0].new_tensor([_momentum(norm) for norm in self._norms])])
+        return torch.cat([*found, found[0].new_tensor([_momentum(norm) for norm in self.norms])])
 
 
 def _momentum(norm: _BatchNorm) -> float:

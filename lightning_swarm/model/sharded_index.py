@@ -37,17 +37,10 @@ class _IndexRecord:
         self.state = state
 
 
-def _record(name: str) -> type[_IndexRecord]:
-    return type(name, (_IndexRecord,), {})
-
-
-_METADATA: Final = _record("Metadata")
-_TENSOR: Final = _record("TensorStorageMetadata")
-_BYTES: Final = _record("BytesStorageMetadata")
-_CHUNK: Final = _record("ChunkStorageMetadata")
-_PROPERTIES: Final = _record("TensorProperties")
-_PLACE: Final = _record("MetadataIndex")
-_STORED: Final = _record("_StorageInfo")
+_CLASSES: Final = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties)
+_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _PLACE, _STORED = (
+    type(kind.__name__, (_IndexRecord,), {}) for kind in (*_CLASSES, MetadataIndex, _StorageInfo)
+)
 
 _MAX_NAME: Final = 200  # characters of a file's name
 _METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"
@@ -89,11 +82,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read an index file, and check it.
-
-    Raises:
-        ConfigError: The file is no index, names more than an index does, or contradicts itself.
-    """
+    """Read an index; raise `ConfigError` if it is none, names more than an index does, or contradicts itself."""
     try:
         with path.open("rb") as file:
             return _metadata(_Unpickler(file).load())

@@ -154,7 +154,6 @@ for _name in vars(Callback):  # `begin_hook` must come before each hook of other
 
 
 def _is_lightnings(hook: object) -> bool:
-    """Return whether a hook is defined in Lightning or in this package, not in user code."""
     return is_in_packages(OWN_PACKAGES, getattr(hook, "__module__", None))
 
 
@@ -257,26 +256,19 @@ class Checkpoints:
         self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """Return the optimizer's state dict at the last step."""
-        with self._strategy.paused_access():
-            return self._optimizer_state(optimizer, default)
-
-    def _optimizer_state(
-        self, optimizer: Optimizer, default: Callable[[Optimizer], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        strategy = self._strategy
-        states = self._rollback.states
-        if states is not None and states.taking:
-            return states.without_state(optimizer)
-        if not strategy.is_global_zero:
-            return {}
-        weights = self._stale_weights
-        if weights is not None:
-            weights.check_optimizer()
-        if self._is_sharded:
-            names = {id(parameter): name for name, parameter in strategy.own_module.named_parameters()}
-            saved = optimizer.state_dict()  # its state may be stale; then the servers write theirs
-            return optimizer_state.number_to_name(optimizer, names, {**saved, "state": {}} if weights else saved)
-        return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
+        strategy, states, weights = self._strategy, self._rollback.states, self._stale_weights
+        with strategy.paused_access():
+            if states is not None and states.taking:
+                return states.without_state(optimizer)
+            if not strategy.is_global_zero:
+                return {}
+            if weights is not None:
+                weights.check_optimizer()
+            if self._is_sharded:
+                names = optimizer_state.parameter_names(strategy.own_module)
+                saved = optimizer.state_dict()  # its state may be stale; then the servers write theirs
+                return optimizer_state.number_to_name(optimizer, names, {**saved, "state": {}} if weights else saved)
+            return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, default: Callable[..., None]) -> None:
         """Write a checkpoint."""
@@ -393,7 +385,7 @@ class Checkpoints:
         if run is None or run.loop is None or not run.session.is_lead:
             return
         assert strategy.weights is not None
-        run.loop.tell_selection()  # callbacks may have restored parameter groups
+        run.loop.send_selection()  # callbacks may have restored parameter groups
         if self._folder is not None:
             strategy.weights.hand_out_shards(strategy.optimizers[0], self._folder)
         else:

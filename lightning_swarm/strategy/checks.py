@@ -20,7 +20,7 @@ from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
-from lightning_swarm.model.optimizer_state import read_selection
+from lightning_swarm.model.optimizer_state import parameter_names, parameters_of, read_selection
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, check_hooks, instance_step
 from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
@@ -43,11 +43,8 @@ _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
 # Function of the Trainer -> hook that makes its data.
-_LOADERS = {
-    "fit": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
+_LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader"} | {
+    name: f"{name}_dataloader" for name in ("test", "predict")
 }
 
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")  # values of `ckpt_path`, or their beginnings before a colon
@@ -165,7 +162,6 @@ def check_data(trainer: Trainer, module: LightningModule, call_arguments: Mappin
 
 
 def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse features that a swarm does not support in `fit`."""
     is_overridden = framework_of(trainer).is_overridden
     if not module.automatic_optimization:
         raise ConfigError(
@@ -245,7 +241,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     if len(optimizers) != 1:
         raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
     optimizer = optimizers[0]
-    if not any(group["params"] for group in optimizer.param_groups):  # Lightning's stand-in for None
+    if not parameters_of(optimizer):  # Lightning's stand-in for None
         raise ConfigError(
             "`configure_optimizers` must return an optimizer with parameters, got none: a swarm trains. Return one, or "
             "leave `strategy` out for a loop that only reads batches."
@@ -269,21 +265,19 @@ def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: boo
     """
     if instance_step(optimizer) is not None:  # a trial of user code could have side effects
         return frozenset()
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return OptimizerTemplate(optimizer, names).check_steps(in_stages=in_stages)
+    return OptimizerTemplate(optimizer, parameter_names(module)).check_steps(in_stages=in_stages)
 
 
 def unportable(optimizer: Optimizer, module: LightningModule) -> str:
     """Return why machines of different kinds could not step an optimizer to the same bits; empty if they can."""
     if instance_step(optimizer) is not None:
         return f"{type(optimizer).__name__} has a `step` of its own"
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return OptimizerTemplate(optimizer, names).unportable()
+    return OptimizerTemplate(optimizer, parameter_names(module)).unportable()
 
 
 def _check_attributes(optimizer: Optimizer) -> None:
     """Refuse lists with a tensor per parameter in attributes, which do not travel with a stage to another peer."""
-    shapes = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = [parameter.shape for parameter in parameters_of(optimizer)]
     for name, value in vars(optimizer).items():
         if not isinstance(value, (list, tuple)) or name == "param_groups":
             continue
@@ -355,7 +349,7 @@ def new_selection(
 
 def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:
     """Refuse local gradients of weights in stages, which no step counts; layers `around` the stages may have some."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = set(map(id, parameters_of(optimizer)))
     if around is not None:
         stepped -= set(map(id, around.parameters.values()))
     touched = [

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.fidelity.watched import same
-from lightning_swarm.model.optimizer_state import GROUP, copied_state
-from lightning_swarm.model.optimizer_template import HOOKS, instance_step, optimizers_in, parameters_of
+from lightning_swarm.model.optimizer_state import GROUP, copied_state, parameter_names, parameters_of
+from lightning_swarm.model.optimizer_template import HOOKS, instance_step, optimizers_in
 from lightning_swarm.strategy.module_access import ModuleAccess
 
 # Methods by which code uses an optimizer's state.
@@ -36,21 +36,6 @@ class _WatchedState(defaultdict[Any, Any]):
         return defaultdict, (dict, dict(self.items()))
 
 
-def _add(name: str) -> None:
-    """Add a method to `_WatchedState` that reports the use."""
-    own = getattr(defaultdict, name)
-
-    def use(self: _WatchedState, *args: Any, **kwargs: Any) -> Any:
-        self.on_use()
-        return own(self, *args, **kwargs)
-
-    setattr(_WatchedState, name, use)
-
-
-for _name in _READS:
-    _add(_name)
-
-
 class _WatchedGroup(dict[str, Any]):
     """A parameter group that calls `on_use` before each use of a value that the optimizer's own steps write."""
 
@@ -62,24 +47,26 @@ class _WatchedGroup(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-def _add_to_group(name: str, *, keyed: bool) -> None:
-    """Add a method to `_WatchedGroup` that reports the use; `keyed`: the method's first argument is a key."""
-    own = getattr(dict, name)
+def _add(kind: Any, name: str, *, keyed: bool = False) -> None:
+    """Add a method that reports the use; `keyed`: only if the first argument is a key that the steps write."""
+    own = getattr(super(kind, kind), name)
 
-    def use(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+    def use(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not keyed or (args and args[0] in self.written):
             self.on_use()
         return own(self, *args, **kwargs)
 
-    setattr(_WatchedGroup, name, use)
+    setattr(kind, name, use)
 
 
+for _name in _READS:
+    _add(_WatchedState, _name)
 for _name in ("__getitem__", "__setitem__", "__delitem__", "get", "pop", "setdefault"):
-    _add_to_group(_name, keyed=True)
+    _add(_WatchedGroup, _name, keyed=True)
 for _name in ("__iter__", "__eq__", "__or__", "__ror__", "__ior__", "__repr__", "values", "items", "copy"):
-    _add_to_group(_name, keyed=False)
+    _add(_WatchedGroup, _name)
 for _name in ("popitem", "clear", "update"):
-    _add_to_group(_name, keyed=False)
+    _add(_WatchedGroup, _name)
 
 
 class OptimizerAccess:
@@ -139,13 +126,12 @@ class OptimizerAccess:
         self._watch_groups()
 
     def _watch_groups(self) -> None:
-        """Watch new parameter groups."""
+
+        def watched(group: dict[str, Any]) -> dict[str, Any]:
+            return group if isinstance(group, _WatchedGroup) else _WatchedGroup(self._use, self._written, group)
+
         if self._written:
-            self._replace_groups(
-                lambda group: (
-                    group if isinstance(group, _WatchedGroup) else _WatchedGroup(self._use, self._written, group)
-                )
-            )
+            self._replace_groups(watched)
         known = {id(group) for group, _ in self._groups}
         self._groups += [
             (group, self._known_of(group))
@@ -178,7 +164,7 @@ class OptimizerAccess:
         if self._version != self._newest():
             self.check()
             found = self._gather()
-            names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
+            names = parameter_names(self._trainer.lightning_module)
             own = [(one, names[id(one)]) for one in parameters_of(self._optimizer)]
             with self._access.paused():
                 if self._watches:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from types import FunctionType
 from typing import Any, Final
 
-import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
 
@@ -57,7 +58,7 @@ class OwnValues:
         self._bare_module = frozenset(vars(framework.module()))
         self._bare_data = frozenset(vars(framework.data_module()))
         # Names in the module's code. In batches, only callbacks' attributes of these names are examined.
-        self._used = frozenset[str]().union(*map(_names, functions_of(type(self._module))))
+        self._used = frozenset[str]().union(*(names_in(one.__code__) for one in functions_of(type(self._module))))
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         self._before: Mapping[str, Any] | None = None  # stamps from before the current validation
         self._overrides = [
@@ -92,7 +93,6 @@ class OwnValues:
             )
 
     def _begin_validation(self) -> None:
-        """Replace the validation loop's `on_run_start`."""
         if not (self._warned_of_validation or self._num_trainers() < 2 or self._trainer.sanity_checking):
             self._before = self._stamps(self._around_validation)
         self._overrides[0].replaced()
@@ -139,7 +139,7 @@ class OwnValues:
         if not trainer.enable_validation or (brings and not in_mid_epoch):
             return
         reading = [one for one in functions_of(type(self._module)) if not _is_of_evaluation(one)]
-        if any("callback_metrics" in _names(one) for one in reading):
+        if any("callback_metrics" in names_in(one.__code__) for one in reading):
             _log.warning(
                 "%s reads `callback_metrics`, and the lead alone validates: the others %s. "
                 "Each trainer has at once what it logs itself. Validate at the end of each epoch, with data that "
@@ -151,13 +151,11 @@ class OwnValues:
     # ------------------------------------------------------------------ the values
 
     def _around_validation(self) -> Iterator[tuple[str, Any]]:
-        yield from self._of_module()
-        yield from self._of_callbacks()
-        yield from self._of_data()
+        return chain(self._of_module(), self._of_callbacks(), self._of_data())
 
     def _in_batches(self) -> Iterator[tuple[str, Any]]:
-        yield from self._of_module()
-        yield from ((path, value) for path, value in self._of_callbacks() if path.rpartition(".")[2] in self._used)
+        used = ((path, value) for path, value in self._of_callbacks() if path.rpartition(".")[2] in self._used)
+        return chain(self._of_module(), used)
 
     @property
     def _module(self) -> nn.Module:
@@ -170,7 +168,8 @@ class OwnValues:
             if isinstance(module, Metric | MetricCollection):
                 continue  # metrics are shared among trainers
             for key, value in attributes_of(module).items():
-                if key not in self._bare_module and not _is_known(value):
+                # The run handles these values itself.
+                if key not in self._bare_module and not isinstance(value, nn.Module | nn.Parameter | Optimizer):
                     yield from stamps_of(f"{name}.{key}" if name else key, value)
         for function in functions_of(type(self._module)):
             yield from closure_stamps(function)
@@ -216,12 +215,3 @@ def _named(names: list[str]) -> str:
 
 def _is_librarys(kind: type) -> bool:
     return is_in_packages((*OWN_PACKAGES, "torch", "builtins"), kind.__module__)
-
-
-def _is_known(value: object) -> bool:
-    """Return whether the run handles a value itself: modules, parameters and optimizers."""
-    return isinstance(value, nn.Module | nn.Parameter | torch.optim.Optimizer)
-
-
-def _names(function: FunctionType) -> set[str]:
-    return names_in(function.__code__)

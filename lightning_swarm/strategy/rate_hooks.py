@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any, Final
 
 from lightning.pytorch import Trainer
@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.core.override import Override
+from lightning_swarm.model.fidelity.code_reads import nested
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 from lightning_swarm.strategy.reachable_values import names_in
 
@@ -96,12 +97,8 @@ class RateHooks:
 
 
 def _may_set(hook: MethodType) -> bool:
-    """Return whether a hook's code names parameter groups, and sets items of any object."""
+    """Return whether a hook's code names parameter groups, and has an assignment of the form ``x[i] = value``."""
     code = getattr(hook.__func__, "__code__", None)
-    return code is not None and bool(_NAMES & names_in(code)) and _sets_items(code)
-
-
-def _sets_items(code: CodeType) -> bool:
-    """Return whether code, nested functions included, has an assignment of the form ``x[i] = value``."""
-    inner = any(isinstance(one, CodeType) and _sets_items(one) for one in code.co_consts)
-    return inner or any(one.opname == "STORE_SUBSCR" for one in dis.get_instructions(code))
+    if code is None or _NAMES.isdisjoint(names_in(code)):
+        return False
+    return any(one.opname == "STORE_SUBSCR" for part in nested(code) for one in dis.get_instructions(part))

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.model.fidelity.attribute_values import SCALARS
+from lightning_swarm.model.fidelity.code_reads import NOTHING, Cells, cells_of, nested
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 _OPAQUE: Final = frozenset({*OWN_PACKAGES, "torch", "numpy", "torchmetrics", *sys.stdlib_module_names})
@@ -157,26 +158,16 @@ def callable_stamps(name: str, function: Any) -> Iterator[tuple[str, Any]]:
 
 def closure_stamps(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield paths and stamps of the globals that a function names, and of its variables from enclosing functions."""
-    for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
-        value = function.__globals__[name]
-        if not callable(value) or is_users(value):
-            yield from stamps_of(name, value)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not set yet
-            continue
-        if not callable(value) or is_users(value):
+    names, cells = sorted(names_in(function.__code__) & function.__globals__.keys()), cells_of(function)
+    values = [(name, function.__globals__[name]) for name in names] + [(name, Cells(cells)[name]) for name in cells]
+    for name, value in values:
+        if value is not NOTHING and (not callable(value) or is_users(value)):
             yield from stamps_of(name, value)
 
 
 def names_in(code: types.CodeType) -> set[str]:
     """Return the names of globals and attributes in a function's code, nested functions included."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= names_in(constant)
-    return found
+    return {name for part in nested(code) for name in part.co_names}
 
 
 def functions_of(kind: type) -> Iterator[types.FunctionType]:

@@ -47,14 +47,7 @@ class ModuleWeights:
         self._optimizer_access: OptimizerAccess | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
-        return {
-            **vars(self),
-            "_peer": None,
-            "_session": None,
-            "_access": None,
-            "_optimizer_access": None,
-            "_gathered": [],
-        }
+        return {**vars(self), **dict.fromkeys(("_peer", "_session", "_access", "_optimizer_access")), "_gathered": []}
 
     def end_run(self) -> None:
         """Forget the run that is over; weights that were not gathered are lost."""
@@ -83,10 +76,7 @@ class ModuleWeights:
         return [tensor for reference in self._gathered if (tensor := reference()) is not None]
 
     def complete(self, own: dict[str, Any], names: Mapping[str, str]) -> None:
-        """Fill the module's state dict `own` with the weights of the last step, unless the module holds them.
-
-        `names` maps keys of the state dict to the tensors' first names in the module.
-        """
+        """Fill the module's state dict with the last step's weights; `names`: its keys -> the tensors' first names."""
         self._gathered.clear()
         if self.stale:
             weights = {**self._gather(model_state.gather_weights), **self._access.pending}
@@ -94,7 +84,7 @@ class ModuleWeights:
             own.update({key: weights[names[key]] for key in own if names.get(key) in weights})
 
     def without_stages(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the module's state dict without the stages' tensors; `names` as in `complete`."""
+        """Return the module's state dict without the stages' tensors; see `complete`."""
         held = set().union(*self._saved_names)
         return {key: value for key, value in own.items() if names.get(key) not in held}
 
@@ -149,7 +139,6 @@ class ModuleWeights:
         *args: _P.args,
         **options: _P.kwargs,
     ) -> _T:
-        """Run a function of `model_state` for this run."""
         _, run = self._active_run
         return self._peer.runtime.run(call(self._peer.transport, run, *args, **options))
 
@@ -211,7 +200,7 @@ class ModuleWeights:
 
     @property
     def _parameter_names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return optimizer_state.parameter_names(self._module)
 
     @property
     def _active_run(self) -> tuple[Session, RunState]:

@@ -61,10 +61,7 @@ def unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 class Comparison:
-    """Compares values in several dicts with wanted values, at the speed of C; identical objects count as equal.
-
-    For each dict, at least one value must be wanted.
-    """
+    """Compares dicts with wanted values, at least one for each, at the speed of C; identical objects are equal."""
 
     def __init__(self, dicts: Iterable[Mapping[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
         self._dicts = list(dicts)

@@ -70,7 +70,7 @@ class Reads:
 def reads(code: CodeType) -> Reads:
     """Return the names that a function's code reads."""
     names: defaultdict[str, set[Any]] = defaultdict(set)
-    for part in _nested(code):
+    for part in nested(code):
         before, before_name = "", ""
         for one in dis.get_instructions(part):
             kind = _KINDS.get(one.opname, one.opname)
@@ -96,12 +96,12 @@ def _loaded(one: dis.Instruction) -> str:
     return value if one.opname.startswith("LOAD_") and isinstance(value, str) else ""
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
     """Yield a function's code, and the code of functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested(constant)
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:

@@ -118,27 +118,18 @@ def check_global() -> None:
             )
 
 
-def has_user_hooks(module: nn.Module) -> bool:
-    """Return whether there are forward hooks of users on a module."""
-    return bool(user_hooks(module))
-
-
 def user_hooks(module: nn.Module) -> list[str]:
     """Return the names of the forward hooks of users on a module."""
     return [_name(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for _, hook in _of_user(hooks)]
 
 
 def describe(named: Iterable[Named]) -> dict[str, Any]:
-    """Return the description of a trainer's hooks that servers need.
-
-    It has the observed modules, whether hooks also observe arguments before the forward, and how many hooks change
-    values.
-    """
+    """Describe a trainer's hooks to servers: the observed modules, and how many hooks change values of each module."""
     observed, changing = {}, {}
     for name, module in _hooked(named):
         forward, before = _observing(module)
         if forward or before:
-            observed[name] = bool(before)
+            observed[name] = bool(before)  # whether hooks also observe arguments, before the forward
             _check_order(name, module)
         if number := _num_changing(module):
             changing[name] = number
@@ -147,7 +138,6 @@ def describe(named: Iterable[Named]) -> dict[str, Any]:
 
 
 def _hooked(named: Iterable[Named]) -> list[Named]:
-    """Return the modules that have hooks."""
     return [
         (name, module)
         for name, module in named
@@ -195,10 +185,7 @@ def _check_backward(name: str, module: nn.Module) -> None:
 
 
 def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> None:
-    """Call observing hooks for their modules' calls on servers, in the order of execution.
-
-    The values of all microbatches have been merged before.
-    """
+    """Call observing hooks for their modules' calls on servers, merged from microbatches, in the order of execution."""
     events: list[tuple[Sequence[int], Any, tuple[Any, ...]]] = []
     for name, module, calls in observed:
         forward, before = _observing(module)
@@ -214,24 +201,16 @@ def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> 
             raise ConfigError(f"a hook may observe or change a value, not both: got {_name(hook)}. {_REMEDY}")
 
 
-def recording(
-    modules: Mapping[str, nn.Module], description: Any, stage: int
-) -> contextlib.AbstractContextManager[dict[str, list[Any]]]:
+@contextlib.contextmanager
+def recording(modules: Mapping[str, nn.Module], description: Any, stage: int) -> Iterator[dict[str, list[Any]]]:
     """Disable observing hooks inside, and yield the calls of the modules that a trainer observes.
 
     Each call is a list of its arguments, its output, and its begin and end among all calls, as ``[stage, number]``.
     """
     hooked = dict(_hooked(modules.items()))
     if description is None and not hooked:
-        return contextlib.nullcontext({})
-    return _recording(modules, hooked, description, stage)
-
-
-@contextlib.contextmanager
-def _recording(
-    modules: Mapping[str, nn.Module], hooked: Mapping[str, nn.Module], description: Any, stage: int
-) -> Iterator[dict[str, list[Any]]]:
-    """Do `recording` for modules of which some have hooks, here or on the trainer."""
+        yield {}
+        return
     observed, changing = _checked(description, modules)
     own = {name: number for name, module in hooked.items() if (number := _num_changing(module))}
     if own != changing:
@@ -244,7 +223,7 @@ def _recording(
     recorders = {name: _Recorder(name, stage, order, before=before) for name, before in observed.items()}
     with contextlib.ExitStack() as stack:
         for name in [name for name in modules if name in observed or name in hooked]:
-            if name in observed or has_user_hooks(modules[name]):
+            if name in observed or user_hooks(modules[name]):
                 stack.enter_context(_replaced(modules[name], recorders.get(name)))
         yield {name: recorder.calls for name, recorder in recorders.items()}
     for recorder in recorders.values():

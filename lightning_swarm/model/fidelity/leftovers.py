@@ -187,8 +187,10 @@ class ForwardWatch:
                 old = state.get(key, _Absent)
                 if key in self._ignored[place] or (old is value and key not in contents):
                     continue
-                if old is value and _same_content(contents[key], _content(value)):
-                    continue
+                if old is value:
+                    now_in, old_in = _content(value), contents[key]
+                    if len(now_in) == len(old_in) and all(map(operator.is_, now_in, old_in)):
+                        continue
                 if old is value or not _equal_constants(old, value):
                     found[place, key] = ValueChange(old, value)
         return found
@@ -271,10 +273,6 @@ def _content(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [item for pair in value.items() for item in pair]
     return list(value)
-
-
-def _same_content(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _is_constant(value: Any) -> bool:

@@ -40,30 +40,20 @@ class _FirstValues:
     changed_by_forward: set[str] = field(default_factory=set)  # names in `plain`, by forwards on this peer
 
 
-# Keyed by `id`, because some modules have a hash that changes or raises an error.
-_known: dict[int, tuple[weakref.ref[nn.Module], _FirstValues]] = {}
+# Keyed by `id`, because some modules have a hash that changes or raises an error. Dropped when a module is freed.
+_known: dict[int, _FirstValues] = {}
 
 
 def _first_of(module: nn.Module) -> _FirstValues:
     """Return a module's first values; if it has none yet, record its present attributes."""
-    key = id(module)
-    if key in _known and _known[key][0]() is module:
-        return _known[key][1]
-    plain = {name: kept(value) for name, value in _attributes(vars(module)) if is_plain(value)}
-    first = _FirstValues(plain, _class_values(type(module)))
-    reference = weakref.ref(module, lambda gone: _forget(key, gone))
-    _known[key] = reference, first
-    return first
-
-
-def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
-    """Drop the first values of a freed module, unless another module has its id by now."""
-    if key in _known and _known[key][0] is gone:
-        del _known[key]
+    if (key := id(module)) not in _known:
+        plain = {name: kept(value) for name, value in _attributes(vars(module)) if is_plain(value)}
+        _known[key] = _FirstValues(plain, _class_values(type(module)))
+        weakref.finalize(module, _known.pop, key)
+    return _known[key]
 
 
 def _class_values(kind: type) -> dict[str, Any]:
-    """Return the plain attributes of a class and its bases."""
     found: dict[str, Any] = {}
     for one in reversed(_classes(kind)):
         found |= {name: kept(value) for name, value in _attributes(vars(one)) if is_plain(value)}
@@ -81,10 +71,8 @@ def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def remember(model: nn.Module) -> None:
-    """Record the present attributes of newly built modules as their first values.
-
-    Call it before the trainer runs Lightning's hooks that servers do not run, because these may set attributes.
-    """
+    """Record the present attributes of newly built modules as their first values."""
+    # Called before the trainer runs Lightning's hooks that servers do not run, because these may set attributes.
     for module in model.modules():
         _first_of(module)
 
@@ -107,8 +95,7 @@ def exempt(module: nn.Module, name: str) -> None:
 
 def is_exempt(module: nn.Module, name: str) -> bool:
     """Return whether an attribute is exempt from comparisons, because a forward or the swarm itself has set it."""
-    known = _known.get(id(module))
-    return known is not None and known[0]() is module and name in known[1].exempt
+    return id(module) in _known and name in _known[id(module)].exempt
 
 
 def built_values(module: nn.Module) -> dict[str, Any]:
@@ -237,11 +224,7 @@ class TrainerStates:
         self._read = self._collected()
 
     def read(self) -> tuple[bool, ModuleStates | None]:
-        """Return whether any part of the stage is in train mode, and the states that differ from the first values.
-
-        Raises:
-            ConfigError: A changed value cannot be sent.
-        """
+        """Return whether any part of the stage trains, and the changed states; refuse values that cannot be sent."""
         self._outside.check()
         for title, name, value in self._contents.changed():
             one, attribute = self._titles[title], name.partition(".")[0]
@@ -341,7 +324,15 @@ class _AllRequired:
 
     def set(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """Set the attributes that differ, and return the changes, for restoring them."""
-        return [] if self._comparison.holds() else [change for target in self.targets for change in _set(target)]
+        changed = list[tuple[dict[str, Any], str, Any, Any]]()  # attributes, name, old value, new value
+        for target in [] if self._comparison.holds() else self.targets:
+            own = target.watched.own
+            for name, value in target.values.items():
+                before = own.get(name, _NOTHING)
+                if not same(before, value):
+                    own[name] = kept(value)  # the forward may change a list in place
+                    changed.append((own, name, before, own[name]))
+        return changed
 
 
 class ServerStates:
@@ -422,17 +413,6 @@ def _adopt_module_writes(one: _WatchedModule, target: _Required) -> bool:
         elif name in first.plain or not same(value, one.seen.get(name, _NOTHING)):
             exempt(one.module, name)
     return before != first.plain
-
-
-def _set(target: _Required) -> list[tuple[dict[str, Any], str, Any, Any]]:
-    """Set the attributes that differ, and return (attributes, name, old value, new value) for each."""
-    own, changed = target.watched.own, []
-    for name, value in target.values.items():
-        before = own.get(name, _NOTHING)
-        if not same(before, value):
-            own[name] = kept(value)  # the forward may change a list in place
-            changed.append((own, name, before, own[name]))
-    return changed
 
 
 def _checked(one: _WatchedModule, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,18 +15,9 @@ from typing import Any, Final, NoReturn
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.fidelity import code_reads
 from lightning_swarm.model.fidelity.attribute_values import Comparison, is_comparable, kept
-from lightning_swarm.model.fidelity.code_reads import (
-    NAMESPACES,
-    Cells,
-    Reads,
-    cells_of,
-    defaults_of,
-    functions_of,
-    is_users,
-    methods_of,
-    reads,
-)
+from lightning_swarm.model.fidelity.code_reads import NAMESPACES, Cells, Reads
 from lightning_swarm.model.fidelity.leftovers import OF_TORCH
 from lightning_swarm.model.fidelity.module_contents import NO_SETTINGS
 
@@ -59,8 +50,8 @@ class _Block:
     @classmethod
     def of(cls, title: str, module: nn.Module, held: Collection[int]) -> _Block:
         """Analyse a module's code."""
-        functions = functions_of(module)
-        found = [reads(function.__code__) for function in functions]
+        functions = code_reads.functions_of(module)
+        found = [code_reads.reads(function.__code__) for function in functions]
         names, modes_of = (
             frozenset[str]().union(*(getattr(one, name) for one in found)) for name in ("attributes", "modes_of")
         )
@@ -73,7 +64,7 @@ class _Block:
         names = self.names - own
         if isinstance(value, nn.Module) and self.modes_of - module._modules.keys():
             names |= {"training"}
-        inside = [reads(function.__code__).attributes for function in methods_of(value, names)]
+        inside = [code_reads.reads(function.__code__).attributes for function in code_reads.methods_of(value, names)]
         return set(names).union(*inside) - (OF_TORCH - {"training"})
 
 
@@ -116,9 +107,9 @@ def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
 
 def _sources(block: _Block) -> Iterator[_Source]:
     """Yield all places outside a module from which its code may read plain values."""
-    read = [reads(function.__code__) for function in block.functions]
+    read = [code_reads.reads(function.__code__) for function in block.functions]
     for kind in type(block.module).__mro__ if any(one.a_class for one in read) else ():
-        if is_users(kind.__module__):
+        if code_reads.is_users(kind.__module__):
             values = {name: value for name, value in vars(kind).items() if name in block.names}
             yield _Source(block.title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
     for name, value in vars(block.module).items():
@@ -133,14 +124,14 @@ def _sources(block: _Block) -> Iterator[_Source]:
 
 def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
     """Yield the globals, closure variables and defaults that a function reads."""
-    own, cells = function.__globals__, cells_of(function)
+    own, cells = function.__globals__, code_reads.cells_of(function)
     globals_ = {name: own[name] for name in read.globals if name in own and _is_watched(own[name], read)}
     yield _Source(block.title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
     enclosed = {name: value for name in cells if _is_watched(value := Cells(cells)[name], read)}
     if enclosed:
         place = f"a variable around `{function.__qualname__}`"
         yield _Source(block.title, place, Cells(cells), _plain(enclosed))
-    defaults = {name: value for name, value in defaults_of(function).items() if _is_watched(value, read)}
+    defaults = {name: value for name, value in code_reads.defaults_of(function).items() if _is_watched(value, read)}
     yield _Source(block.title, f"a default of `{function.__qualname__}`", defaults, _plain(defaults))
     for name, value in (*globals_.items(), *enclosed.items(), *defaults.items()):
         if type(value) is dict and not is_comparable(value):
@@ -177,10 +168,11 @@ def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _
 def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
     """Return the attributes of an object that may hold settings; empty for a library's own objects."""
     if isinstance(value, ModuleType | type):
-        return vars(value) if is_users(value.__name__ if isinstance(value, ModuleType) else value.__module__) else {}
+        module_name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        return vars(value) if code_reads.is_users(module_name) else {}
     if id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
         return {}
-    may_change = isinstance(value, (nn.Module, *NAMESPACES)) or is_users(type(value).__module__)
+    may_change = isinstance(value, (nn.Module, *NAMESPACES)) or code_reads.is_users(type(value).__module__)
     return getattr(value, "__dict__", {}) if may_change else {}
 
 
@@ -199,9 +191,9 @@ def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
     """Yield the names and values that a block's code reads: attributes, globals and closure variables."""
     yield from ((name, value) for name, value in vars(block.module).items() if name in block.names)
     for function in block.functions:
-        for name in reads(function.__code__).globals:
+        for name in code_reads.reads(function.__code__).globals:
             yield name, function.__globals__.get(name)
-        cells = cells_of(function)
+        cells = code_reads.cells_of(function)
         yield from ((name, Cells(cells)[name]) for name in cells)
 
 

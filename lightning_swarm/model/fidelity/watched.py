@@ -71,10 +71,7 @@ _KINDS: Final[Mapping[type, type]] = {nn.Parameter: WatchedParameter, Tensor: Wa
 
 
 def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | None:
-    """Call `on_use` before each use of a tensor's values, until the returned function is called.
-
-    None is returned if the tensor cannot be watched.
-    """
+    """Call `on_use` before each use of a tensor until the returned function is called; None: it cannot be watched."""
     own = type(tensor)
     if own not in _KINDS or tensor.is_meta:
         return None

@@ -110,7 +110,11 @@ def write_back(given: Given, argument: str, written: Tree, unavailable: Callable
             owner: Any = owners
             for step in path:
                 owner = owner[step]
-            _replace(owner, key, unavailable(f"a block replaced {key!r} in a {type(owner).__name__}"))
+            value = unavailable(f"a block replaced {key!r} in a {type(owner).__name__}")
+            if isinstance(owner, list) and key >= len(owner):
+                owner.append(value)
+            else:
+                owner[key] = value
     except ConfigError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -156,13 +160,6 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
             f"shape {tuple(tensor.shape)}, which became {tuple(value.shape)}. Have the block clone it first."
         )
     tensor.copy_(value)
-
-
-def _replace(owner: Any, key: Any, value: Any) -> None:
-    if isinstance(owner, list) and key >= len(owner):
-        owner.append(value)
-    else:
-        owner[key] = value
 
 
 def _differ(written: Mapping[str, Tensor], sent: Sequence[Tensor]) -> bool:

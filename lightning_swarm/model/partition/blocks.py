@@ -1,6 +1,6 @@
 """Finds the blocks of a model, their order, and the module whose forward they replace."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +10,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model.boundary_layers import boundary_layers
 from lightning_swarm.model.nn import Sequential
+from lightning_swarm.model.partition.stages import Named, named_within
 
 _HOOK: Final = "configure_stages"
 _REMEDY: Final = (
@@ -38,11 +39,9 @@ class Blocks:
         """True if the user's own forward calls the blocks, because the root is a list and has no forward."""
         return isinstance(self.root, nn.ModuleList)
 
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules in blocks, by names that begin with the block's name."""
-        for block_name, block in zip(self.names, self.modules, strict=True):
-            for name, module in block.named_modules():
-                yield (f"{block_name}.{name}" if name else block_name), module
+    def named_modules(self) -> list[Named]:
+        """Return all modules in blocks, by names that begin with the block's name."""
+        return named_within(zip(self.names, self.modules, strict=True))
 
 
 def no_blocks(model: nn.Module) -> Blocks:

@@ -66,35 +66,35 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
     _refuse_scripted(inside, outside)
 
 
+def _refuse_any(names: Iterable[str], rule: str) -> None:
+    """Raise the error of a rule if it is broken; `{}` in its text stands for the names that break it."""
+    if found := list(names):
+        raise ConfigError(rule.format(few(found)))
+
+
 def _refuse_scripted(inside: Sequence[Named], outside: Sequence[Named]) -> None:
-    found = [name for name, module in inside if isinstance(module, torch.jit.ScriptModule)]
-    found += [
-        name
-        for name, module in outside
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None
-    ]
-    if found:
-        raise ConfigError(
-            "modules that are scripted or traced by `torch.jit` may stand outside of the blocks if they have no "
-            f"parameters, got {few(found)}. Leave `torch.jit` out, or use `torch.compile`; keep a frozen one in a "
-            "list, `self.teacher = [scripted]`."
-        )
+    candidates = [*inside, *((name, m) for name, m in outside if next(m.parameters(), None) is not None)]
+    _refuse_any(
+        (name for name, module in candidates if isinstance(module, torch.jit.ScriptModule)),
+        "modules that are scripted or traced by `torch.jit` may stand outside of the blocks if they have no "
+        "parameters, got {}. Leave `torch.jit` out, or use `torch.compile`; keep a frozen one in a "
+        "list, `self.teacher = [scripted]`.",
+    )
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:
     """Refuse blocks with tensors that are not the model's own; `registered` are the ids of the model's tensors."""
-    unknown = [
+    unknown = (
         f"{key} of block {name!r}"
         for name, block in zip(blocks.names, blocks.modules, strict=True)
         for key, tensor in (*block.named_parameters(), *block.named_buffers())
         if id(tensor) not in registered
-    ]
-    if unknown:
-        raise ConfigError(
-            f"parameters and buffers of blocks must belong to the model, got {few(unknown)} that do not. "
-            "Create the layers in `__init__` or `configure_model` as attributes of the model; `configure_stages` only "
-            "arranges them."
-        )
+    )
+    _refuse_any(
+        unknown,
+        "parameters and buffers of blocks must belong to the model, got {} that do not. Create the layers in "
+        "`__init__` or `configure_model` as attributes of the model; `configure_stages` only arranges them.",
+    )
 
 
 def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied: set[int]) -> None:
@@ -105,82 +105,71 @@ def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied:
     # Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
     is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
     wide = [any(is_wide[key] for key in ids) for ids in held]
-    mixed = [
+    mixed = (
         parameters[key][0]
         for key in parameters
         if key in tied and len({wide[index] for index, ids in enumerate(held) if key in ids}) > 1
-    ]
-    if mixed:
-        raise ConfigError(
-            f"stages that share a parameter must all have float64 parameters, or none of them may, got {few(mixed)}, "
-            "shared by stages with and without. Convert the model to one dtype, or choose `split` so that the blocks "
-            "that share it are in one stage."
-        )
+    )
+    _refuse_any(
+        mixed,
+        "stages that share a parameter must all have float64 parameters, or none of them may, got {}, shared by stages "
+        "with and without. Convert the model to one dtype, or choose `split` so that the blocks that share it are in "
+        "one stage.",
+    )
 
 
 def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
     """Refuse parameters that are in blocks and outside of them; `held` are the ids of each stage's parameters."""
-    shared = [
+    shared = (
         f"{name}.{key}" if name else key
         for name, module in outside
         for key, parameter in module._parameters.items()
         if parameter is not None and any(id(parameter) in ids for ids in held)
-    ]
-    if shared:
-        raise ConfigError(
-            "a parameter must be either in the pipeline's blocks, which servers train, or outside of them, where "
-            f"trainers train it; got {few(shared)} outside, tied to a parameter of a block. Untie it, or define "
-            "`configure_stages(self)` so that all layers that share it are in one stage."
-        )
+    )
+    _refuse_any(
+        shared,
+        "a parameter must be either in the pipeline's blocks, which servers train, or outside of them, where "
+        "trainers train it; got {} outside, tied to a parameter of a block. Untie it, or define "
+        "`configure_stages(self)` so that all layers that share it are in one stage.",
+    )
 
 
 def _refuse_sparse(modules: Iterable[Named]) -> None:
-    sparse = [name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    if sparse:
-        raise ConfigError(
-            f"gradients must be dense to be averaged, got `sparse=True` in {few(sparse)}. Set `sparse=False`."
-        )
+    _refuse_any(
+        (name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse),
+        "gradients must be dense to be averaged, got `sparse=True` in {}. Set `sparse=False`.",
+    )
 
 
 def _refuse_generators(modules: Iterable[Named]) -> None:
-    found = [
-        f"{name}.{key}" for name, m in modules for key, value in vars(m).items() if isinstance(value, torch.Generator)
-    ]
-    if found:
-        raise ConfigError(
-            "blocks must not keep a random generator, because each peer would draw from its own copy; got "
-            f"{few(found)}. Draw without `generator` in the blocks, or draw in `training_step` and pass the numbers "
-            "to the blocks."
-        )
+    _refuse_any(
+        (f"{name}.{key}" for name, m in modules for key, one in vars(m).items() if isinstance(one, torch.Generator)),
+        "blocks must not keep a random generator, because each peer would draw from its own copy; got {}. Draw "
+        "without `generator` in the blocks, or draw in `training_step` and pass the numbers to the blocks.",
+    )
 
 
 def _refuse_complex(modules: Iterable[Named]) -> None:
-    found = [
-        f"{name}.{key}"
-        for name, module in modules
-        for key, parameter in module.named_parameters(recurse=False)
-        if parameter.is_complex() and parameter.requires_grad
-    ]
-    if found:
-        raise ConfigError(
-            f"trained parameters must be real, gradients are summed as real numbers: {few(found)} are complex. Store "
-            "them as real ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them."
-        )
+    parameters = ((name, *item) for name, module in modules for item in module.named_parameters(recurse=False))
+    _refuse_any(
+        (f"{name}.{key}" for name, key, one in parameters if one.is_complex() and one.requires_grad),
+        "trained parameters must be real, gradients are summed as real numbers: {} are complex. Store them as real "
+        "ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them.",
+    )
 
 
 def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
     """Refuse layers with running statistics that the swarm does not keep: it keeps only those of `BatchNorm`."""
-    found = [
+    found = (
         f"{name} ({type(m).__name__})"
         for name, m in modules
         if isinstance(m, nn.SyncBatchNorm) or (isinstance(m, _InstanceNorm) and m.track_running_stats)
-    ]
-    if found:
-        raise ConfigError(
-            "only `BatchNorm` layers may update buffers in forward, because the swarm keeps no other running "
-            f"statistics; got {few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with "
-            "`track_running_stats=False`."
-        )
+    )
+    _refuse_any(
+        found,
+        "only `BatchNorm` layers may update buffers in forward, because the swarm keeps no other running statistics; "
+        "got {}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`.",
+    )
 
 
 def check_statistics(runs: Sequence[Run]) -> None:
@@ -196,14 +185,14 @@ def check_statistics(runs: Sequence[Run]) -> None:
 
 def check_initialised(modules: Iterable[Named]) -> None:
     """Refuse lazy layers that do not know their shapes."""
-    lazy = [
+    lazy = (
         f"{name} ({type(m).__name__})"
         for name, m in modules
         if isinstance(m, LazyModuleMixin)
         and any(is_lazy(t) for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
-    ]
-    if lazy:
-        raise ConfigError(
-            f"layers must know their shapes before the model is cut, got lazy ones that do not: {few(lazy)}. "
-            "Give them their input sizes, or run one batch through the model in `configure_model`."
-        )
+    )
+    _refuse_any(
+        lazy,
+        "layers must know their shapes before the model is cut, got lazy ones that do not: {}. Give them their input "
+        "sizes, or run one batch through the model in `configure_model`.",
+    )

@@ -46,7 +46,12 @@ def plan_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], b
     last_blocks = [indices.stop - 1 for indices in ranges[:-1]]
     existing = layers_by_block(model, blocks)
     if existing:
-        _check_existing(describe_layers(model), boundary)
+        for name, layer in describe_layers(model).items():
+            if type(layer) is not type(boundary) or layer.ratio != boundary.ratio:
+                raise ConfigError(
+                    f"`boundary` must be what the model has, maybe from its checkpoint: {layer!r} stands after "
+                    f"{name!r}, got {boundary!r}. Leave `boundary` out, or begin with a model without."
+                )
         missing = [blocks.names[index] for index in last_blocks if index not in existing]
         if missing:
             raise ConfigError(
@@ -63,15 +68,6 @@ def plan_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], b
     new = [_full_name(model, blocks, index) for index in last_blocks]
     plan_layers(model, boundary, new)
     return new
-
-
-def _check_existing(existing: Mapping[str, Boundary], boundary: Boundary) -> None:
-    for name, layer in existing.items():
-        if type(layer) is not type(boundary) or layer.ratio != boundary.ratio:
-            raise ConfigError(
-                f"`boundary` must be what the model has, maybe from its checkpoint: {layer!r} stands after {name!r}, "
-                f"got {boundary!r}. Leave `boundary` out, or begin with a model without."
-            )
 
 
 def _full_name(model: nn.Module, blocks: Blocks, index: int) -> str:
@@ -106,7 +102,7 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
         checks.check_ranges(ranges, len(blocks.modules))
     layers = layers_by_block(model, blocks)
     outside = _outside(model, [*blocks.modules, *layers.values()])
-    checks.check_modules(list(blocks.named_modules()), outside)
+    checks.check_modules(blocks.named_modules(), outside)
     runs = [_run(blocks, layers, indices) for indices in ranges]
     checks.check_statistics(runs)
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
@@ -179,7 +175,6 @@ def _run(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) ->
 
 
 def _outside(model: nn.Module, run: Iterable[nn.Module]) -> list[Named]:
-    """Return the modules that no stage runs."""
     inside = {id(module) for part in run for module in part.modules()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 

@@ -1,6 +1,6 @@
 """Stages: runs of the user's own blocks that a server computes, and the tensors in them by the state dict's names."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,11 @@ Named = tuple[str, nn.Module]
 
 Run = Sequence[tuple[str | None, nn.Module]]
 """The modules that a stage computes, in order: blocks with their names, and boundary layers without."""
+
+
+def named_within(blocks: Iterable[Named]) -> list[Named]:
+    """Return all modules in named blocks, by names that begin with the block's name."""
+    return [(f"{name}.{key}" if key else name, inner) for name, one in blocks for key, inner in one.named_modules()]
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
@@ -79,10 +84,8 @@ class StageModule(nn.Module):
 
     def named_block_modules(self) -> list[Named]:
         """Return all modules in blocks, by names that begin with the block's name."""
-        named = [(name, block) for name, block in zip(self.block_names, self.blocks, strict=True) if name is not None]
-        return [
-            (f"{name}.{key}" if key else name, inner) for name, block in named for key, inner in block.named_modules()
-        ]
+        pairs = zip(self.block_names, self.blocks, strict=True)
+        return named_within((name, block) for name, block in pairs if name is not None)
 
     def counted_modules(self) -> list[nn.Module]:
         """Return the modules whose running statistics the stage keeps."""

@@ -114,9 +114,7 @@ def _run_forward(model: nn.Module, modules: list[nn.Module], blocks: Blocks, exa
 
 
 def prepare_call(
-    block: nn.Module,
-    arguments: Arguments,
-    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    block: nn.Module, arguments: Arguments, context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 ) -> Callable[[], None]:
     """Return a function that runs one forward and backward of a block, on copies of the arguments."""
     structure, tensors = serialization.flatten(arguments)

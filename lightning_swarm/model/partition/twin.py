@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from lightning_swarm.model.fidelity.copying import copied, copied_hooks
@@ -22,7 +22,8 @@ def twin_of(model: nn.Module, blocks: Blocks) -> tuple[nn.Module, Blocks]:
     modules = {id(module): module for module in (*model.modules(), blocks.root)} | inside
     trainer = getattr(model, "_trainer", None)
     # Objects outside of blocks stay the user's own, because values that blocks and hooks leave there are for the user.
-    known: dict[int, Any] = {id(value): value for value in (trainer, *modules.values(), *_tensors(modules.values()))}
+    tensors = (one for m in modules.values() for one in (*m._parameters.values(), *m._buffers.values()))
+    known: dict[int, Any] = {id(value): value for value in (trainer, *modules.values(), *tensors)}
     # All twins exist before any is filled, so that references to a module in a block become references to its twin.
     # Scripted modules, outside of blocks, cannot be copied this way, and stay the user's own.
     scripted = {key for key, module in modules.items() if isinstance(module, torch.jit.ScriptModule)}
@@ -33,11 +34,6 @@ def twin_of(model: nn.Module, blocks: Blocks) -> tuple[nn.Module, Blocks]:
             _fill(twins[key], module, twins, known, deep=key in inside)
     own = tuple(twins[id(block)] for block in blocks.modules)
     return twins[id(model)], replace(blocks, root=twins[id(blocks.root)], modules=own)
-
-
-def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor | None]:
-    for module in modules:
-        yield from (*module._parameters.values(), *module._buffers.values())
 
 
 def _fill(

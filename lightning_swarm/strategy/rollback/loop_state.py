@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from lightning_swarm.client.run_session import RunNews
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.fidelity.module_states import plain_attributes, restore_attributes
+from lightning_swarm.model.optimizer_state import parameter_names, parameters_of
 from lightning_swarm.protocol.plain_values import Awaited
 from lightning_swarm.strategy.metrics import Pending
 from lightning_swarm.strategy.rollback.data_position import BatchPosition
@@ -170,7 +171,7 @@ class LoopStates:
             dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         dumped[UNSAVED] = self._unsaved
         memo = {key: gap for key, (_, gap) in self._stand_ins.items()}
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = parameter_names(module)
         kept = copy.deepcopy(dumped, dict(memo))
         valueless = next((name for name, leaf in leaves(kept) if isinstance(leaf, Tensor) and leaf.is_meta), None)
         if valueless is not None:
@@ -182,9 +183,7 @@ class LoopStates:
         return LoopState(
             checkpoint=kept,
             gaps=list(memo.values()),
-            parameter_names=[
-                names[id(parameter)] for group in trainer.optimizers[0].param_groups for parameter in group["params"]
-            ],
+            parameter_names=[names[id(parameter)] for parameter in parameters_of(trainer.optimizers[0])],
             position=position,
             pending=pending,
             attributes=plain_attributes(module),

@@ -128,6 +128,7 @@ def test_weights_that_are_larger_than_the_memory_are_loaded_quantised(tmp_path: 
     [
         ({"llm_int8_skip_modules": "lm_head"}, "must be names of modules"),
         ({"llm_int8_skip_modules": 5}, "must be names of modules"),
+        ({"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "int8"}, "to NF4, FP4 or int8, got"),
         *(({"llm_int8_threshold": value}, "llm_int8_threshold") for value in (10**400, -1, float("nan"), "6", True)),
     ],
 )
