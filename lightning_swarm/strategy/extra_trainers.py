@@ -91,7 +91,7 @@ class RankHooks(_Strategy):
         self._num_collectives = 0  # user code's collectives in this call of the Trainer
         self._has_begun = False  # the first batch has begun
         self._in_batches = False  # Lightning is running batches, not making loaders
-        self._rank_override = RankOverride()
+        self._own_rank: int | None = None  # by which Lightning decides which process logs, if a run replaced it
 
     @property
     def own_module(self) -> LightningModule:
@@ -177,12 +177,16 @@ class RankHooks(_Strategy):
     def place_in(self, joined: RunView | None) -> None:
         """Set the rank for a run that this process joined as a further trainer, or for a run that it now leads."""
         self.joined = joined
-        self._rank_override.set(self.global_rank)
+        ranks = vars(rank_zero_only)  # a process of rank zero logs
+        if self._own_rank is None:
+            self._own_rank = ranks["rank"]
+        ranks["rank"] = self.global_rank
 
     def leave_place(self) -> None:
         """Restore the process's own rank after a run, and forget the run's model."""
         self.joined, self.inherited_stages, self._compiled = None, (), {}
-        self._rank_override.restore()
+        if self._own_rank is not None:
+            vars(rank_zero_only)["rank"], self._own_rank = self._own_rank, None
 
     def waits_for_fit(self, trainer: Trainer) -> bool:
         """Return whether this process was started to train beside the lead, but only evaluates so far."""
@@ -279,25 +283,6 @@ class RankHooks(_Strategy):
             self.own_peer.lead.announce_event(self.launch_id, what, encode_shared(value, name))
             return value
         return decode_shared(self.own_peer.follower.await_event(self.launch_id, what), name)
-
-
-class RankOverride:
-    """Sets the rank by which Lightning decides which process logs, and restores the process's own rank."""
-
-    def __init__(self) -> None:
-        self._before: int | None = None
-
-    def set(self, rank: int) -> None:
-        """Set the rank; a process of rank zero logs."""
-        ranks = vars(rank_zero_only)
-        if self._before is None:
-            self._before = ranks["rank"]
-        ranks["rank"] = rank
-
-    def restore(self) -> None:
-        """Restore the process's own rank."""
-        if self._before is not None:
-            vars(rank_zero_only)["rank"], self._before = self._before, None
 
 
 def follow(trainer: Trainer) -> Callable[[], None]:

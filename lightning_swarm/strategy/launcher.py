@@ -348,7 +348,8 @@ class SwarmLauncher(MachineLauncher):
     def _start_peers(self, trainer: Trainer) -> bool:
         """Start this process's peer and, in the first process, children; return whether this trainer joined a run."""
         first, joins = self.local_rank == 0, False
-        starts_others = first and self._num_peers > 1 and not self._evaluates_alone(trainer)
+        serves = self._strategy.config.only_serves
+        starts_others = first and self._num_peers > 1 and (serves or not computes_alone(self._strategy, trainer))
         command = process.child_command() if starts_others else []
         if self._num_peers > 1 and (starts_others or not first):
             self._num_threads = _share_cores(self._num_peers)
@@ -363,16 +364,13 @@ class SwarmLauncher(MachineLauncher):
             addresses = process.addresses_for_children(self._strategy.config, announced)
             joins = self._strategy.enter(trainer)
             # A run that only evaluates admits no further peers.
-            if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
+            if serves or trainer.state.fn == TrainerFn.FITTING:
                 self._print_how_to_join()
             if starts_others:
                 self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._handle_notice)
         return joins
-
-    def _evaluates_alone(self, trainer: Trainer) -> bool:
-        return not self._strategy.config.only_serves and computes_alone(self._strategy, trainer)
 
     def _print_how_to_join(self) -> None:
         """Print how other machines join the run. No invitation is made here."""
@@ -393,40 +391,25 @@ class SwarmLauncher(MachineLauncher):
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         self.launch_id = secrets.token_hex(8)
-        with process.handed_over(self._invitation_of_children()) as (variables, descriptors):
-            self._spawn_children(command, addresses, variables, descriptors)
-
-    def _invitation_of_children(self) -> str | None:
-        if self._entry is None or self._num_peers == 1:
-            return None
-        return self._entry.invitation_for_children(
-            self._num_peers - 1, train=self._strategy.num_trainers > 1, now_s=time.time()
-        )
-
-    def _spawn_children(
-        self, command: Sequence[str], addresses: Sequence[str], variables: Mapping[str, str], passed: Sequence[int]
-    ) -> None:
+        trains, number, config = self._strategy.num_trainers > 1, self._num_peers - 1, self._strategy.config
+        entry = self._entry
+        invitation = None if entry is None else entry.invitation_for_children(number, train=trains, now_s=time.time())
         folder = program.start_folder()  # the script's relative paths must work in the children, too
-        for rank in range(1, self._num_peers):
-            environment = process.child_environment(
-                rank,
-                addresses,
-                self._strategy.config,
-                launch=self.launch_id,
-                trains=self._strategy.num_trainers > 1,
-            )
-            self._children.append(
-                # Children end when the pipe to their parent closes, however the parent died.
-                # In their own session they do not get the terminal's Ctrl-C: the trainer shuts its peers down.
-                subprocess.Popen(
-                    command,
-                    env={**environment, **variables},
-                    cwd=folder if folder.is_dir() else None,
-                    stdin=subprocess.PIPE,
-                    start_new_session=True,
-                    pass_fds=passed,
+        with process.handed_over(invitation) as (variables, descriptors):
+            for rank in range(1, self._num_peers):
+                own = process.child_environment(rank, addresses, config, launch=self.launch_id, trains=trains)
+                self._children.append(
+                    # Children end when the pipe to their parent closes, however the parent died.
+                    # In their own session they do not get the terminal's Ctrl-C: the trainer shuts its peers down.
+                    subprocess.Popen(
+                        command,
+                        env={**own, **variables},
+                        cwd=folder if folder.is_dir() else None,
+                        stdin=subprocess.PIPE,
+                        start_new_session=True,
+                        pass_fds=descriptors,
+                    )
                 )
-            )
 
 
 def _share_cores(num_peers: int) -> int | None:

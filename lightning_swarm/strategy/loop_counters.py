@@ -61,7 +61,6 @@ class TrainerSchedulers:
             self._num_moved -= 1
 
     def _update_after_batch(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Replace the method that Lightning calls after a batch."""
         if interval == "step" and not update_plateau_schedulers and self._num_moved:
             self._num_moved -= 1
         else:

@@ -141,11 +141,7 @@ def computed_of(metric: Metric, contents: MetricContents) -> object:
 
 
 def check_alike(metric: Metric, own: MetricContents, other: MetricContents) -> None:
-    """Refuse contents from another trainer that cannot be combined with an own batch's.
-
-    Raises:
-        ProtocolError: A state has another dtype or shape, or the metric cannot compute a value from both.
-    """
+    """Raise `ProtocolError` if another trainer's contents cannot be combined with those of an own batch."""
     grows = False
     for name, here in own.states.items():
         grows |= isinstance(here, list) or metric._reductions[name] == dim_zero_cat
@@ -167,7 +163,6 @@ def _kinds(state: Tensor | list[Tensor], reduction: object) -> set[str]:
 
 
 def _computes(metric: Metric, contents: MetricContents) -> bool:
-    """Return whether a metric can compute a value from these contents."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -197,15 +192,12 @@ def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> Metr
             continue
         own = getattr(metric, name)
         # A state that begins as a scalar may get its shape with the first update.
-        if length != 1 or parts[0].dtype != own.dtype or (default.dim() and not _fits(metric, name, parts[0], default)):
+        first = 1 if metric._reductions[name] == dim_zero_cat else 0  # dimension 0 of a concatenation grows
+        is_sized = length == 1 and (not default.dim() or parts[0].shape[first:] == default.shape[first:])
+        if not is_sized or parts[0].dtype != own.dtype:
             found = [(str(part.dtype), list(part.shape)) for part in parts]
             raise ProtocolError(
                 f"state {name!r} of metric {sent.name!r} is a {own.dtype} {list(own.shape)}, got {found}"
             )
         states[name] = parts[0]
     return MetricContents(sent.num_updates, states)
-
-
-def _fits(metric: Metric, name: str, tensor: Tensor, default: Tensor) -> bool:
-    first = 1 if metric._reductions[name] == dim_zero_cat else 0  # dimension 0 of a concatenation grows
-    return tensor.shape[first:] == default.shape[first:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +19,14 @@ from lightning_swarm.client.run_generation import Metrics
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.override import Override
 from lightning_swarm.protocol.messages.batches import MAX_LOGS, LoggedValue, MetricState, Reduction, fold
-from lightning_swarm.strategy.metric_states import (
-    MetricContents,
-    check_alike,
-    check_metric,
-    combine,
-    computed_of,
-    copied,
-    has_value,
-    pack,
-    put,
-    restore,
-    take,
-    unpack,
-)
+from lightning_swarm.strategy import metric_states
+from lightning_swarm.strategy.metric_states import MetricContents
 
 _log = logging.getLogger(__name__)
 _HOOK: Final = "training_step"
 LOG_OPTIONS: Final = ("on_step", "on_epoch", "prog_bar", "logger")  # options of `self.log` that travel
-REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "mean": torch.mean,
-    "sum": torch.sum,
-    "max": torch.max,
-    "min": torch.min,
+REDUCTIONS: Final[Mapping[Reduction, Callable[..., Tensor]]] = {
+    name: getattr(torch, name) for name in get_args(Reduction)
 }
 
 _NOTHING: Final = MetricContents(0, {})
@@ -83,7 +68,7 @@ class SharedMetrics:
         """Share a metric that was logged, and all metrics that share its states."""
         known = next((name for name, followed in self._metrics.items() if followed is metric), None)
         if known is not None:
-            self._with_values |= {known} if has_value(metric) else set()
+            self._with_values |= {known} if metric_states.has_value(metric) else set()
             return
         names = {id(found): name for name, found in self._module.named_modules() if isinstance(found, Metric)}
         if id(metric) not in names:
@@ -94,9 +79,9 @@ class SharedMetrics:
         for member in self._group(metric):
             name = names[id(member)]
             if name not in self._metrics:
-                check_metric(name, member)
+                metric_states.check_metric(name, member)
                 self._metrics[name] = member
-            if has_value(member):
+            if metric_states.has_value(member):
                 self._with_values.add(name)
         if len(self._metrics) > MAX_LOGS:
             raise ConfigError(
@@ -118,22 +103,22 @@ class SharedMetrics:
     def begin_batch(self, lease: int) -> None:
         """Empty the metrics for the batch that begins."""
         self._lease = lease
-        self._before = {name: take(metric) for name, metric in self._metrics.items()}
+        self._before = {name: metric_states.take(metric) for name, metric in self._metrics.items()}
 
     def finish_batch(self, *, counts: bool) -> Metrics:
         """Combine the metrics with their earlier contents. Returns the packed contents of the batch, if it counts."""
         assert self._before is not None
         before, self._before = self._before, None
-        added = [(name, take(metric)) for name, metric in self._metrics.items()]
+        added = [(name, metric_states.take(metric)) for name, metric in self._metrics.items()]
         for name, contents in added:
             metric, earlier = self._metrics[name], before.get(name, _NOTHING)
-            put(metric, combine(metric, earlier, contents) if counts else earlier)
+            metric_states.put(metric, metric_states.combine(metric, earlier, contents) if counts else earlier)
         added = [(name, contents) for name, contents in added if counts and contents.num_updates]
         if self._max_bytes is None:
             self._samples |= added
             self._step[self._lease] = added
             return [], []
-        packed = [pack(name, contents) for name, contents in added]
+        packed = [metric_states.pack(name, contents) for name, contents in added]
         tensors = [tensor for _, part in packed for tensor in part]
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if num_bytes > self._max_bytes:
@@ -172,7 +157,7 @@ class SharedMetrics:
         for sent in states:
             end = begin + sum(sent.lengths)
             try:
-                yield sent.name, unpack(self._metric(sent.name), sent, tensors[begin:end])
+                yield sent.name, metric_states.unpack(self._metric(sent.name), sent, tensors[begin:end])
             except (ProtocolError, ConfigError) as error:
                 self._leave_out(sent.name, error)
             begin = end
@@ -183,7 +168,7 @@ class SharedMetrics:
             metric = dict(self._module.named_modules()).get(name)
             if not isinstance(metric, Metric):
                 raise ProtocolError("there is no metric of that name here")
-            check_metric(name, metric)
+            metric_states.check_metric(name, metric)
         return metric
 
     def _take_in(self, received: Sequence[tuple[str, MetricContents]]) -> None:
@@ -195,7 +180,7 @@ class SharedMetrics:
             # Check contents of the same shapes once, because the metric may take long to compute.
             if (name, contents.shapes) not in self._fitting:
                 try:
-                    check_alike(self._metrics[name], self._samples[name], contents)
+                    metric_states.check_alike(self._metrics[name], self._samples[name], contents)
                 except ProtocolError as error:
                     self._leave_out(name, error)
                     continue
@@ -221,7 +206,7 @@ class SharedMetrics:
         others, self._others = self._others, []
         for name, contents in others:
             metric = self._metrics[name]
-            put(metric, combine(metric, take(metric), contents))
+            metric_states.put(metric, metric_states.combine(metric, metric_states.take(metric), contents))
         names = {id(self._metrics[name]) for name, _ in others}
         for key, entry in self._results.items():
             if not entry.is_tensor and id(entry.value) in names:
@@ -245,7 +230,8 @@ class SharedMetrics:
                 continue
             parts = [contents for name, contents in self._decided if name == names.get(id(entry.value))]
             if parts:
-                yield entry, computed_of(entry.value, reduce(partial(combine, entry.value), parts))
+                whole = reduce(partial(metric_states.combine, entry.value), parts)
+                yield entry, metric_states.computed_of(entry.value, whole)
 
 
 class SharedLogs:
@@ -436,16 +422,16 @@ class SharedLogs:
 def _remember_logs(module: nn.Module, results: Any) -> Callable[[], None]:
     """Copy the logged results and the module's metrics; the returned function restores both."""
     # Each result is itself a metric, of a class of Lightning's.
-    entries = {key: copied(entry) for key, entry in results.items()}
-    metrics = [(metric, copied(metric)) for metric in module.modules() if isinstance(metric, Metric)]
+    entries = {key: metric_states.copied(entry) for key, entry in results.items()}
+    metrics = [(metric, metric_states.copied(metric)) for metric in module.modules() if isinstance(metric, Metric)]
 
     def put_back() -> None:
         for key in results.keys() - entries.keys():
             del results[key]
         for key, contents in entries.items():
-            restore(results[key], contents)
+            metric_states.restore(results[key], contents)
         for metric, contents in metrics:
-            restore(metric, contents)
+            metric_states.restore(metric, contents)
 
     return put_back
 

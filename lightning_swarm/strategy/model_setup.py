@@ -14,20 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import add_hooks, boundary_layers
 from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
-from lightning_swarm.model.partition import (
-    Blocks,
-    can_be_cut,
-    choose_ranges,
-    defines_stages,
-    find_blocks,
-    insert_boundaries,
-    layers_by_block,
-    no_blocks,
-    plan_boundaries,
-    time_costs,
-)
+from lightning_swarm.model.partition import Blocks
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import StageManifest, ranges_of
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
@@ -49,13 +39,13 @@ def check(strategy: RankHooks, trainer: Trainer, *, restored: bool) -> None:
         return
     # The model is final. Balancing a cut may take long, so check only whether there is one.
     named = config.split if not isinstance(config.split, str) else "parameters"
-    blocks = find_blocks(module, config.pipeline)
-    ranges = choose_ranges(blocks, num_stages, named, seams=layers_by_block(module, blocks))
+    blocks = partition.find_blocks(module, config.pipeline)
+    ranges = partition.choose_ranges(blocks, num_stages, named, seams=partition.layers_by_block(module, blocks))
     # A checkpoint may add boundary layers to a model.
     if config.split == named and not restored and config.boundary is not None:
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=False)
-        plan_boundaries(module, blocks, ranges, config.boundary)
+        partition.plan_boundaries(module, blocks, ranges, config.boundary)
 
 
 def computes_alone(strategy: RankHooks, trainer: Trainer) -> bool:
@@ -76,9 +66,9 @@ def stays_whole(strategy: RankHooks, module: LightningModule) -> bool:
     if stages:
         return not ranges_of(stages)
     config = strategy.config
-    if not config.leaves_whole(strategy.num_devices) or defines_stages(module):
+    if not config.leaves_whole(strategy.num_devices) or partition.defines_stages(module):
         return False
-    return config.role == "both" or strategy.is_plain or not can_be_cut(module)
+    return config.role == "both" or strategy.is_plain or not partition.can_be_cut(module)
 
 
 def _stages_of_run(strategy: RankHooks) -> Sequence[StageManifest]:
@@ -89,17 +79,17 @@ def _stages_of_run(strategy: RankHooks) -> Sequence[StageManifest]:
 def _blocks(strategy: RankHooks, module: LightningModule) -> Blocks:
     """Return the blocks of a module. A peer that only serves learns later whether the run's model is cut."""
     config = strategy.config
-    may_be_whole = config.only_serves and config.pipeline is None and not defines_stages(module)
-    if stays_whole(strategy, module) or (may_be_whole and not can_be_cut(module)):
-        return no_blocks(module)
-    return find_blocks(module, config.pipeline)
+    may_be_whole = config.only_serves and config.pipeline is None and not partition.defines_stages(module)
+    if stays_whole(strategy, module) or (may_be_whole and not partition.can_be_cut(module)):
+        return partition.no_blocks(module)
+    return partition.find_blocks(module, config.pipeline)
 
 
 def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None:
     """Choose the stages, insert boundary layers between them, and initialize the weights outside of them."""
     config, trainer = strategy.config, module.trainer
     if computes_alone(strategy, trainer):
-        strategy.initial_weights.fill_outside(module, no_blocks(module), strategy.root_device)
+        strategy.initial_weights.fill_outside(module, partition.no_blocks(module), strategy.root_device)
         return
     blocks = _blocks(strategy, module)
     if blocks.are_none and strategy.compiler is not None:
@@ -111,7 +101,7 @@ def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None
     if config.boundary is not None:  # a model that has boundary layers already is cut at them
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=restored)
-        insert_boundaries(module, blocks, strategy.ranges, config.boundary)
+        partition.insert_boundaries(module, blocks, strategy.ranges, config.boundary)
     strategy.initial_weights.fill_outside(module, blocks, strategy.root_device)
 
 
@@ -119,12 +109,12 @@ def _ranges(strategy: RankHooks, module: LightningModule, blocks: Blocks) -> Seq
     """Return the blocks of each stage: as in the run that this process joins or took over, or newly chosen."""
     if blocks.are_none:
         return ()
-    return ranges_of(_stages_of_run(strategy)) or choose_ranges(
+    return ranges_of(_stages_of_run(strategy)) or partition.choose_ranges(
         blocks,
         strategy.config.num_stages or strategy.num_devices,
         strategy.config.split,
         lambda: _block_costs(module.trainer, blocks),
-        seams=layers_by_block(module, blocks),
+        seams=partition.layers_by_block(module, blocks),
     )
 
 
@@ -139,7 +129,7 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
             "size, or use `split='parameters'`."
         )
     example = strategy.batch_to_device(strategy.precision_plugin.convert_input(example), strategy.root_device)
-    return time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)
+    return partition.time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)
 
 
 def peer_model(

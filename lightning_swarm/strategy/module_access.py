@@ -40,7 +40,8 @@ class ModuleAccess:
         self._stages = stages
         self._limits = limits
         self._thread = threading.get_ident()
-        self._paused = self._warned = False  # warned: of views that user code keeps
+        self.is_paused = False  # accesses do not count as user code's
+        self._warned = False  # of views that user code keeps
         self._closing = contextlib.ExitStack()
         self._version = session.version  # version of the stages' weights in the module
         self._before: dict[str, Tensor] = {}  # copies, at that version, of weights that user code has used since
@@ -75,21 +76,16 @@ class ModuleAccess:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, do not treat accesses to the module as user code's."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
 
     def add_optimizer(self, check: Callable[[], None], close: Callable[[], None]) -> None:
         """Register an optimizer's `check`, called before written weights are sent, and its `close`."""
         self._check_optimizer = check
         self._closing.callback(close)
-
-    @property
-    def is_paused(self) -> bool:
-        """True while accesses do not count as user code's."""
-        return self._paused
 
     # ------------------------------------------------------------------ reading
 
@@ -162,7 +158,7 @@ class ModuleAccess:
 
     def _use(self, name: str) -> None:
         """Before user code uses a tensor: gather the newest weights, and copy the tensor to detect a write."""
-        if self._paused or threading.get_ident() != self._thread:
+        if self.is_paused or threading.get_ident() != self._thread:
             return
         with self.paused():
             self.refresh()
@@ -218,7 +214,8 @@ class ModuleAccess:
                 "Write them before `fit`, or use `role='auto'` without `delay_optimizer_step`."
             )
         session.catch_up()
-        stages = self._holding(written)
+        # The stages that hold one of these tensors, or one that is tied to it.
+        stages = [one.spec.index for one in self._stages if not written.keys().isdisjoint(one.named_stage_tensors())]
         self._set_evaluation_weights(stages)
         session.change(StepChange(written=WrittenWeights(number=self._evaluation_number, stages=stages)))
         # From the step that begins, these are the run's own weights, and no longer weights for evaluations only.
@@ -271,10 +268,6 @@ class ModuleAccess:
                 self._peer.transport, self._session.run, number, timeout=self._limits.call_timeout
             )
             self._peer.runtime.run(dropping)
-
-    def _holding(self, names: Collection[str]) -> list[int]:
-        """Return the stages that hold one of these tensors, or one that is tied to it."""
-        return [stage.spec.index for stage in self._stages if not set(names).isdisjoint(stage.named_stage_tensors())]
 
     def _check_kept(self) -> None:
         """Refuse tensors that user code replaced, because optimizer and stages still use the former objects."""

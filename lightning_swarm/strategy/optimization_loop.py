@@ -142,7 +142,7 @@ class SwarmOptimization:
                 self.pending_samples,
             )
         self._access.send_written(pending_samples=self.pending_samples)
-        self.tell_selection()
+        self.send_selection()
         self._step_marked_ready = self._counters.by_windows and self._counters.is_due(0)
         if self._step_marked_ready:
             self._lightning.optim_progress.optimizer.step.increment_ready()
@@ -151,7 +151,7 @@ class SwarmOptimization:
             self._train_lost()
             self._end_epoch(batch_idx)
             self._take_back_ready()
-            stopping.follow(self.trainer, self._session)
+            stopping.stop_with_others(self.trainer, self._session)
             self._access.refresh_aliases()
             return _untrained() if result is None else result
         except RunOver:
@@ -233,7 +233,6 @@ class SwarmOptimization:
                     raise
 
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
-        """Train on a batch under its lease."""
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
         zero_grad = closure._zero_grad_fn
         if zero_grad is not None:
@@ -317,10 +316,6 @@ class SwarmOptimization:
         """Let backward passes count for the current batch, with all values that its `training_step` logged."""
         self._session.begin_backward(self.logs.so_far)
 
-    def end_backward(self) -> None:
-        """Stop counting backward passes for the current batch."""
-        self._session.end_backward()
-
     @property
     def _optimizer(self) -> Optimizer:
         return self.trainer.optimizers[0]
@@ -360,7 +355,8 @@ class SwarmOptimization:
 
     def _lease_for(self, batch: LoopBatch) -> int | None:
         """Wait for the batch's lease, and train on batches that must come first. None: another trainer brings it."""
-        while not self._leaves():
+        # On SIGTERM, a trainer leaves a run that continues, where another trainer brings its batch.
+        while self._session.is_lead or not self.trainer.received_sigterm:
             try:
                 grant = self._session.begin_batch(
                     batch.num_samples,
@@ -379,10 +375,6 @@ class SwarmOptimization:
                 return grant.lease
             self._train_extra(batch.idx, grant)
         return None
-
-    def _leaves(self) -> bool:
-        """Return whether this trainer must leave a run that continues, where another trainer brings its batch."""
-        return not self._session.is_lead and bool(self.trainer.received_sigterm)
 
     def _count_others(self) -> None:
         """Count the records of steps that other trainers filled."""
@@ -462,10 +454,8 @@ class SwarmOptimization:
 
     def _profiled(self) -> AbstractContextManager[None]:
         """Profile the time from the last backward to the new weights, as the plain Trainer does."""
-        profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
-        name = f"[SwarmOptimization]{type(self._optimizer).__name__}.optimizer_step"
-        found: AbstractContextManager[None] = profiler.profile(name)
-        return found
+        profiler: Any = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
+        return profiler.profile(f"[SwarmOptimization]{type(self._optimizer).__name__}.optimizer_step")  # type: ignore[no-any-return]
 
     def _count(self) -> None:
         """Count an applied record in Lightning's counters, schedulers and logs."""
@@ -509,7 +499,7 @@ class SwarmOptimization:
         self._schedulers.move(int(self.stepped) + self._session.open_step - self._num_counted)
         self._rate_hooks.call()
 
-    def tell_selection(self) -> None:
+    def send_selection(self) -> None:
         """Send the module's and optimizer's selection of trained parameters to the servers, for the next step."""
         selection = checks.new_selection(
             self._session, self.trainer.lightning_module, self._optimizer, self.pending_samples

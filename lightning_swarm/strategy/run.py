@@ -52,7 +52,7 @@ class SwarmRun:
         self.trains = False
         if not self.session.is_lead:
             over = self.data.run_is_over
-            stopping.tell(self.trainer, self.session, run_is_over=over, joined=self.is_late)
+            stopping.ask_lead_to_stop(self.trainer, self.session, run_is_over=over, joined=self.is_late)
             self.serve_on()
         elif self.loop is not None:
             self.loop.finish()

@@ -216,7 +216,6 @@ def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, s
 
 
 def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | None) -> RunSpec:
-    """Return the specification of the run, from the settings of the strategy and its Trainer."""
     config, restored_step = strategy.config, strategy.checkpoints.restored_step
     clip_at = trainer.gradient_clip_val or None  # Lightning's 0 means no clipping
     by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
@@ -252,7 +251,6 @@ def _total_steps(trainer: Trainer) -> int | None:
 
 
 def _connect_loop(strategy: SwarmStrategy, run: SwarmRun) -> None:
-    """Connect the training loop to the run's steps and data."""
     run.data.open(run.session)
     run_log = _open_log(strategy.rollback, run) if run.session.is_lead else None
     run.loop = SwarmOptimization(run.trainer, run.session, run.data, run.config, run.access, run_log)

@@ -14,7 +14,7 @@ from lightning_swarm.core.readable import short_name
 _log = logging.getLogger(__name__)
 
 
-def tell(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool) -> None:
+def ask_lead_to_stop(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool) -> None:
     """Ask the lead to end the run if user code stopped this trainer's loop. A trainer that joined later just leaves."""
     if session.is_lead or run_is_over or trainer.received_sigterm or not trainer.should_stop:
         return
@@ -25,7 +25,7 @@ def tell(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool)
         _log.warning("`trainer.should_stop` was set in a trainer that came to the run: it leaves, and the run goes on.")
 
 
-def follow(trainer: Trainer, session: Session) -> None:
+def stop_with_others(trainer: Trainer, session: Session) -> None:
     """Stop the lead's loop if user code has stopped the loop of a trainer that its program started."""
     if session.is_lead and not trainer.should_stop and (others := session.stopped_by):
         trainer.should_stop = True

@@ -188,11 +188,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.take_messages()
-        of_trust = {
-            "audit_share": audit_share,
-            "on_conviction": on_conviction,
-            "robust_averaging": robust_averaging,
-        }
+        of_trust = {"audit_share": audit_share, "on_conviction": on_conviction, "robust_averaging": robust_averaging}
         trusted = Trust.parse(trust, **of_trust)
         moves = Rebalancing.parse(rebalancing, interval=rebalance_interval)
         for name, value in {**of_trust, "rebalance_interval": rebalance_interval}.items():
@@ -387,7 +383,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self.run is not None and self.run.loop is not None:
-            self.run.loop.end_backward()
+            self.run.session.end_backward()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

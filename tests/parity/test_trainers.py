@@ -266,7 +266,7 @@ def test_the_leads_last_batch_counts_though_another_withdraws_the_one_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """New batches fill the withdrawn place; the lead brings the remaining batches as well."""
-    monkeypatch.setattr(stopping, "tell", lambda *_, **__: None)  # the other trainer leaves alone
+    monkeypatch.setattr(stopping, "ask_lead_to_stop", lambda *_, **__: None)  # the other trainer leaves alone
     seen = train(2, WithdrawsLast, max_steps=-1, max_epochs=1, swarm={"target_batch_size": 30})
     assert [record.closing.num_samples for record in seen.records] == [32, 16]
     assert len(seen.withdrawn) == 1

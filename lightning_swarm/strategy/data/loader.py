@@ -138,7 +138,6 @@ def drawing_from(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> Iter
 
 
 def _as_tensor(buffer: bytes) -> torch.Tensor:
-    """Return a generator's state in the form that torch takes."""
     return torch.frombuffer(bytearray(buffer), dtype=torch.uint8)
 
 
@@ -174,7 +173,6 @@ class LaneSampler:
 
 
 def _not_one_each(loader: DataLoader[Any]) -> ConfigError:
-    """Return the error of a loader that gives more or fewer batches than its batch sampler."""
     return ConfigError(
         "trainers can share a loader only if it gives one batch for each list of indices from its batch sampler, and "
         f"the `__iter__` of {type(loader).__name__} gives another number. Combine samples in the dataset or in "

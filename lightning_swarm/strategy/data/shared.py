@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
-from itertools import groupby, islice
+from functools import cache
+from itertools import accumulate, groupby, islice
 from typing import Any, Final
 
 import numpy as np
@@ -97,11 +96,6 @@ def _subset_digest(dataset: object) -> bytes:
     return found
 
 
-def _read_by(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with reading_data():
-        return hook(*args, **kwargs)
-
-
 STATE: Final = "swarm_data"
 """Key of the position in the data, in a fit loop's state."""
 
@@ -137,7 +131,7 @@ class SharedData:
         hooks = [(data, "setup"), (data, "train_dataloader"), (module, "train_dataloader")]
         is_overridden = framework_of(self._trainer).is_overridden
         self._hooks = [
-            Override(owner, name, partial(_read_by, getattr(owner, name)))
+            Override(owner, name, reading_data()(getattr(owner, name)))
             for owner, name in hooks
             if owner is not None and is_overridden(name, owner)
         ]
@@ -185,7 +179,6 @@ class SharedData:
 
     @property
     def _is_one_of_several(self) -> bool:
-        """Whether the loop has several loaders."""
         combined = self._trainer.fit_loop._combined_loader
         return combined is not None and len(combined.flattened) > 1
 
@@ -311,7 +304,9 @@ class SharedData:
         epoch = self._trainer.current_epoch
         if self.shares and self._session is not None and not self._session.is_lead and epoch not in self._plans:
             plan = self._taken[epoch] = self._take_plan(epoch)
-            set_callback_metrics(self._trainer, {} if plan is None else plan.metrics)
+            metrics = {} if plan is None else plan.metrics
+            values = {name: torch.tensor(value, dtype=torch.get_default_dtype()) for name, value in metrics.items()}
+            self._trainer._logger_connector._callback_metrics.update(values)
         self._advance()
 
     def _plan_epoch(self, epoch: int) -> None:
@@ -419,7 +414,6 @@ class SharedData:
         return EpochListing(batches, num_batches, draws_end=draws_end, subset=_subset_digest(self._origin.dataset))
 
     def _forget_old_epochs(self) -> None:
-        """Forget epochs without remaining batches."""
         position = self.position
         first = self._trainer.current_epoch if position is None else min(position[0], self._trainer.current_epoch)
         for epoch in [epoch for epoch in self._plans if epoch < first]:
@@ -456,24 +450,14 @@ def callback_metrics(trainer: Trainer) -> dict[str, float]:
     """Return the scalar metrics for callbacks, except metrics of training, which each trainer logs itself."""
     entries = [entry.meta for entry in trainer.fit_loop.epoch_loop._results.values()]
     own = {name for meta in entries for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
-    found = {
-        name: float(value) for name, value in trainer.callback_metrics.items() if name not in own and value.numel() == 1
-    }
-    ends = itertools.accumulate(
-        len(name.encode()) + 16 for name in found
-    )  # bytes of names and values up to each metric
-    sent = [name for name, end in zip(found, ends, strict=True) if len(name) <= MAX_TEXT and end <= MAX_METRIC_BYTES][
-        :MAX_PLAN_METRICS
-    ]
-    if unsent := sorted(found.keys() - {*sent}):
+    metrics = trainer.callback_metrics.items()
+    found = {name: float(value) for name, value in metrics if name not in own and value.numel() == 1}
+    ends = accumulate(len(name.encode()) + 16 for name in found)  # bytes of names and values up to each metric
+    fit = (name for name, end in zip(found, ends, strict=True) if len(name) <= MAX_TEXT and end <= MAX_METRIC_BYTES)
+    sent = {name: found[name] for name in islice(fit, MAX_PLAN_METRICS)}
+    if unsent := sorted(found.keys() - sent):
         _log.warning("Other trainers do not get %d of the metrics of validation: %s.", len(unsent), unsent[:3])
-    return {name: found[name] for name in sent}
-
-
-def set_callback_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Add metrics to the Trainer's `callback_metrics`."""
-    values = {name: torch.tensor(value, dtype=torch.get_default_dtype()) for name, value in metrics.items()}
-    trainer._logger_connector._callback_metrics.update(values)
+    return sent
 
 
 @contextmanager

@@ -274,7 +274,6 @@ def _pending(travelled: TravellingLoop, trainer: Trainer) -> Pending:
 
 
 def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
-    """Pack an entry of Lightning's results."""
     meta = entry.meta
     return {
         "fx": meta.fx,

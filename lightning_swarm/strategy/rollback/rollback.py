@@ -281,7 +281,6 @@ class Rollback:
         self._finders, self.membership = [], None
 
     def _forget_target(self) -> None:
-        """Forget the target, and remove its file."""
         target, self._target = self._target, None
         if target is not None:
             shutil.rmtree(target.path.parent, ignore_errors=True)
