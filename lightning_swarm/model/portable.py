@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.portable_lists import list_rule
+from lightning_swarm.model.portable_lists import are_alike, are_tensors, compute_lists
 from lightning_swarm.model.portable_products import exact_product, tree_sum
 
 _Number: TypeAlias = Tensor | float
@@ -66,19 +66,18 @@ class PortableArithmetic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        schema, kwargs, (exact, is_aten, rule) = func._schema, dict(kwargs or {}), _treatment(func)
+        schema, kwargs, (exact, is_aten, rule, of_lists) = func._schema, dict(kwargs or {}), _treatment(func)
         if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):  # torch's operations round no integers
             return func(*args, **kwargs)
         if rule is None:
             raise Unportable(schema.name)
         into = kwargs.pop("out", None)  # where results go: `out`, or the first argument of an in-place operation
         if into is None:
+            into = args[0] if schema.is_mutable else None
             # Lists of similar tensors are computed by one kernel each, which is faster than tensor by tensor.
-            if (at_once := list_rule(func, args)) is not None:
-                lists = at_once(*args, **kwargs, in_place=schema.is_mutable)
+            if of_lists is not None and _is_for_lists(of_lists, args):
+                lists = of_lists(*args, **kwargs, out=into)
                 return lists if schema.returns else None
-            if schema.is_mutable:
-                into = args[0]
         if isinstance(into, Tensor) and rule in _ACCEPTS_OUT:
             return rule(*args, **kwargs, out=into)
         found = rule(*args, **kwargs)
@@ -96,11 +95,13 @@ def is_exact(operation: str) -> bool:
 
 
 @cache  # on small tensors the look-up would take longer than the kernel
-def _treatment(func: Any) -> tuple[bool, bool, Callable[..., Any] | None]:
-    """Return how to treat an operation: whether it is exact, whether it is torch's own, and its rule if any."""
+def _treatment(func: Any) -> tuple[bool, bool, Callable[..., Any] | None, Callable[..., Any] | None]:
+    """Return whether an operation is exact, whether it is torch's own, its rule, and its rule for whole lists."""
     space, _, name = func._schema.name.partition("::")
-    is_aten = space == "aten"
-    return is_exact(func._schema.name), is_aten, _rule(name.removesuffix("_")) if is_aten else None
+    name, is_aten = name.removesuffix("_"), space == "aten"
+    rule, base = _rule(name) if is_aten else None, _RULES.get(name.removeprefix("_foreach_"))
+    of_lists = base if is_aten and name.startswith("_foreach_") and base in _ACCEPTS_OUT else None
+    return is_exact(func._schema.name), is_aten, rule, of_lists
 
 
 def _has_floats(values: Sequence[Any]) -> bool:
@@ -134,7 +135,8 @@ def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any
 
 # ---------------------------------------------------------------------- the rules
 
-# A rule takes the arguments of torch's operation. `found` is its result.
+# A rule takes the arguments of torch's operation. `found` is its result. The rules in `_ACCEPTS_OUT` also take lists of
+# similar tensors, because steps of many small tensors are dominated by overhead.
 
 
 def _widened(value: _Number, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -150,10 +152,13 @@ def _widened(value: _Number, dtype: torch.dtype, device: torch.device | None = N
     return torch.scalar_tensor(value, dtype=wide, device=device)
 
 
-def _single(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _single(name: str) -> Callable[..., Tensor]:
     """Return the rule of a single operation of IEEE 754."""
+    compute = getattr(torch, name)
 
-    def rule(first: Tensor, *others: _Number, out: Tensor | None = None) -> Tensor:
+    def rule(first: Any, *others: Any, out: Any = None) -> Any:
+        if not isinstance(first, Tensor):
+            return compute_lists(name, first, others, out)
         if first.dtype in _NATIVE and _are_plain(first, (*others, out), compute):
             return compute(first, *others, out=out)
         dtype = first.dtype
@@ -179,8 +184,7 @@ def _are_plain(first: Tensor, others: Sequence[_Number | None], compute: Callabl
     return True
 
 
-_plus, _minus, _mul = _single(torch.add), _single(torch.sub), _single(torch.mul)
-_sqrt, _quotient = _single(torch.sqrt), _single(torch.div)
+_plus, _minus, _mul, _sqrt, _quotient = map(_single, ("add", "sub", "mul", "sqrt", "div"))
 
 
 def _div(first: Tensor, other: _Number, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Tensor:
@@ -189,10 +193,17 @@ def _div(first: Tensor, other: _Number, *, rounding_mode: str | None = None, out
     return _quotient(first, other, out=out)
 
 
-def _scaled(value: _Number, factor: float) -> Any:
-    if factor == 1:
+def _is_for_lists(rule: Callable[..., Any], operands: Sequence[Any]) -> bool:
+    """Return whether a rule may compute whole lists at once."""
+    if rule is _div and not are_tensors(operands[1]):
+        return False  # a GPU would multiply by the number's inverse, which is rounded, too
+    return are_alike(operands) and (rule is not _lerp or isinstance(operands[2], (int, float)))
+
+
+def _scaled(value: Any, factor: Any) -> Any:
+    if isinstance(factor, (int, float)) and factor == 1:
         return value
-    return _mul(value, factor) if isinstance(value, Tensor) else value * factor
+    return _mul(value, factor) if isinstance(value, (Tensor, list, tuple)) else value * factor
 
 
 def _combined(
@@ -219,7 +230,8 @@ def _with_term(
 ) -> Tensor:
     """Add the product or quotient of two tensors, times a number, to the first."""
     term = _scaled(left, value)
-    is_free = term is not left and term.shape == right.shape  # a new tensor, which may hold the result
+    # A new tensor of the right shape, or list of such tensors, may hold the result.
+    is_free = term is not left and getattr(term, "shape", None) == getattr(right, "shape", None)
     return _plus(first, combine(term, right, out=term if is_free else None), out=out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import decimal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -93,13 +93,11 @@ def _one_algorithm(optimizer: Optimizer) -> dict[str, bool]:
     return {"foreach": at_once, "fused": False, "capturable": False}
 
 
-def _portable(value: Any) -> Any:
+def _converted(kind: type[float], wanted: type[float], value: Any) -> Any:
+    """Convert a number of exactly one kind, or the numbers in a tuple, and leave other values as they are."""
     if isinstance(value, tuple):
-        return tuple(map(_portable, value))
-    return PortableFloat(value) if type(value) is float else value
+        return tuple(_converted(kind, wanted, item) for item in value)
+    return wanted(value) if type(value) is kind else value
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    return float(value) if type(value) is PortableFloat else value
+_portable, _plain = partial(_converted, float, PortableFloat), partial(_converted, PortableFloat, float)
