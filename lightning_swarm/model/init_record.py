@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -238,7 +238,7 @@ class InitRecord:
         made = [view if view is not None and view.storage not in reads else None for view in views]
         writes = {view.storage for view in made if view is not None}
         fills = set(writes)
-        for tensor in _written(function, args, kwargs):
+        for tensor in written_tensors(function, args, kwargs):
             if tensor.is_meta:
                 storage = self.view(tensor).storage
                 writes.add(storage)
@@ -335,7 +335,7 @@ class _FunctionRecorder(TorchFunctionMode):
         return result
 
 
-def _written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def written_tensors(function: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among an operator's arguments that it writes to."""
     parameters = function._schema.arguments
     given = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.init_record import written_tensors
 from lightning_swarm.model.portable import is_exact
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.server.executor import Priority
@@ -103,7 +104,7 @@ class _OtherRounding(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         found = func(*args, **kwargs)
         if not _is_repeated(func, kwargs) and not _is_whole(func._schema.name, args, found):
-            for tensor in _results(func._schema, args, kwargs, found):
+            for tensor in _results(func, args, kwargs, found):
                 self._move(tensor)
         return found
 
@@ -150,17 +151,10 @@ def _is_whole(name: str, args: Sequence[Any], product: Any) -> bool:
     return all(bool((one == one.round()).all()) for one in (left, right)) and bool((largest < _MAX_WHOLE).all())
 
 
-def _results(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> Iterator[Tensor]:
-    """Yield the float tensors that an operation returned or wrote to."""
-    given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
-    written = [
-        given.get(one.name) for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write
-    ]
-    seen = set[int]()
-    for one in tree_leaves((found, written)):
-        if isinstance(one, Tensor) and one.dtype in _BITS and id(one) not in seen:
-            seen.add(id(one))
-            yield one
+def _results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> Iterable[Tensor]:
+    """Return the float tensors that an operation returned or wrote to, each once."""
+    both = tree_leaves((found, written_tensors(func, args, kwargs)))
+    return {id(one): one for one in both if isinstance(one, Tensor) and one.dtype in _BITS}.values()
 
 
 def _report_kind(kind: str, reporter: PeerModel | GradientSums) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.random.keyed_stream import key_seed
-from lightning_swarm.model.random.operators import HANDLERS, Handler, plain_attention
+from lightning_swarm.model.random.operators import HANDLERS, plain_attention
 
 # The rules of random operations. A rule is called as (mode, func, args, kwargs); most operations have none. Torch tags
 # its random operations, so an operation that this package does not know is noticed, too.
@@ -40,8 +40,8 @@ RULES: Final = _Rules()
 
 def _rule_of(func: Any) -> Rule | None:
     """Return the rule of an operation, or None if it draws nothing."""
-    if func in HANDLERS:
-        return _drawn_by(HANDLERS[func])
+    if (handler := HANDLERS.get(func)) is not None:
+        return lambda mode, func, args, kwargs: handler(mode.next_key(func), *args, **kwargs)
     name: str = func._schema.name
     if torch.Tag.nondeterministic_seeded not in func.tags or name in _DRAWS_NOTHING or name.endswith("_backward"):
         return None
@@ -49,15 +49,6 @@ def _rule_of(func: Any) -> Rule | None:
         return _decomposed
     places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "generator"]
     return _seeded(places[0]) if places else _refused_if_drawn
-
-
-def _drawn_by(handler: Handler) -> Rule:
-    def rule(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _has_generator(args, kwargs):
-            return func(*args, **kwargs)
-        return handler(mode.next_key(func), *args, **kwargs)
-
-    return rule
 
 
 def _decomposed(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,8 +61,6 @@ def _seeded(place: int) -> Rule:
     """Return a rule that passes an operation a generator of its own, as argument number `place`."""
 
     def rule(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _has_generator(args, kwargs):
-            return func(*args, **kwargs)
         key = mode.next_key(func)
         device = _device(args, kwargs)
         if device.type == "meta":
@@ -101,7 +90,7 @@ def _refused_if_drawn(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwarg
     return func(*args, **kwargs)
 
 
-def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_generator(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("generator") is not None or any(isinstance(value, torch.Generator) for value in args)
 
 
@@ -166,7 +155,7 @@ class KeyedRandom(TorchDispatchMode):
     ) -> Any:
         """Run an operation by its rule, or, nearly always, as it is."""
         rule = RULES[func]
-        if rule is None:
+        if rule is None or _has_generator(args, kwargs or {}):
             return func(*args, **kwargs) if kwargs else func(*args)
         return rule(self, func, args, dict(kwargs or {}))
 

@@ -67,8 +67,7 @@ _PLAIN: Final[Mapping[Any, Callable[..., Any]]] = {
 }
 
 
-Handler = Callable[..., Any]
-"""Draws from the stream; called with ``(key, *arguments as in torch's schema)``."""
+Handler = Callable[..., Any]  # draws from the stream; called with ``(key, *arguments as in torch's schema)``
 
 # dtype -> bits of its mantissa, which holds all integers of so many bits
 _MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
