@@ -1,8 +1,9 @@
-"""Temporary replacement of a method on a single object."""
+"""Temporary replacement of a method, and of attributes, on a single object."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -32,3 +33,16 @@ class Override:
             vars(self._owner)[self._name] = self.replaced
         else:
             vars(self._owner).pop(self._name, None)
+
+
+@contextmanager
+def changed(owner: object, **attributes: Any) -> Iterator[None]:
+    """Inside, an object has other attributes; afterwards it has their former values again."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_swarm.client.inference.adapters import check_kind, find_adapters
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.override import changed
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.pretrained import dtype_of
 from lightning_swarm.serving.remote_model import ServedModelClient, connect
@@ -133,13 +134,8 @@ class AttachStrategy(_SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        module, self._lightning_module = self._lightning_module, None  # else the base class moves it to the CPU
-        try:
+        with changed(self, _lightning_module=None):  # else the base class moves it to the CPU
             super().teardown()
-        finally:
-            self._lightning_module = module
-
-    # ------------------------------------------------------------------ checkpoints
 
     def _served_names(self) -> set[str]:
         """Return the names under which the module has placeholders of served weights."""

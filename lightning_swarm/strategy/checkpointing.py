@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from lightning_swarm.client import model_state
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.module_names import is_in_packages
-from lightning_swarm.core.override import Override
+from lightning_swarm.core.override import Override, changed
 from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
 from lightning_swarm.model.deferred_init import is_on_meta
@@ -125,11 +125,9 @@ class CheckpointFiles(Callback):
         def save_meanwhile(trainer: Trainer, filepath: str) -> None:
             # The file must exist at once if the callback links to it, or if a logger or user code runs next.
             is_read = callback.save_last == "link" or any(map(_may_read_file, trainer.loggers))
-            self._in_background = not (is_read or self._runs_users_code(trainer, self._hook))
-            try:
+            in_background = not (is_read or self._runs_users_code(trainer, self._hook))
+            with changed(self, _in_background=in_background):
                 save.replaced(trainer, filepath)
-            finally:
-                self._in_background = False
 
         def is_there(filepath: str, trainer: Trainer) -> bool:
             if os.fspath(filepath) == self._under_way:

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 
 from lightning_swarm.core.errors import ConfigError, StepError
-from lightning_swarm.core.override import Override
+from lightning_swarm.core.override import Override, changed
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.strategy.data.shared import SharedData
@@ -233,14 +233,10 @@ class LoopCounters:
             yield
             return
         fit_loop, progress = self._trainer.fit_loop, self._epoch_loop.batch_progress
-        own = fit_loop.max_batches, progress.is_last_batch
         num_batches = self._data.num_batches()
         _, index = number  # in the whole epoch
-        fit_loop.max_batches, progress.is_last_batch = num_batches, index + 1 == num_batches
-        try:
+        with changed(fit_loop, max_batches=num_batches), changed(progress, is_last_batch=index + 1 == num_batches):
             yield
-        finally:
-            fit_loop.max_batches, progress.is_last_batch = own
 
     @property
     def ends_epoch(self) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.override import changed
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import add_hooks, boundary_layers
 from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
@@ -211,10 +212,7 @@ def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
 def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps: int | None) -> Optimizer:
     """Make the user's optimizer for a peer without data, with the run's number of steps, if it is known."""
     strategy: RankHooks = module.trainer.strategy  # type: ignore[assignment]
-    strategy.total_steps = total_steps  # `estimated_stepping_batches` must return the lead's value
-    try:
+    with changed(strategy, total_steps=total_steps):  # `estimated_stepping_batches` must return the lead's value
         make, what = module.configure_optimizers, "make the optimizer"
         configured: Any = call_without_data(strategy, module.trainer, what, make)
-    finally:
-        strategy.total_steps = None
     return checks.check_optimizers(framework.configure_optimizers(configured)[0])

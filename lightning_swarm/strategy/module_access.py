@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from lightning_swarm.client.pipeline.local_layers import quote_names, written_in
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.override import changed
 from lightning_swarm.model.fidelity.watched import aliased, is_watched, same, unwatched, watch
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.peer.peer import Peer
@@ -73,14 +74,9 @@ class ModuleAccess:
         self._session.pipeline.before_call = None
         self._closing.close()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, do not treat accesses to the module as user code's."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which accesses to the module do not count as user code's."""
+        return changed(self, is_paused=True)
 
     def add_optimizer(self, check: Callable[[], None], close: Callable[[], None]) -> None:
         """Register an optimizer's `check`, called before written weights are sent, and its `close`."""

@@ -148,8 +148,6 @@ class OwnValues:
                 "get its values where their next epoch begins" if brings else "do not get its values",
             )
 
-    # ------------------------------------------------------------------ the values
-
     def _around_validation(self) -> Iterator[tuple[str, Any]]:
         return chain(self._of_module(), self._of_callbacks(), self._of_data())
 

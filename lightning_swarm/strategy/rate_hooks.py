@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.module_names import is_in_packages
-from lightning_swarm.core.override import Override
+from lightning_swarm.core.override import Override, changed
 from lightning_swarm.model.fidelity.code_reads import nested
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 from lightning_swarm.strategy.reachable_values import names_in
@@ -75,17 +75,11 @@ class RateHooks:
         self._start.replaced(*args)
         self._before = self._hyperparameters()
 
-    @contextmanager
-    def _at(self, step: int) -> Iterator[None]:
-        """Inside, `global_step` is `step`, although some records may not be counted yet."""
+    def _at(self, step: int) -> AbstractContextManager[None]:
+        """Return a context in which `global_step` is `step`, although some records may not be counted yet."""
         loop = self._trainer.fit_loop.epoch_loop
         total = loop.automatic_optimization.optim_progress.optimizer.step.total
-        counted = total.completed
-        total.completed += step - loop.global_step
-        try:
-            yield
-        finally:
-            total.completed = counted
+        return changed(total, completed=total.completed + step - loop.global_step)
 
     def _hooks(self) -> Iterator[Any]:
         """Yield user code's overrides of the hook in Lightning's order, callbacks' first."""

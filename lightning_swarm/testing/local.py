@@ -22,6 +22,7 @@ from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
+from lightning_swarm.core.override import changed
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.fidelity.module_states import remember_copy
@@ -291,11 +292,8 @@ async def _end(server: Server) -> None:
 
 def _copy(module: LightningModule) -> LightningModule:
     """Copy a module without its Trainer."""
-    trainer, module._trainer = module._trainer, None
-    try:
+    with changed(module, _trainer=None):
         twin = copy.deepcopy(module)
-    finally:
-        module._trainer = trainer
     remember_copy(twin, module)
     return twin
 
@@ -326,8 +324,7 @@ class LocalSwarm:
         return Trainer(**{**QUIET, **arguments, "devices": self.num_peers, "strategy": strategy})
 
 
-MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]
-"""The type of the fixture `local_swarm`."""
+MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]  # the type of the fixture `local_swarm`
 
 
 @contextmanager

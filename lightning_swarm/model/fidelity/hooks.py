@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.module_names import is_in_packages
+from lightning_swarm.core.override import changed
 from lightning_swarm.model.partition.stages import Named
 
 HOOKS: Final = "hooks on modules"
@@ -284,9 +285,8 @@ class _Recorder:
             )
 
 
-@contextlib.contextmanager
-def _replaced(module: nn.Module, recorder: _Recorder | None) -> Iterator[None]:
-    """Remove a module's observing hooks inside, and record its calls if there is a recorder."""
+def _replaced(module: nn.Module, recorder: _Recorder | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context without a module's observing hooks, in which its calls are recorded if there is a recorder."""
     own = module._forward_hooks, module._forward_pre_hooks
     forward, before = ({key for key, _ in hooks} for hooks in _observing(module))
     hooks: OrderedDict[int, Any] = OrderedDict(
@@ -297,11 +297,7 @@ def _replaced(module: nn.Module, recorder: _Recorder | None) -> Iterator[None]:
     pre_hooks = OrderedDict((key, hook) for key, hook in own[1].items() if key not in before)
     if recorder is not None:
         hooks[-1], pre_hooks[-1] = recorder.end, recorder.begin
-    module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
-    try:
-        yield
-    finally:
-        module._forward_hooks, module._forward_pre_hooks = own
+    return changed(module, _forward_hooks=hooks, _forward_pre_hooks=pre_hooks)
 
 
 def _returning_always(hook: Any) -> Any:

@@ -96,8 +96,7 @@ def _subset_digest(dataset: object) -> bytes:
     return found
 
 
-STATE: Final = "swarm_data"
-"""Key of the position in the data, in a fit loop's state."""
+STATE: Final = "swarm_data"  # key of the position in the data, in a fit loop's state
 
 
 class SharedData:

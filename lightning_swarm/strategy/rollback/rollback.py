@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_swarm.client.model_state import no_room
 from lightning_swarm.core.errors import FalseWorkCounted, Replaced, StageLost, StepError, SwarmError, WentBack
-from lightning_swarm.core.override import Override
+from lightning_swarm.core.override import Override, changed
 from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
@@ -35,8 +35,7 @@ from lightning_swarm.strategy.run import SwarmRun
 
 _log = logging.getLogger(__name__)
 
-_MAX_TRIES: Final = 3
-"""Most runs that may begin at the same step without reaching a snapshot of their own."""
+_MAX_TRIES: Final = 3  # most runs that may begin at the same step without reaching a snapshot of their own
 
 _TRIAL: Final = (
     "The run could not roll back: `LearningRateFinder` or `BatchSizeFinder` was still trying values, and "
@@ -303,11 +302,8 @@ class Rollback:
         report = events.note if strategy.is_global_zero else events.log_only  # the lead counts it once for the swarm
         report("went_back", step=version, reason=str(error.__cause__ or error))
         trainer.training = True  # it may have been validating
-        self.is_rolling_back = True
-        try:
+        with changed(self, is_rolling_back=True):
             trainer._teardown()
-        finally:
-            self.is_rolling_back = False
         trainer.training, trainer.should_stop = True, False
         return path
 
