@@ -12,8 +12,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network.tensors import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode, MatmulPrecision
 
-_Flags: TypeAlias = tuple[torch.dtype, bool, bool, bool, MatmulPrecision]
-"""The arguments of `_set_flags`."""
+_Flags: TypeAlias = tuple[torch.dtype, bool, bool, bool, MatmulPrecision]  # the arguments of `_set_flags`
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 

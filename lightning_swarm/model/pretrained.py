@@ -37,8 +37,7 @@ FILES: Final = (
 )
 """The small files that go with a model's weights."""
 
-Read = Callable[[str], Tensor]
-"""Reads a tensor of a model by its name in the module's state dict."""
+Read = Callable[[str], Tensor]  # reads a tensor of a model by its name in the module's state dict
 
 
 def require_transformers() -> None:

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 
-KINDS: Final = ("nf4", "int8")
-"""The kinds of quantisation in which a plain model can be served."""
+KINDS: Final = ("nf4", "int8")  # the kinds of quantisation in which a plain model can be served
 
-BLOCK: Final = 64
-"""Number of 4-bit weights with one scale."""
+BLOCK: Final = 64  # number of 4-bit weights with one scale
 
-NESTED_BLOCK: Final = 256
-"""Number of nested scales with one scale of their own."""
+NESTED_BLOCK: Final = 256  # number of nested scales with one scale of their own
 
 _MAX_THRESHOLD: Final = 1e30  # no column of activations is that large
 _PIECE: Final = 1 << 18  # weights that are quantised at once, because bitsandbytes needs 20 bytes for each
@@ -123,8 +120,6 @@ class Quantization:
         """The dtype of a plain layer to which peft adds the same adapter as to a quantised layer."""
         return torch.int8 if self.kind == "int8" else self.compute_dtype  # to an integer's it rounds no adapter
 
-    # ------------------------------------------------------------------ layers
-
     def layers(self, model: Any) -> list[str]:
         """Return the names of the linear layers that transformers quantises in a model."""
         from transformers.quantizers.base import HfQuantizer
@@ -203,8 +198,6 @@ class Quantization:
             nested = make(layer.nested_absmax, None, layer.nested_quant_map, NESTED_BLOCK, dtype=torch.float32)
             settings |= {"offset": layer.nested_offset, "state2": nested}
         weight.quant_state = layer.quant_state = make(layer.absmax, code=layer.quant_map, **settings)
-
-    # ------------------------------------------------------------------ weights
 
     def quantized(self, weight: Tensor) -> dict[str, Tensor]:
         """Quantise a weight ``[outputs, inputs]`` on the CPU; return the tensors of the layer by their names in it.

@@ -51,8 +51,6 @@ class RunningStatistics:
         """The buffers of all batch norms."""
         return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
 
-    # ------------------------------------------------------------------ a microbatch
-
     @contextlib.contextmanager
     def kept(self) -> Iterator[BatchStatistics]:
         """Keep running statistics unchanged inside; afterwards the yielded object has the batch statistics."""
@@ -121,8 +119,6 @@ class RunningStatistics:
         """Keep the batch statistics of a microbatch whose gradient was added."""
         if values is not None:
             self._seen.setdefault(key.step, {})[key.receipt] = values
-
-    # ------------------------------------------------------------------ a step
 
     def seen(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
         """Return the batch statistics that this server has of microbatches that count in a step."""

@@ -72,9 +72,6 @@ def read_swarm(
     )
 
 
-# ---------------------------------------------------------------------- the model
-
-
 def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, SampleCosts]]:
     """Read each stage of the pipeline from the report of a server that holds it."""
     first = next(iter(servers.values()))
@@ -136,9 +133,6 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
         weight_bytes=max(stage.weight_bytes for stage, _ in stages),
         input_number_bytes=first.input_number_bytes,
     )
-
-
-# ---------------------------------------------------------------------- the machines
 
 
 _TOO_LITTLE: Final = 0.01  # share of a mean stage's work; a peer's rate at less work does not predict its rate at more

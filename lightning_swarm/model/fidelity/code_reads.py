@@ -32,8 +32,7 @@ _FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", 
 _OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")  # methods of `torch.autograd.Function`
 _MAX_DEPTH: Final = 4  # nested calls of functions
 NOTHING: Final = object()  # stands for the value of an empty closure variable
-NAMESPACES: Final = (Namespace, SimpleNamespace)
-"""Standard library classes whose objects hold users' settings."""
+NAMESPACES: Final = (Namespace, SimpleNamespace)  # standard library classes whose objects hold users' settings
 
 
 def is_users(module_name: object) -> bool:

@@ -30,8 +30,7 @@ OF_TORCH: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl
 
 _CONTAINERS: Final = (list, dict, set)
 
-Values: TypeAlias = dict[str, dict[str, Tree]]
-"""Values by the names of modules and attributes."""
+Values: TypeAlias = dict[str, dict[str, Tree]]  # values by the names of modules and attributes
 
 _Absent: Final = object()
 

@@ -7,6 +7,7 @@ compute with the same values. All peers build the same first values by the same 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,10 +55,8 @@ def _first_of(module: nn.Module) -> _FirstValues:
 
 
 def _class_values(kind: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in reversed(_classes(kind)):
-        found |= {name: kept(value) for name, value in _attributes(vars(one)) if is_plain(value)}
-    return found
+    own = (item for one in reversed(_classes(kind)) for item in _attributes(vars(one)))
+    return {name: kept(value) for name, value in own if is_plain(value)}
 
 
 def _classes(kind: type) -> list[type]:
@@ -77,13 +76,10 @@ def remember(model: nn.Module) -> None:
         _first_of(module)
 
 
-def remember_copy(copy: nn.Module, original: nn.Module) -> None:
+def remember_copy(made: nn.Module, original: nn.Module) -> None:
     """Give a copy's modules the first values of the original's modules."""
-    for own, other in zip(copy.modules(), original.modules(), strict=True):
-        first, there = _first_of(own), _first_of(other)
-        first.plain = {name: kept(value) for name, value in there.plain.items()}
-        first.exempt, first.changed_by_forward = set(there.exempt), set(there.changed_by_forward)
-        first.of_class = there.of_class
+    for own, other in zip(made.modules(), original.modules(), strict=True):
+        vars(_first_of(own)).update(copy.deepcopy(vars(_first_of(other))))
 
 
 def exempt(module: nn.Module, name: str) -> None:
@@ -216,9 +212,9 @@ class TrainerStates:
         self._contents = Contents((one.title, *item) for one in self._modules for item in _attributes(one.own))
         self._outside = OutsideValues((one.title, one.module) for one in self._modules)
         kinds = {one for watched in self._modules for one in _classes(type(watched.module))}
-        values = {kind: {k: v for k, v in _attributes(vars(kind)) if is_plain(v)} for kind in kinds}
-        kinds = {kind for kind in kinds if values[kind]}
-        self._classes = Comparison([vars(kind) for kind in kinds], [values[kind] for kind in kinds])
+        plain = {kind: {k: v for k, v in _attributes(vars(kind)) if is_plain(v)} for kind in kinds}
+        values = {kind: own for kind, own in plain.items() if own}
+        self._classes = Comparison(map(vars, values), values.values())
         self._class_holds = True
         self._attributes: dict[str, dict[str, Any]] = {}
         self._read = self._collected()

@@ -17,8 +17,7 @@ from lightning_swarm.protocol.serialization import Tree
 WRITTEN: Final = "written argument "
 """Stands before an argument's name among the values that a forward left, for writes into the argument."""
 
-POSITIONAL: Final = ""
-"""The name of all positional arguments together."""
+POSITIONAL: Final = ""  # the name of all positional arguments together
 
 Given: TypeAlias = Mapping[str, tuple[Any, Sequence[Tensor]]]
 """A call's arguments by name: the tuple or dict that has an argument, and the tensors in it, in order."""

@@ -22,8 +22,7 @@ After the last block, only the hidden state is returned.
 
 _NTH: Final = "#"  # stands between an argument's name and the number of a further value for the argument
 
-Pick: TypeAlias = int | str | tuple[int, int]
-"""An index, a key, or (place, required number of parts)."""
+Pick: TypeAlias = int | str | tuple[int, int]  # an index, a key, or (place, required number of parts)
 
 
 @dataclass(frozen=True)

@@ -59,20 +59,34 @@ def check_ranges(ranges: Sequence[range], num_blocks: int) -> None:
 
 def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
     """Refuse layers, in blocks and outside, that cannot be trained in stages."""
-    for check in (check_initialised, _refuse_sparse, _refuse_complex):
-        check([*inside, *outside])
-    _refuse_foreign_statistics(inside)
-    _refuse_generators(inside)
-    _refuse_scripted(inside, outside)
-
-
-def _refuse_any(names: Iterable[str], rule: str) -> None:
-    """Raise the error of a rule if it is broken; `{}` in its text stands for the names that break it."""
-    if found := list(names):
-        raise ConfigError(rule.format(few(found)))
-
-
-def _refuse_scripted(inside: Sequence[Named], outside: Sequence[Named]) -> None:
+    modules = [*inside, *outside]
+    check_initialised(modules)
+    _refuse_any(
+        (name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse),
+        "gradients must be dense to be averaged, got `sparse=True` in {}. Set `sparse=False`.",
+    )
+    parameters = ((name, *item) for name, module in modules for item in module.named_parameters(recurse=False))
+    _refuse_any(
+        (f"{name}.{key}" for name, key, one in parameters if one.is_complex() and one.requires_grad),
+        "trained parameters must be real, gradients are summed as real numbers: {} are complex. Store them as real "
+        "ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them.",
+    )
+    # The swarm keeps running statistics of `BatchNorm` only.
+    found = (
+        f"{name} ({type(m).__name__})"
+        for name, m in inside
+        if isinstance(m, nn.SyncBatchNorm) or (isinstance(m, _InstanceNorm) and m.track_running_stats)
+    )
+    _refuse_any(
+        found,
+        "only `BatchNorm` layers may update buffers in forward, because the swarm keeps no other running statistics; "
+        "got {}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`.",
+    )
+    _refuse_any(
+        (f"{name}.{key}" for name, m in inside for key, one in vars(m).items() if isinstance(one, torch.Generator)),
+        "blocks must not keep a random generator, because each peer would draw from its own copy; got {}. Draw "
+        "without `generator` in the blocks, or draw in `training_step` and pass the numbers to the blocks.",
+    )
     candidates = [*inside, *((name, m) for name, m in outside if next(m.parameters(), None) is not None)]
     _refuse_any(
         (name for name, module in candidates if isinstance(module, torch.jit.ScriptModule)),
@@ -80,6 +94,12 @@ def _refuse_scripted(inside: Sequence[Named], outside: Sequence[Named]) -> None:
         "parameters, got {}. Leave `torch.jit` out, or use `torch.compile`; keep a frozen one in a "
         "list, `self.teacher = [scripted]`.",
     )
+
+
+def _refuse_any(names: Iterable[str], rule: str) -> None:
+    """Raise the error of a rule if it is broken; `{}` in its text stands for the names that break it."""
+    if found := list(names):
+        raise ConfigError(rule.format(few(found)))
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:
@@ -131,44 +151,6 @@ def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
         "a parameter must be either in the pipeline's blocks, which servers train, or outside of them, where "
         "trainers train it; got {} outside, tied to a parameter of a block. Untie it, or define "
         "`configure_stages(self)` so that all layers that share it are in one stage.",
-    )
-
-
-def _refuse_sparse(modules: Iterable[Named]) -> None:
-    _refuse_any(
-        (name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse),
-        "gradients must be dense to be averaged, got `sparse=True` in {}. Set `sparse=False`.",
-    )
-
-
-def _refuse_generators(modules: Iterable[Named]) -> None:
-    _refuse_any(
-        (f"{name}.{key}" for name, m in modules for key, one in vars(m).items() if isinstance(one, torch.Generator)),
-        "blocks must not keep a random generator, because each peer would draw from its own copy; got {}. Draw "
-        "without `generator` in the blocks, or draw in `training_step` and pass the numbers to the blocks.",
-    )
-
-
-def _refuse_complex(modules: Iterable[Named]) -> None:
-    parameters = ((name, *item) for name, module in modules for item in module.named_parameters(recurse=False))
-    _refuse_any(
-        (f"{name}.{key}" for name, key, one in parameters if one.is_complex() and one.requires_grad),
-        "trained parameters must be real, gradients are summed as real numbers: {} are complex. Store them as real "
-        "ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them.",
-    )
-
-
-def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
-    """Refuse layers with running statistics that the swarm does not keep: it keeps only those of `BatchNorm`."""
-    found = (
-        f"{name} ({type(m).__name__})"
-        for name, m in modules
-        if isinstance(m, nn.SyncBatchNorm) or (isinstance(m, _InstanceNorm) and m.track_running_stats)
-    )
-    _refuse_any(
-        found,
-        "only `BatchNorm` layers may update buffers in forward, because the swarm keeps no other running statistics; "
-        "got {}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`.",
     )
 
 

@@ -150,12 +150,8 @@ def _slot_in_stage(slot: Slot, model: nn.Module, run: Run) -> Slot:
     name, owner, key = slot
     parameter = owner._parameters[key]
     inside = {id(module) for _, block in run for module in block.modules()}
-    for module in model.modules():
-        if id(module) in inside:
-            for own_key, value in module._parameters.items():
-                if value is parameter:
-                    return name, module, own_key
-    return slot
+    places = ((name, module, key) for module in model.modules() if id(module) in inside for key in module._parameters)
+    return next((place for place in places if place[1]._parameters[place[2]] is parameter), slot)
 
 
 def _ids(groups: Iterable[Iterator[Tensor]]) -> set[int]:

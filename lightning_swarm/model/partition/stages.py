@@ -10,8 +10,7 @@ from lightning_swarm.model.nn import accepted_keywords, call_blocks
 from lightning_swarm.model.partition import call_binding
 from lightning_swarm.network.tensors import dtype_name
 
-Slot = tuple[str, nn.Module, str]
-"""Full name of a tensor in the model, the module that holds it, and its name there."""
+Slot = tuple[str, nn.Module, str]  # full name of a tensor in the model, the module that holds it, and its name there
 
 Named = tuple[str, nn.Module]
 
