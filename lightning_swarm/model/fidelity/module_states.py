@@ -50,7 +50,7 @@ def _first_of(module: nn.Module) -> _FirstValues:
     if (key := id(module)) not in _known:
         plain = {name: kept(value) for name, value in _attributes(vars(module)) if is_plain(value)}
         _known[key] = _FirstValues(plain, _class_values(type(module)))
-        weakref.finalize(module, _known.pop, key)
+        weakref.finalize(module, _known.pop, key).atexit = False
     return _known[key]
 
 

@@ -166,8 +166,9 @@ def _checked(blocks: Blocks) -> Blocks:
 
 
 def _choices(model: nn.Module) -> str:
-    kinds = nn.Sequential | nn.ModuleList
-    names = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
+    halves = {id(part) for layer in boundary_layers(model).values() for part in layer.modules()}
+    candidates = [(name, one) for name, one in model.named_modules() if name and id(one) not in halves]
+    names = [name for name, module in candidates if isinstance(module, nn.Sequential | nn.ModuleList)]
     if not names:
         return f"The model has neither a `Sequential` nor a `ModuleList`. {_REMEDY}"
     return f"Choose one of its `Sequential`s and `ModuleList`s ({few(names)}), or define `{_HOOK}(self)`."
