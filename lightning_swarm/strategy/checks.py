@@ -43,8 +43,11 @@ _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
 # Function of the Trainer -> hook that makes its data.
-_LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader"} | {
-    name: f"{name}_dataloader" for name in ("test", "predict")
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
 }
 
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")  # values of `ckpt_path`, or their beginnings before a colon

@@ -454,8 +454,10 @@ class SwarmOptimization:
 
     def _profiled(self) -> AbstractContextManager[None]:
         """Profile the time from the last backward to the new weights, as the plain Trainer does."""
-        profiler: Any = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
-        return profiler.profile(f"[SwarmOptimization]{type(self._optimizer).__name__}.optimizer_step")  # type: ignore[no-any-return]
+        profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
+        name = f"[SwarmOptimization]{type(self._optimizer).__name__}.optimizer_step"
+        found: AbstractContextManager[None] = profiler.profile(name)
+        return found
 
     def _count(self) -> None:
         """Count an applied record in Lightning's counters, schedulers and logs."""
