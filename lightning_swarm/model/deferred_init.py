@@ -126,12 +126,9 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def staying_on_meta() -> AbstractContextManager[object]:
-    """Return a context inside which tensors on meta stay there when their modules are moved to another device."""
-    return _KeepOnMeta()
+class StayOnMeta(TorchFunctionMode):
+    """Inside, tensors on meta stay there when their modules are moved to another device."""
 
-
-class _KeepOnMeta(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MOVES and args[0].is_meta:

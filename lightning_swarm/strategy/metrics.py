@@ -249,7 +249,8 @@ class SharedLogs:
         self._metrics = metrics
         self._is_one_of_several = is_one_of_several
         self._own_names: set[str] = set()  # names logged without `sync_dist` that a warning has mentioned
-        self._put_back: Callable[[], None] = lambda: None  # restores the results and metrics before the newest batch
+        # Restores results and metrics as they were before the newest batch, whose shared values stay.
+        self.restore: Callable[[], None] = lambda: None
         self._lease = 0  # the current batch's
         self._num_samples: int | None = None  # the current batch's; None between batches
         self._batch: list[LoggedValue] = []
@@ -266,7 +267,7 @@ class SharedLogs:
     def begin_batch(self, num_samples: int, lease: int) -> None:
         """Copy the results and metrics, to restore them if the batch does not count."""
         self._num_samples, self._lease, self._batch = num_samples, lease, []
-        self._put_back = _remember_logs(self._module, self._results)
+        self.restore = _remember_logs(self._module, self._results)
         self._metrics.begin_batch(lease)
 
     @property
@@ -286,10 +287,6 @@ class SharedLogs:
         """Do not share the values of a complete batch that counts in no step. Leaves them in results and metrics."""
         self._step.pop(lease, None)
         self._metrics.discard_batch(lease)
-
-    def restore(self) -> None:
-        """Restore results and metrics as they were before the newest batch. Its shared values stay."""
-        self._put_back()
 
     @property
     def pending(self) -> Pending:

@@ -17,7 +17,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.override import changed
 from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import add_hooks, boundary_layers
-from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
+from lightning_swarm.model.deferred_init import StayOnMeta, is_on_meta
 from lightning_swarm.model.partition import Blocks
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import StageManifest, ranges_of
@@ -150,7 +150,7 @@ def peer_model(
 def served_model(strategy: RankHooks, module: LightningModule) -> PeerModel:
     """Return the model of a peer that only serves, converted and moved to its device as Lightning's loop would do."""
     module.trainer.precision_plugin.convert_module(module)
-    with staying_on_meta():
+    with StayOnMeta():
         module.to(strategy.root_device)
     return peer_model(strategy, module, partial(_make_optimizer, module, strategy.framework))
 

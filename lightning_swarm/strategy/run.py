@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class SwarmRun:
-    """A trainer's part in one run: its session, its loop and its access to the weights, which `close` ends."""
+    """A trainer's part in one run: its session, its loop and its access to the weights; `undo` ends it."""
 
     trainer: Trainer
     peer: Peer
@@ -74,7 +74,3 @@ class SwarmRun:
         """Leave the run as a trainer; it continues without this trainer's batches."""
         with contextlib.suppress(RunOver):
             self.session.retire(reason)
-
-    def close(self) -> None:
-        """Restore module, loop and callbacks as they were before the run."""
-        self.undo.close()

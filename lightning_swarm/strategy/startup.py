@@ -295,9 +295,9 @@ def serve(
     strategy: SwarmStrategy,
     trainer: Trainer,
     datamodule: LightningDataModule | None,
-    call_arguments: Mapping[str, Any] | None,
+    call_arguments: Mapping[str, Any] | None = None,  # those of the Trainer's method; None: this peer never leads
 ) -> str | None:
-    """Serve, and take the run over if its lead dies; see `SwarmStrategy.serve`."""
+    """Serve until the run is over. If the lead dies and this peer must lead, return the checkpoint to start from."""
     module, peer = strategy.own_module, strategy.own_peer
     strategy.connect(module)
     model_setup.set_up(trainer, module, datamodule)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.client.run_session import Session
 from lightning_swarm.client.status import SwarmStatus, status_of
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
-from lightning_swarm.model.deferred_init import staying_on_meta
+from lightning_swarm.model.deferred_init import StayOnMeta
 from lightning_swarm.model.fidelity.module_states import remember
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import (
@@ -36,7 +35,6 @@ from lightning_swarm.peer.config import (
     Trust,
     TrustLevel,
 )
-from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.protocol.settings import (
     CodecName,
     Compression,
@@ -45,7 +43,6 @@ from lightning_swarm.protocol.settings import (
     RobustAveraging,
     RunSettings,
 )
-from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
 from lightning_swarm.strategy.checkpointing import Checkpoints
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
@@ -275,7 +272,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     @override
     def model_to_device(self) -> None:
-        with staying_on_meta():
+        with StayOnMeta():
             self.own_module.to(self.root_device)
 
     @property
@@ -297,24 +294,13 @@ class SwarmStrategy(extra_trainers.RankHooks):
         """Return the launcher that starts this machine's peers; None if they are all in this process."""
         return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
 
-    # Methods that the launcher calls. `call_arguments` are the arguments of the Trainer's method, by name.
-
-    def check(self, trainer: Trainer, call_arguments: Mapping[str, Any]) -> None:
-        """Refuse unsupported settings and models, as far as they are known before the model is configured."""
-        startup.check(self, trainer, call_arguments)
+    # Methods that the launcher calls.
+    check = startup.check
+    serve = startup.serve
 
     def follow(self, trainer: Trainer) -> None:
         """Make this process a trainer beside the lead, which is another process."""
         self.rollback.restore_lead_role = extra_trainers.follow(trainer)
-
-    def serve(
-        self, trainer: Trainer, datamodule: LightningDataModule | None, call_arguments: Mapping[str, Any] | None = None
-    ) -> str | None:
-        """Serve until the run is over. If the lead dies and this peer must lead, return the checkpoint to start from.
-
-        Without `call_arguments` this peer never leads.
-        """
-        return startup.serve(self, trainer, datamodule, call_arguments)
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
@@ -338,9 +324,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         trainer = self.own_module.trainer
         return startup.share_loader(self, trainer, dataloader) if trainer.training else dataloader
 
-    def correct_estimated_steps(self, trainer: Trainer, by_windows: Callable[[], float]) -> float:
-        """Return the steps of a whole fit; `by_windows` is Lightning's estimate, which counts windows of batches."""
-        return startup.correct_estimated_steps(self, trainer, by_windows)
+    correct_estimated_steps = startup.correct_estimated_steps  # which `EstimatedSteps` calls
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -361,9 +345,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
             self.run = startup.begin(self, trainer)
             startup.connect(self, self.run)
 
-    def start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
-        """Start a run as its lead, or join it as a further trainer."""
-        return startup.start_run(self, trainer, model, selection)
+    start_run = startup.start_run
 
     # ------------------------------------------------------------------ the loop
 
@@ -426,6 +408,8 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     # ------------------------------------------------------------------ ending
 
+    leave = teardown.leave
+
     @override
     def on_train_end(self) -> None:
         if self.run is not None:
@@ -440,10 +424,6 @@ class SwarmStrategy(extra_trainers.RankHooks):
     @override
     def teardown(self) -> None:
         teardown.tear_down(self, super().teardown)
-
-    def leave(self) -> None:
-        """End the run and this machine's peers. May be called twice."""
-        teardown.leave(self)
 
     # ------------------------------------------------------------------ for users
 

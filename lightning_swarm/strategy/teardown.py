@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_swarm.core.errors import PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.boundary_layers import add_hooks
-from lightning_swarm.model.deferred_init import staying_on_meta
+from lightning_swarm.model.deferred_init import StayOnMeta
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.strategy import SwarmStrategy
@@ -80,7 +80,7 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
                     # The checkpoint was at the loop's end, so the loop never ran, and `end_loop` was not called.
                     run.serve_on()
                 run.session.pipeline.marks.clear()  # user code may use gradients again
-            with staying_on_meta():
+            with StayOnMeta():
                 default()
         finally:
             strategy.checkpoints.close_files()
@@ -109,7 +109,7 @@ def _end_run(strategy: SwarmStrategy) -> None:
         if strategy.data is not None:
             ending.callback(strategy.data.close)
         if strategy.run is not None:
-            ending.callback(strategy.run.close)
+            ending.callback(strategy.run.undo.close)
     strategy.checkpoints.forget_loaded()
     strategy.run = strategy.data = None
     if strategy.weights is not None:
