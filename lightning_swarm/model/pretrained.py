@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,13 +17,12 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import in_place_of, put_tensors
 from lightning_swarm.model.fidelity.unsaved_buffers import unsaved_buffers
 from lightning_swarm.model.fingerprint import digest
+from lightning_swarm.model.folder_reader import FolderReader
 from lightning_swarm.model.init_record import InitRecord
 from lightning_swarm.model.partition import Blocks, StageModule, build_stages, find_blocks
 from lightning_swarm.model.quantization import Quantization
 from lightning_swarm.model.quantized_reader import QuantizedReader, check_finite
 from lightning_swarm.protocol.messages.serving import MAX_FILE_BYTES, CardFile, ModelCard, ServedStage, WeightsDigest
-
-_log = logging.getLogger(__name__)
 
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
@@ -245,6 +242,17 @@ def _without_quantization(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _floats(value: Any) -> Any:
+    """Decode infinity and NaN, which transformers writes in JSON as `{"__float__": "Infinity"}`, for example."""
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {name: _floats(item) for name, item in value.items()}
+    return value
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name such as ``bfloat16``."""
     found = getattr(torch, name, None)
@@ -446,187 +454,3 @@ class PretrainedFolder:
                 for name, content in self.files.items()
             ],
         )
-
-
-class FolderReader:
-    """Reads a model's tensors by the module's names, which may differ from the names in its files."""
-
-    def __init__(
-        self,
-        folder: PretrainedFolder,
-        model: PretrainedModel,
-        quantized: Iterable[str] = (),  # layers whose weights in the files are quantised
-    ) -> None:
-        self._folder, self._model = folder, model
-        self._left_out = tuple(f"{layer}." for layer in quantized)
-        self._prefix = f"{model.module.base_model_prefix}."
-        # `id` of a parameter -> its names. A tied one has several, of which the files may have only some.
-        self._aliases: dict[int, list[str]] = {}
-        for name, tensor in model.module.named_parameters(remove_duplicate=False):
-            self._aliases.setdefault(id(tensor), []).append(name)
-        self._same = {name: names for names in self._aliases.values() for name in names}  # name -> all names
-        self._read: set[str] = set()  # names in the files, of tensors that were read
-        # The part that was converted last: the index of its block (-1: tensors in no block), and its tensors by name.
-        self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})
-
-    def __call__(self, name: str) -> Tensor:
-        """Read a tensor by its name in the module."""
-        # If the files hold a base model, without a head for generating text, their names lack the prefix.
-        aliases = [one for alias in self._same.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))]
-        names = [one for one in dict.fromkeys(aliases) if self._folder.has(one)]
-        if not names:
-            return self._converted(name)
-        self._read.update(names)
-        found = [self._folder.tensor(one) for one in names]
-        if not all(torch.equal(found[0], other) for other in found[1:]):
-            raise ConfigError(
-                f"tied weights must be equal, and {str(self._folder.path)!r} has others under the names of {name!r}. "
-                "If they are not tied, set `tie_word_embeddings` to false in config.json."
-            )
-        return found[0]
-
-    def find(self, name: str) -> Tensor | None:
-        """Read a tensor by its name in the files, with or without the base model's prefix; None if there is none."""
-        for one in (name, name.removeprefix(self._prefix)):
-            if self._folder.has(one):
-                self._read.add(one)
-                return self._folder.tensor(one)
-        return None
-
-    def _converted(self, name: str) -> Tensor:
-        """Return a tensor that has another name in the files, converted by Hugging Face's own loader."""
-        blocks = self._model.blocks
-        root = f"{blocks.root_name}."
-        index = blocks.names.index(name.removeprefix(root).split(".")[0]) if name.startswith(root) else -1
-        if self._loaded[0] != index:
-            self._loaded = index, self._load(index)
-        # In the small model that `_load` fills, the block has the number 0.
-        key = name if index < 0 else f"{root}0.{name.removeprefix(f'{root}{blocks.names[index]}.')}"
-        like, found = self._model.module.state_dict()[name], self._loaded[1].get(key)
-        if found is None or found.shape != like.shape:
-            raise ConfigError(
-                f"the files of a served model must have all of its weights, and {str(self._folder.path)!r} has no "
-                f"{name!r}, also not under another name by which transformers loads a block alone. Write it again by "
-                "`save_pretrained`, or serve another model."
-            )
-        return found
-
-    @cached_property
-    def _named(self) -> Callable[[str], str]:
-        return _loaded_names(self._model.module)  # lazy, because most files have the module's names
-
-    def warn_of_unread(self) -> None:
-        """After the whole model was read: warn of other tensors in the files, as Hugging Face's own loader does."""
-        ignored = self._model.module._keys_to_ignore_on_load_unexpected or ()
-        unread = [
-            name
-            for name in self._folder.names
-            if name not in self._read and not any(re.search(pattern, name) for pattern in ignored)
-        ]
-        if unread:
-            _log.warning(
-                "%d tensors of %s are no part of a %s, as its config.json describes it, and are not served: %s.",
-                len(unread),
-                self._folder.path,
-                type(self._model.module).__name__,
-                ", ".join(sorted(unread)[:5]),
-            )
-
-    def _names_of(self, index: int) -> dict[str, str]:
-        """Map the files' names of a block's tensors to their names in a model that has only this block.
-
-        If `index` is -1, map the tensors outside of blocks to themselves.
-        """
-        root = f"{self._model.blocks.root_name}."
-        if index < 0:
-            left_out = root, *self._left_out
-            return {name: name for name in self._folder.names if not self._named(name).startswith(left_out)}
-        own, place = self._model.blocks.names[index], f"{root}{self._model.blocks.names[index]}."
-        found = {}
-        for name in self._folder.names:
-            if not self._named(name).startswith(place) or self._named(name).startswith(self._left_out):
-                continue
-            # Another part of the name may equal the block's number. Take the replacement that gives a name in block 0.
-            parts = name.split(".")
-            moved = (".".join([*parts[:at], "0", *parts[at + 1 :]]) for at, part in enumerate(parts) if part == own)
-            found[name] = next(one for one in moved if self._named(one).startswith(f"{root}0."))
-        return found
-
-    def _load(self, index: int) -> dict[str, Tensor]:
-        """Load one block, as the only block of a small model, or the tensors in no block (-1)."""
-        import transformers
-
-        model, names = self._model, self._names_of(index)
-        state = {new: self._folder.tensor(name) for name, new in names.items()}
-        verbosity = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        try:
-            small, report = _small_class(model, index).from_pretrained(  # type: ignore[attr-defined]
-                None,
-                config=_small_config(model.config, index),
-                state_dict=state,
-                dtype=model.module.dtype,
-                output_loading_info=True,
-            )
-        finally:
-            transformers.logging.set_verbosity(verbosity)
-            transformers.logging.enable_progress_bar()
-        missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
-        self._read |= {
-            name for name, new in names.items() if new not in unexpected and self._named(new) not in unexpected
-        }
-        # Missing tensors have random values.
-        return {name: tensor for name, tensor in small.state_dict().items() if name not in missing}
-
-
-def _loaded_names(module: Any) -> Callable[[str], str]:
-    """Return a function that maps a tensor's name in files to its name in the model, as transformers does."""
-    from transformers import conversion_mapping, core_model_loading
-
-    rules = conversion_mapping.get_model_conversion_mapping(module)
-    renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
-    prefix, known = module.base_model_prefix, module.state_dict()
-    return cache(lambda name: core_model_loading.rename_source_key(name, renamings, converters, prefix, known)[0])
-
-
-def _small_class(model: PretrainedModel, index: int) -> type:
-    """Return the model's class with one block: a copy of block `index`; -1: the block that the class makes."""
-    kind, root = type(model.module), model.blocks.root_name
-
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, config, *args, **kwargs)
-        if index >= 0:
-            block = model.blocks.modules[index]
-            tensors = [*block.parameters(), *block.buffers()]
-            on_meta = {id(one): in_place_of(one, torch.empty_like(one, device="meta")) for one in tensors}
-            self.get_submodule(root)[0] = copy.deepcopy(block, on_meta)
-
-    # Keep the class's name and module, by which transformers looks up its conversions.
-    return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})
-
-
-def _small_config(config: Any, index: int) -> Any:
-    """Return the config of a model that has only block `index`; -1: only the first block."""
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    number, first = text.num_hidden_layers, max(index, 0)
-    text.num_hidden_layers = 1
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == number:  # one entry for each block, such as its kind of attention
-            setattr(text, name, value[first : first + 1])
-    if index >= 0:  # embeddings are not loaded, so make them small
-        text.vocab_size, text.pad_token_id = 8, None
-    return small
-
-
-def _floats(value: Any) -> Any:
-    """Decode infinity and NaN, which transformers writes in JSON as `{"__float__": "Infinity"}`, for example."""
-    if isinstance(value, list):
-        return [_floats(item) for item in value]
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-            return float(value["__float__"])
-        return {name: _floats(item) for name, item in value.items()}
-    return value

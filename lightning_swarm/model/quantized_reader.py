@@ -13,7 +13,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.quantization import BLOCK, NESTED_BLOCK, Quantization
 
 if TYPE_CHECKING:
-    from lightning_swarm.model.pretrained import FolderReader
+    from lightning_swarm.model.folder_reader import FolderReader
 
 # Tensors of a quantised layer -> their names in files, after the layer's name.
 _OF_4BIT: Final = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")

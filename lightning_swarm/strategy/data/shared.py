@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, islice
 from typing import Any, Final
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from msgspec.structs import replace as replaced
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import TypeIs
 
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.errors import ConfigError, RunOver
 from lightning_swarm.core.override import Override
-from lightning_swarm.protocol.messages.run import MAX_METRIC_BYTES, MAX_PLAN_METRICS, MAX_RUNS, BatchNumber, EpochPlan
+from lightning_swarm.protocol.messages.run import MAX_METRIC_BYTES, MAX_PLAN_METRICS, BatchNumber, EpochPlan
 from lightning_swarm.protocol.messages.wire import MAX_TEXT, decode, encode
 from lightning_swarm.protocol.run_state import next_in_lane
+from lightning_swarm.strategy.data.listing import EpochListing, subset_digest
 from lightning_swarm.strategy.data.loader import (
     LaneSampler,
     SharedLoader,
@@ -39,61 +38,6 @@ from lightning_swarm.strategy.data.loader import (
 from lightning_swarm.strategy.framework import framework_of
 
 _log = logging.getLogger(__name__)
-
-
-class EpochListing:
-    """The first `num_batches` lists of indices from a batch sampler in an epoch, and a digest of them."""
-
-    def __init__(
-        self, batches: Iterable[Sequence[Any]], num_batches: int, *, draws_end: bool = False, subset: bytes = b""
-    ) -> None:
-        drawn = iter(batches)
-        listed = [list(batch) for batch in islice(drawn, num_batches)]
-        if draws_end:  # as loaders with workers do, whose samplers may draw more random numbers
-            next(drawn, None)
-        lengths = [len(batch) for batch in listed]
-        if not all(lengths):
-            raise ConfigError(f"a batch must have at least one sample, and number {lengths.index(0)} has none.")
-        self.sizes = [(size, len(list(group))) for size, group in groupby(lengths)]
-        if len(self.sizes) > MAX_RUNS:
-            raise ConfigError(
-                f"the sizes of an epoch's batches may change {MAX_RUNS} times, they do {len(self.sizes)} times. Sort "
-                "batches by size, or share the data yourself with `use_distributed_sampler=False`."
-            )
-        flat = [index for batch in listed for index in batch]
-        plain = all(type(index) is int for index in flat)
-        # Samplers may yield other objects than integers; these are kept, and compared by their `repr`.
-        numbers = np.array(flat, dtype="<i8") if plain else None
-        self._flat: Any = flat if numbers is None else numbers
-        self._starts = np.cumsum([0, *lengths])
-        content = repr(flat).encode() if numbers is None else numbers.tobytes()
-        content = repr(self.sizes).encode() + b"\0" + content
-        self.digest = hashlib.sha256(content + subset).digest()
-        self._former_digest = hashlib.sha256(content).digest()  # older releases saved it, without the subset
-
-    def is_of(self, plan: EpochPlan) -> bool:
-        """Return whether a plan is of these batches."""
-        return self.sizes == plan.sizes and plan.digest in (self.digest, self._former_digest)
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return len(self._starts) - 1
-
-    def __getitem__(self, index: int) -> list[Any]:
-        """Return the indices of a batch."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        part = self._flat[self._starts[index] : self._starts[index + 1]]
-        return part.tolist() if isinstance(part, np.ndarray) else list(part)
-
-
-def _subset_digest(dataset: object) -> bytes:
-    """Digest the indices of a `Subset`, as `random_split` makes it, and of subsets in it; empty for other datasets."""
-    found = b""
-    while isinstance(dataset, Subset):
-        found += hashlib.sha256(np.asarray(dataset.indices).tobytes()).digest()
-        dataset = dataset.dataset
-    return found
 
 
 STATE: Final = "swarm_data"  # key of the position in the data, in a fit loop's state
@@ -410,7 +354,7 @@ class SharedData:
                 set_epoch(epoch)
         num_batches = self.num_batches()
         draws_end = self._origin.num_workers > 0 and num_batches == len(self._origin)
-        return EpochListing(batches, num_batches, draws_end=draws_end, subset=_subset_digest(self._origin.dataset))
+        return EpochListing(batches, num_batches, draws_end=draws_end, subset=subset_digest(self._origin.dataset))
 
     def _forget_old_epochs(self) -> None:
         position = self.position

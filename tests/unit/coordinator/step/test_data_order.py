@@ -21,7 +21,7 @@ from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.rpc import GRANT, PLAN, TAKE_PLAN
 from lightning_swarm.protocol.run_state import lanes_of, next_in_lane, owner_of
 from lightning_swarm.strategy.data import loader
-from lightning_swarm.strategy.data.shared import EpochListing
+from lightning_swarm.strategy.data.listing import EpochListing
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, Swarm, key, rows
 
