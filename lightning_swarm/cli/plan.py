@@ -66,10 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace, model: ModelProfile, machines: Sequence[Machine]) -> Plan:
     return make_plan(
-        model,
-        machines,
-        target_batch_size=arguments.target_batch_size,
-        largest_batch_size=arguments.largest_batch_size,
+        model, machines, target_batch_size=arguments.target_batch_size, largest_batch_size=arguments.largest_batch_size
     )
 
 

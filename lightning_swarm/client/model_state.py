@@ -67,11 +67,9 @@ async def gather_snapshots(
     events: EventLog | None = None,
     sound: int | None = None,
 ) -> ModelState | None:
-    """Fetch the newest of `versions` of which answering peers keep all stages; None if there is none.
-
-    Versions after `sound` may contain false work, so they come last, the oldest of them first. Raise `Unreachable` if
-    peers report complete versions, but none of these can be fetched.
-    """
+    """Fetch the newest of `versions` of which answering peers keep all stages; None if there is none."""
+    # Versions after `sound` may contain false work, so they come last, the oldest of them first. Raise `Unreachable` if
+    # peers report complete versions, but none of these can be fetched.
     answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
     confirmation = Confirmation(transport, run, timeout, events)
     failure: Unreachable | None = None
@@ -127,11 +125,9 @@ def no_room(error: Exception) -> SwarmError:
 
 
 async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_index: int, *, max_bytes: int) -> _Tensors:
-    """Fetch a stage's snapshot from one of its holders, and check its digest.
-
-    The digest must be the recorded one. Without a record, if states need a confirmation, it must be the digest of the
-    servers that took the snapshot; otherwise only the digest that the holder itself has reported.
-    """
+    """Fetch a stage's snapshot from one of its holders, and check its digest."""
+    # The digest must be the recorded one. Without a record, if states need a confirmation, it must be the digest of the
+    # servers that took the snapshot; otherwise only the digest that the holder itself has reported.
     transport, run = confirmation.transport, confirmation.run
     request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
     holders = holders_of(held, version, stage_index)
@@ -372,21 +368,13 @@ _State = Mapping[str, dict[str, Any]]
 
 def save(
     path: Path,
-    checkpoint: Mapping[str, Any],
-    write_stages: Callable[[Path], list[WrittenValue]],
+    checkpoint: Mapping[str, Any],  # Lightning's, with parameter names in place of the optimizer's numbers
+    write_stages: Callable[[Path], list[WrittenValue]],  # makes the stages write their parts into a folder
     *,
-    part: int,
-    also: Mapping[str, str],
+    part: int,  # number under which the weights outside the stages are written; no stage has it
+    also: Mapping[str, str],  # further name of a stage's weight -> name under which the stage writes it
 ) -> None:
-    """Write a checkpoint, and replace an older one of its name only when all of it is written.
-
-    Args:
-        path: The checkpoint's folder.
-        checkpoint: Lightning's checkpoint, with parameter names in place of the optimizer's numbers.
-        write_stages: Makes the stages write their parts into a folder.
-        part: Number under which the weights outside the stages are written; no stage has this number.
-        also: Maps further names of the stages' weights to the names under which the stages write them.
-    """
+    """Write a checkpoint's folder, and replace an older one of its name only when all of it is written."""
     rest = dict(checkpoint)
     own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
     for state in rest.pop("optimizer_states", ()):  # a run has one optimizer, or none
@@ -425,26 +413,15 @@ def _replacing(path: Path) -> Iterator[Path]:
 async def write_stages(
     transport: Transport,
     run: RunState,
-    version: int,
+    version: int,  # of all stages, because no record is applied meanwhile
     folder: Path,
-    names: Sequence[Collection[str]],
-    as_saved: Callable[[_State], _State] | None,
+    names: Sequence[Collection[str]],  # for each stage, the parameters and buffers that it writes, each once
+    as_saved: Callable[[_State], _State] | None,  # converts state as the optimizer saves it; None leaves it out
     *,
     limits: Limits,
-    events: EventLog | None = None,
+    events: EventLog | None = None,  # for events of servers that fail a confirmation
 ) -> list[WrittenValue]:
-    """Let a server that sees the folder write each stage; otherwise the lead writes it, one stage at a time.
-
-    Args:
-        transport: The lead's transport.
-        run: The run.
-        version: Version of all stages, because no record is applied meanwhile.
-        folder: Folder for the parts.
-        names: For each stage, the parameters and buffers that it writes: all that is saved, each once.
-        as_saved: Converts optimizer state to the form in which the optimizer saves it; None leaves the state out.
-        limits: The limits of this peer.
-        events: Log for events of servers that fail a confirmation.
-    """
+    """Let a server that sees the folder write each stage; otherwise the lead writes it, one stage at a time."""
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
     # If only some servers are trusted, one of them writes the file, or this peer with confirmed weights.

@@ -209,11 +209,9 @@ class Session:
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_spent()
 
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
-        """Let backwards add to the current batch's gradients from now on.
-
-        With `logs`, and if there are other trainers and no local layers, the batch is armed once all its backwards are
-        sent: from then on it counts, with these logs, even if this trainer dies.
-        """
+        """Let backwards add to the current batch's gradients from now on."""
+        # With `logs`, and if there are other trainers and no local layers, the batch is armed once all its backwards
+        # are sent: from then on it counts, with these logs, even if this trainer dies.
         batch = self.pipeline.batch
         if batch is None:
             return
@@ -265,10 +263,8 @@ class Session:
         total_weight: float | None = None,
         ahead: NextGrant | None = None,  # requests to send along; `end_step` returns the answer to `ends`
     ) -> bool:
-        """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`.
-
-        At the lead, `close` asks to close the step, with `total_weight` as in `close_step`.
-        """
+        """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`."""
+        # At the lead, `close` asks to close the step, with `total_weight` as in `close_step`.
         batch = self._current_batch()  # it stays current if `LeaseRevoked` is raised
         self.pipeline.count_statistics()
         if self.local_layers is not None:

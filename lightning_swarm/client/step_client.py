@@ -236,11 +236,9 @@ class StepClient:
         logs: Sequence[LoggedValue] = (),
         ahead: NextGrant | None = None,
     ) -> bool:
-        """Report a finished batch; True if its step closes now. `LeaseRevoked`: it was struck, and may run again.
-
-        `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`. `ahead` has the requests
-        that save a lone trainer round trips.
-        """
+        """Report a finished batch; True if its step closes now. `LeaseRevoked`: it was struck, and may run again."""
+        # `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`. `ahead` has the
+        # requests that save a lone trainer round trips.
         ends = self._record_request(self.open_step, decided=False) if ahead is not None and ahead.ends else None
         following = None
         if ahead is not None and ahead.num_samples is not None:
@@ -429,10 +427,8 @@ class StepClient:
         return [(decode(head, BatchMetrics).metrics, tensors)]
 
     async def renew(self) -> None:
-        """Report that this trainer lives, for times when it sends nothing else. Raise the open step's error.
-
-        Such a time is a validation while a record waits.
-        """
+        """Report that this trainer lives, for times when it sends nothing else. Raise the open step's error."""
+        # Such a time is a validation while a record waits.
         await self._enlisted.call(rpc.RENEW, None)
 
     async def retire(self, reason: str) -> None:

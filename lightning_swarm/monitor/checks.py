@@ -185,11 +185,7 @@ def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
     found = f"{address} is {abs(ahead_s):.2f} s {way} this machine"
     if abs(ahead_s) <= MOST_SKEW_S + round_trip_s / 2:
         return Finding("clock", found)
-    return Finding(
-        "clock",
-        f"{found}, at most {MOST_SKEW_S:g} s are allowed",
-        SET_CLOCK,
-    )
+    return Finding("clock", f"{found}, at most {MOST_SKEW_S:g} s are allowed", SET_CLOCK)
 
 
 def check_protocol(address: str, here: int, there: int) -> Finding:

@@ -125,10 +125,8 @@ def asking(address: Address, *, timeout: float, visitor: Visitor) -> Iterator[Me
 
 
 def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMember]:
-    """Return all peers that ever came to a run, present members first, and all banned peers and invitations. Pure.
-
-    In a run that takes any peer, only present members and convicted peers are known.
-    """
+    """Return all peers that ever came to a run, present members first, and all banned peers and invitations. Pure."""
+    # In a run that takes any peer, only present members and convicted peers are known.
     seats = view.seats
     banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
     convicted = {str(one.peer): printable(one.reason) for one in seats.convicted or ()}

@@ -38,11 +38,7 @@ class Membership:
         self._dead: set[PeerId] = set()  # peers reported as dead that no record has removed from the trainers yet
 
     def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
-        """Apply the next record.
-
-        Returns:
-            Lines for peers that the record adds or removes, and for stages whose kinds of machines change.
-        """
+        """Apply the next record; return lines for added and removed peers, and for changed kinds of machines."""
         self._locate({one.member.peer_id: one.addresses for one in record.newcomers})
         came, went = defaultdict[PeerId, list[int]](list), defaultdict[PeerId, list[int]](list)
         for vacancy in record.left:

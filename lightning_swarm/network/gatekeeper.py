@@ -121,10 +121,8 @@ class Gatekeeper:
             raise Unreachable(f"{peer} is not asked any more: {reason}")
 
     def check_may_be_answered(self, caller: PeerId, method: str) -> None:
-        """Before an answer is sent: refuse it if the caller has lost its permit since its request.
-
-        A caller whose permit was only dropped for lack of room still gets the answer.
-        """
+        """Before an answer is sent: refuse it if the caller has lost its permit since its request."""
+        # A caller whose permit was only dropped for lack of room still gets the answer.
         if self.may_call(caller, method):
             return
         known = self._find(caller)
@@ -268,10 +266,8 @@ class Gatekeeper:
         return known is not None and method in known.answers
 
     def check_may_be_asked(self, peer: PeerId, method: str) -> None:
-        """Before this peer sends a request: refuse if the other peer's certificate does not permit it to answer.
-
-        The checks of incoming requests are `check_may_call`, `check_may_enter` and `check_may_be_answered`.
-        """
+        """Before this peer sends a request: refuse if the other peer's certificate does not permit it to answer."""
+        # The checks of incoming requests are `check_may_call`, `check_may_enter` and `check_may_be_answered`.
         known = self._find(peer)
         if known is None:
             raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")

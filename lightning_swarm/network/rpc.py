@@ -109,10 +109,8 @@ class Guard(Protocol):
     """Admits requests to their handlers, and can end their answers early."""
 
     def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
-        """Register the running task as an answer to a caller and return it, or refuse a caller that may not call.
-
-        The caller's permit may have changed while its request waited for room, or for tensors.
-        """
+        """Register the running task as an answer to a caller and return it, or refuse a caller that may not call."""
+        # The caller's permit may have changed while its request waited for room, or for tensors.
         ...
 
     def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:

@@ -145,10 +145,7 @@ class BaseTransport(Transport):
         answer = await self._send_stream(peer, method, message, max_bytes, repeated_id(first_id, num_repeats))
         self._liveness.note_alive(peer)
         self.links.add_sample(
-            peer,
-            sent_bytes=message.num_tensor_bytes,
-            received_bytes=answer.num_tensor_bytes,
-            took_s=now_s() - began_s,
+            peer, sent_bytes=message.num_tensor_bytes, received_bytes=answer.num_tensor_bytes, took_s=now_s() - began_s
         )
         return answer
 

@@ -112,10 +112,8 @@ class Rebalancing:
 
 
 def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: Mapping[str, Any]) -> _R:
-    """Make a record of a user's argument: the record, its fields by name, or the value of its first field.
-
-    Each deprecated argument has the name of the field that takes its place, and the value None if it was not used.
-    """
+    """Make a record of a user's argument: the record, its fields by name, or the value of its first field."""
+    # Each deprecated argument has the name of the field that takes its place, and the value None if it was not used.
     if isinstance(given, record):
         values = dict(vars(given))
     else:

@@ -107,16 +107,8 @@ async def warn_before_end(expires_at_s: float) -> None:
 
 
 def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -> Entry | None:
-    """Choose this peer's entry to its run; None if any peer may come.
-
-    Args:
-        config: The user's settings.
-        folder: Finds the folder of owners' keys. It is called only if needed, because some users have no folder.
-        now_s: The time, in seconds since the epoch.
-
-    Raises:
-        ConfigError: This peer would not be let in, or its invitation cannot be used. Nothing was started.
-    """
+    """Choose this peer's entry to its run, or raise `ConfigError` before anything starts; None: any peer may come."""
+    # `folder` finds the folder of owners' keys, and is called only if needed, because some users have no folder.
     if not config.is_invited:
         return None
     kept_at = None if config.identity_path is None else _certificate_file(config.identity_path)

@@ -57,11 +57,9 @@ class PeerStart(Struct, frozen=True):
             return cls()
 
     def may_be(self, other: PeerStart) -> bool:
-        """Return whether two starts may be of one peer.
-
-        Peers with different invitations must not exchange their keys, because each invitation would be used once more.
-        But if all else is equal, it is one peer with a new invitation in the old file.
-        """
+        """Return whether two starts may be of one peer."""
+        # Peers with different invitations must not exchange their keys, because each invitation would be used once
+        # more. But if all else is equal, it is one peer with a new invitation in the old file.
         # Whether the invitations are known, and differ.
         is_invited_otherwise = "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
         return not is_invited_otherwise or structs.replace(self, invitation=other.invitation) == other
@@ -72,11 +70,9 @@ class PeerStart(Struct, frozen=True):
 
 
 def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart) -> str | None:
-    """Return the file of a key that no living process of this user has; None if no file can be kept.
-
-    The file is created if it is missing, and stays locked until this process ends. A restart gets the key of the most
-    similar start.
-    """
+    """Return the file of a key that no living process of this user has; None if no file can be kept."""
+    # The file is created if it is missing, and stays locked until this process ends. A restart gets the key of the most
+    # similar start.
     try:
         folder = find_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

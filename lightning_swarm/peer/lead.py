@@ -90,10 +90,8 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
 
 
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
-    """Raise a ConfigError if all of the `initial_peers` that answer belong to other runs.
-
-    If none answers with its run, but one refuses this peer, raise its reason, such as `AccessDenied`.
-    """
+    """Raise a ConfigError if all of the `initial_peers` that answer belong to other runs."""
+    # If none answers with its run, but one refuses this peer, raise its reason, such as `AccessDenied`.
 
     async def ask(peer: PeerId) -> str | SwarmError | None:
         try:
@@ -124,11 +122,9 @@ def make_manifest(
     announced: Mapping[PeerId, ServerAnnouncement],
     keepers: Keepers = UNSET,
 ) -> Manifest:
-    """Return record 0 of a run that `me` starts and leads, and in which `others` train.
-
-    `announced` are the servers' announcements. Raises `ConfigError` if no server may coordinate, or if a stage that
-    needs machines of one kind has several kinds.
-    """
+    """Return record 0 of a run that `me` starts and leads, and in which `others` train."""
+    # `announced` are the servers' announcements. Raises `ConfigError` if no server may coordinate, or if a stage that
+    # needs machines of one kind has several kinds.
     hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
     kinds = {peer: server.arithmetic for peer, server in announced.items()}
     # The starter's own server coordinates, so that the lead's control calls cross no network; otherwise a keeper's.
@@ -364,10 +360,8 @@ class Lead:
         return newest_complete(only_versions(held, self.versions_kept()), len(self.run.rosters)) is not None
 
     def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
-        """Return the state at the newest of these versions that servers keep completely; None if they keep none.
-
-        Versions after `sound` may contain false work of a convicted server, so they come last.
-        """
+        """Return the state at the newest of these versions that servers keep completely; None if they keep none."""
+        # Versions after `sound` may contain false work of a convicted server, so they come last.
         limits = self._config.limits
         return self._runtime.run(
             gather_snapshots(

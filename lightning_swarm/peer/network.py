@@ -23,10 +23,8 @@ from lightning_swarm.protocol.rpc import RPCS
 def start_network(
     config: SwarmConfig, entry: Entry | None, *, keeps_memory: bool = True
 ) -> tuple[Runtime, BaseTransport, Directory]:
-    """Start a real network, with its event loop in a thread of its own, for a peer that comes by `entry`.
-
-    With `keeps_memory` the process holds on to freed memory, which saves time where each step needs as much again.
-    """
+    """Start a real network, with its event loop in a thread of its own, for a peer that comes by `entry`."""
+    # With `keeps_memory` the process holds on to freed memory, which saves time where each step needs as much again.
     return _start(
         ThreadRuntime(settings=ProcessSettings(keeps_memory=keeps_memory and not environment_tunes_malloc())),
         config.initial_peers,

@@ -124,10 +124,8 @@ class Peer:
         return [] if run is None else [*run.servers, *run.trainers]
 
     def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
-        """Start this peer's server and announce it, so that a run can admit it and give it stages.
-
-        With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
-        """
+        """Start this peer's server and announce it, so that a run can admit it and give it stages."""
+        # With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
         self.runtime.run(self.begin_to_serve(model, trains=trains, inherits=inherits))
 
     async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:

@@ -61,24 +61,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a metadata service.
-
-    Args:
-        host: Its IP address.
-        port: Its TCP port.
-        timeout: Seconds for one question; a service that exists answers within milliseconds.
-    """
+    """The address of a metadata service."""
 
     host: str = METADATA_ADDRESS
     port: int = 80
-    timeout: float = field(default=2.0, kw_only=True)
+    timeout: float = field(default=2.0, kw_only=True)  # seconds; a service that exists answers within milliseconds
 
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
-        """Send one request and return the answer.
-
-        Raises:
-            NoAnswer: No answer came, with the reason.
-        """
+        """Send one request and return the answer, or raise `NoAnswer` with the reason."""
         try:
             async with asyncio.timeout(2 * self.timeout):  # the socket's timeout bounds each part of the answer
                 return await asyncio.to_thread(self._ask, method, path, headers)
@@ -99,11 +89,7 @@ class Endpoint:
 
 
 class Cloud(ABC):
-    """The notices of one provider.
-
-    Args:
-        endpoint: The address of its metadata service.
-    """
+    """The notices of one provider."""
 
     name: ClassVar[str]
 
@@ -112,19 +98,11 @@ class Cloud(ABC):
 
     @abstractmethod
     async def is_here(self) -> bool:
-        """Return whether this is a machine of the provider.
-
-        Raises:
-            NoAnswer: No metadata service answers.
-        """
+        """Return whether this is a machine of the provider, or raise `NoAnswer`."""
 
     @abstractmethod
     async def notice(self) -> str | None:
-        """Return why the machine will be taken away, as readable text; None while it may stay.
-
-        Raises:
-            NoAnswer: The metadata service did not answer, or not as documented.
-        """
+        """Return why the machine will be taken away, in words, or raise `NoAnswer`; None while it may stay."""
 
     async def _get(self, path: str, headers: Mapping[str, str], *, accept: Sequence[int] = (200,)) -> Answer:
         answer = await self.endpoint.request("GET", path, headers)
@@ -150,11 +128,9 @@ class _Rebalance(msgspec.Struct):
     noticeTime: str = ""  # noqa: N815 - AWS's name
 
 
+# Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations".
 class AWS(Cloud):
-    """AWS, by version 2 of its instance metadata, which requires a token in every request.
-
-    Source: Amazon EC2 User Guide, "Spot Instance interruption notices" and "EC2 instance rebalance recommendations".
-    """
+    """AWS, by version 2 of its instance metadata, which requires a token in every request."""
 
     name = "aws"
 
@@ -212,11 +188,9 @@ class _Events(msgspec.Struct, rename="pascal"):
     events: list[_Event] = []
 
 
+# Source: Microsoft, "Azure Metadata Service: Scheduled Events for Linux VMs".
 class Azure(Cloud):
-    """Azure, by its scheduled events. These include events of other machines, of the whole availability set.
-
-    Source: Microsoft, "Azure Metadata Service: Scheduled Events for Linux VMs".
-    """
+    """Azure, by its scheduled events. These include events of other machines, of the whole availability set."""
 
     name = "azure"
 
@@ -241,11 +215,9 @@ class Azure(Cloud):
         return None
 
 
+# Source: Google Cloud, "Create and use Spot VMs", section "Handle preemption".
 class GCP(Cloud):
-    """GCP, by its metadata server's ``instance/preempted``.
-
-    Source: Google Cloud, "Create and use Spot VMs", section "Handle preemption".
-    """
+    """GCP, by its metadata server's ``instance/preempted``."""
 
     name = "gcp"
 
@@ -276,20 +248,13 @@ def clouds(endpoint: Endpoint | None = None) -> Mapping[str, Cloud]:
 
 
 async def watch(
-    name: Preemption,
-    on_notice: Callable[[str], None],
+    name: Preemption,  # "auto": the cloud that this machine belongs to, if there is one
+    on_notice: Callable[[str], None],  # called on the loop, once, with the reason
     *,
-    known: Mapping[str, Cloud] | None = None,
+    known: Mapping[str, Cloud] | None = None,  # clouds by name; None: all
     every_s: float = POLL_S,
 ) -> None:
-    """Poll a cloud until it announces that it will take this machine away.
-
-    Args:
-        name: The cloud to ask. ``"auto"`` finds the cloud that this machine belongs to, and returns if there is none.
-        on_notice: Called on the loop, once, with the reason.
-        known: Clouds by name; None means all.
-        every_s: Seconds between two questions.
-    """
+    """Poll a cloud until it announces that it will take this machine away."""
     known = clouds() if known is None else known
     cloud = await _here(list(known.values())) if name == "auto" else known[name]
     if cloud is None:

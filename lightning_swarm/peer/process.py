@@ -49,10 +49,8 @@ _LAUNCH: Final = "SWARM_LAUNCH_ID"
 
 
 def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry | None, *, num_peers: int = 1) -> str:
-    """Return instructions by which other peers join, or start the run that this server waits for.
-
-    `num_peers` is the number of peers that a machine starts when it runs this program.
-    """
+    """Return instructions by which other peers join, or start the run that this server waits for."""
+    # `num_peers` is the number of peers that a machine starts when it runs this program.
     address = widest(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
     where = only_here if address.place.is_loopback else ""

@@ -56,10 +56,8 @@ class ServerHost:
         return self.server.admission
 
     async def announce(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
-        """Start the server and announce it, so that a run can admit it; `serve_run` enters a run.
-
-        With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
-        """
+        """Start the server and announce it, so that a run can admit it; `serve_run` enters a run."""
+        # With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
         await self.start(model)
         self.announced, self.could_lead = True, inherits
         timeout = self._config.limits.start_timeout

@@ -81,10 +81,8 @@ class TrainerRole:
         return Session(runtime, pipeline, steps, run.manifest, local_layers=local_layers, is_lead=is_lead)
 
     def _steps(self, run: RunState, context: PipelineContext) -> StepClient:
-        """Return the trainer's step client.
-
-        A trainer that came later may leave and come back while the run continues, so its serials begin at random.
-        """
+        """Return the trainer's step client."""
+        # A trainer that came later may leave and come back while the run continues, so its serials begin at random.
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
         came_later = self._transport.peer_id not in run.manifest.trainers
@@ -119,13 +117,7 @@ class TrainerRole:
                 router.set_peers(member.peer_id for member in roster)
                 routers.append(router)
         context = PipelineContext(
-            self._role,
-            self._tickets,
-            routers,
-            limits.call_timeout,
-            self._events,
-            self._copies,
-            limits.stage_timeout,
+            self._role, self._tickets, routers, limits.call_timeout, self._events, self._copies, limits.stage_timeout
         )
         # These register handlers with the transport, which keep them alive.
         avoid_when_asked(context, run)

@@ -136,10 +136,8 @@ class Electorate:
         )
 
     def check(self, record: Record, settings: RunSettings) -> None:
-        """Refuse a record with new keepers that are not among its newcomers, or with convictions that it may not have.
-
-        It may roll the run back only together with a conviction.
-        """
+        """Refuse a record with keepers that are not among its newcomers, or with convictions that are not allowed."""
+        # It may roll the run back only together with a conviction.
         new = {one.member.peer_id for one in record.newcomers}
         named = record.keepers or ()
         if named and not (self.has_strangers and new.issuperset(named) and len(set(named)) == len(named)):

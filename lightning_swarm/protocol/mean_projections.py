@@ -74,10 +74,8 @@ def check_shape(answer: PartProjections, num_members: int) -> None:
 
 
 def is_sound(answers: Sequence[PartProjections], scale: StageScale) -> bool:
-    """Return whether all members hold the same mean, and it is the mean of their sums.
-
-    `answers` are in the roster's order. Numbers that are not finite prove nothing, so they do not pass.
-    """
+    """Return whether all members hold the same mean, and it is the mean of their sums."""
+    # `answers` are in the roster's order. Numbers that are not finite prove nothing, so they do not pass.
     first = answers[0]
     if any(answer.parts != first.parts for answer in answers):
         return False
@@ -90,11 +88,9 @@ def is_sound(answers: Sequence[PartProjections], scale: StageScale) -> bool:
 
 
 def _is_mean(answers: Sequence[PartProjections], part: int, bounds: slice, scale: StageScale) -> bool:
-    """Return whether each member's copy of one part is the mean of all members' sums.
-
-    The signs are drawn after all vectors are settled. So the rounding errors ``e`` in a bucket add up to more than
-    ``t * norm(e)`` with a probability of at most ``2 * exp(-t*t/2)``, for any ``e`` (Hoeffding).
-    """
+    """Return whether each member's copy of one part is the mean of all members' sums."""
+    # The signs are drawn after all vectors are settled. So the rounding errors ``e`` in a bucket add up to more than
+    # ``t * norm(e)`` with a probability of at most ``2 * exp(-t*t/2)``, for any ``e`` (Hoeffding).
     count = len(answers)
     size = num_buckets(count)
     rows = math.ceil((bounds.stop - bounds.start) / size)
@@ -116,11 +112,9 @@ def agreed_norm(answers: Sequence[PartProjections]) -> float:
 
 
 def choose_accused(contradictions: Sequence[Contradiction], num_members: int) -> dict[PeerId, str]:
-    """Choose the members that most of a stage's members contradict, with the last reasons; none if that is all members.
-
-    Contradictions prove nothing, so these members are not convicted. But the run continues without them, because each
-    step with contradictions needs a replacement of the mean.
-    """
+    """Choose the members that most of a stage's members contradict, with the last reasons; none if those are all."""
+    # Contradictions prove nothing, so these members are not convicted. But the run continues without them, because each
+    # step with contradictions needs a replacement of the mean.
     against: dict[PeerId, set[PeerId]] = {}
     reasons: dict[PeerId, str] = {}
     for one in contradictions:
@@ -132,10 +126,9 @@ def choose_accused(contradictions: Sequence[Contradiction], num_members: int) ->
 
 
 def same_numbers(said: Sequence[float], found: Sequence[float], sizes: Sequence[float] | None = None) -> bool:
-    """Return whether two lists of sums are equal, except for rounding in another order of summation.
-
-    `sizes` are the magnitudes to which the tolerance is relative; None: the sums themselves, none of which is negative.
-    """
+    """Return whether two lists of sums are equal, except for rounding in another order of summation."""
+    # `sizes` are the magnitudes to which the tolerance is relative; None: the sums themselves, none of which is
+    # negative.
     return all(
         abs(one - other) <= _SAME * size
         or one == other

@@ -87,10 +87,8 @@ def newest_complete(held: Held, num_stages: int, sound: int | None = None) -> in
 
 
 def in_turn(versions: Iterable[int], sound: int | None) -> list[int]:
-    """Order versions by preference for a rollback: the newest first. Pure.
-
-    Versions after `sound` may contain false work, so they come last, the oldest of them first.
-    """
+    """Order versions by preference for a rollback: the newest first. Pure."""
+    # Versions after `sound` may contain false work, so they come last, the oldest of them first.
     known = set(versions)
     later = {one for one in known if sound is not None and one > sound}
     return [*sorted(known - later, reverse=True), *sorted(later)]
@@ -102,10 +100,8 @@ def version_to_keep(
     on_trainers: Sequence[bool],
     resumable: Collection[int] | None = None,
 ) -> int | None:
-    """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure.
-
-    A version that is not `resumable` is kept only if there is no other: the lead's loop could not resume from it.
-    """
+    """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure."""
+    # A version that is not `resumable` is kept only if there is no other: the lead's loop could not resume from it.
     if resumable is not None:
         kept = version_to_keep(only_versions(held, resumable), rosters, on_trainers)
         if kept is not None:
@@ -127,10 +123,8 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
 def taken_alike(
     claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, trusted: Sequence[PeerId]
 ) -> bytes | None:
-    """Return a snapshot's digest as claimed by the first of `trusted` among its takers, or else by most takers. Pure.
-
-    None if that peer has claimed no digest, or no majority has claimed the same.
-    """
+    """Return a snapshot's digest as the first of `trusted` among its takers claims it, or else most takers. Pure."""
+    # None if that peer has claimed no digest, or no majority has claimed the same.
     arbiter = next((peer for peer in trusted if peer in takers), None)
     if arbiter is not None:
         return claimed.get(arbiter)
@@ -202,10 +196,8 @@ async def find_promised(
     timeout: float,
     own: Callable[[Term], bool] | None = None,  # this peer's own vote on a term; None: it is asked like all voters
 ) -> Term | None:
-    """Return the highest of these terms that is above the run's and promised by a majority of the voters.
-
-    Voters that do not answer count as gone. One voter's promise is not enough while another voter answers.
-    """
+    """Return the highest of these terms that is above the run's and promised by a majority of the voters."""
+    # Voters that do not answer count as gone. One voter's promise is not enough while another voter answers.
     above = sorted({term for term in received if term > run.term and run.decides(PeerId(term[1]))}, reverse=True)
     if not above:
         return None

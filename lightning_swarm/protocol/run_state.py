@@ -313,10 +313,7 @@ class RunState:
     def enter_generation(self, request: RestartRequest) -> None:
         """Enter the next generation of the run, at its first step, with the members that the lead knows."""
         self.manifest = structs.replace(
-            self.manifest,
-            generation=request.generation,
-            first_step=request.first_step,
-            selection=request.selection,
+            self.manifest, generation=request.generation, first_step=request.first_step, selection=request.selection
         )
         self.version = request.first_step
         self.set_members(request.seats)
@@ -355,10 +352,8 @@ class RunState:
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
 
     def check_seats(self, seats: SeatedMembers, enlisted: Collection[PeerId] = ()) -> None:
-        """Refuse members without the lead, with a duplicate, an empty stage, or a wrong number of stages.
-
-        Refuse also overused invitations, and convicted peers, even among the trainers that were just `enlisted`.
-        """
+        """Refuse members without the lead, with a duplicate, an empty stage, or a wrong number of stages."""
+        # Refuse also overused invitations, and convicted peers, even among the trainers that were just `enlisted`.
         check_used(seats.invitations)
         bans_after(UNSET, seats.bans)
         check_seated(seats, enlisted)
@@ -377,11 +372,7 @@ class RunState:
     def view(self) -> RunView:
         """Return the view of the run for other peers."""
         return RunView(
-            manifest=self.manifest,
-            version=self.version,
-            seats=self.seats,
-            term=self.term,
-            position=self.position,
+            manifest=self.manifest, version=self.version, seats=self.seats, term=self.term, position=self.position
         )
 
     @property

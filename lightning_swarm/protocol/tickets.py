@@ -78,10 +78,9 @@ class TicketStore:
     def fulfil(
         self, name: str, message: Message | Callable[[], Message], report: bytes = b"", *, once: bool = False
     ) -> None:
-        """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch.
-
-        `message` may be a function, which is called at the first fetch. Its result does not come with answers to waits.
-        """
+        """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch."""
+        # `message` may be a function, which is called at the first fetch. Its result does not come with answers to
+        # waits.
         entry = self._entries.get(name)
         if entry is None or entry.readers is None or entry.done.is_set():  # a dropped name stays dropped
             return

@@ -74,11 +74,9 @@ class CheckedResults(ResultCheck):
 
     @override
     def opened(self, results: list[Result], call: CallMicrobatches, collector: Collector) -> list[Opened]:
-        """Open results, which must have one form.
-
-        If their forms differ, the referee computes the first microbatch. Other servers recompute the results of other
-        forms than the referee's, which replace these in `results`.
-        """
+        """Open results, which must have one form."""
+        # If their forms differ, the referee computes the first microbatch. Other servers recompute the results of other
+        # forms than the referee's, which replace these in `results`.
         found = [_formed(*pair, collector) for pair in zip(results, call.sizes, strict=True)]
         if any(form is None or form != found[0][0] for form, _ in found):
             self._recompute(results, found, call, collector)

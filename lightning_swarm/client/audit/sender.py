@@ -115,10 +115,8 @@ class AuditSender:
             raise _AuditorSilent(str(error)) from error
 
     def _auditor_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, may_convict: bool) -> float:
-        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it.
-
-        These are more if the audited server may be convicted for its silence, because its link may be the slowest.
-        """
+        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it."""
+        # These are more if the audited server may be convicted for its silence, because its link may be the slowest.
         context = self._context
         # In samples/s, and the usual seconds of a microbatch through all stages.
         rate, whole_s = context.routers[stage].median_rate(), context.durations.usual_s

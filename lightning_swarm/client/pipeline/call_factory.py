@@ -176,10 +176,8 @@ class CallFactory:
     def probes(
         self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, forwards: Forwards | None = None
     ) -> list[Result]:
-        """Compute each probe as one microbatch that leaves no trace, by usual forwards or by these.
-
-        A probe is the arguments of a call and a number. Probes of equal numbers draw the same random numbers.
-        """
+        """Compute each probe as one microbatch that leaves no trace, by usual forwards or by these."""
+        # A probe is the arguments of a call and a number. Probes of equal numbers draw the same random numbers.
         runs = []
         modes = by_stage(mode, [states.read() for states in self.states])
         calls: dict[int, int] = {}  # number of a probe -> number of its call

@@ -219,11 +219,9 @@ class PipelineContext:
             self._progress.set()
 
     def patience_s(self, stage: int, charge: PeerCharge, shapes: int) -> float:
-        """Return the seconds that a stage's peer may take once it has its input.
-
-        These are the whole `timeout` if the peer is unmeasured or has no replacement. `shapes` is a hash of the shapes
-        that the peer computes, because it may have to compile for new shapes.
-        """
+        """Return the seconds that a stage's peer may take once it has its input."""
+        # These are the whole `timeout` if the peer is unmeasured or has no replacement. `shapes` is a hash of the
+        # shapes that the peer computes, because it may have to compile for new shapes.
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.has_other_peer(stage, charge.peer):
             return self.timeout

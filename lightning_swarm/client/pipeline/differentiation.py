@@ -53,10 +53,8 @@ def weights_node(wanted: Sequence[nn.Parameter]) -> Tensor:
 
 
 def adds_nothing(wanted: Sequence[nn.Parameter], at_begin: Sequence[nn.Parameter] | None) -> bool:
-    """Return whether all weights are frozen for this call alone, as for an attack. Refuse a call with only some frozen.
-
-    `at_begin` holds the weights that trained when the batch began; None: the call belongs to no batch.
-    """
+    """Return whether all weights are frozen for this call alone, as for an attack; refuse if only some are."""
+    # `at_begin` holds the weights that trained when the batch began; None: the call belongs to no batch.
     if at_begin is None or not wanted:
         return not wanted and at_begin != []  # `[]`: all weights are frozen in any case, not for this call alone
     if len(wanted) != len(at_begin) or any(one is not other for one, other in zip(wanted, at_begin, strict=True)):
@@ -69,10 +67,8 @@ def adds_nothing(wanted: Sequence[nn.Parameter], at_begin: Sequence[nn.Parameter
 
 
 def reaches_weights(ctx: Any, gradients: Sequence[Tensor | None]) -> bool:
-    """Return True in a ``.backward()``, False if only the input's gradient is requested. Refuse unsupported requests.
-
-    `ctx` belongs to a function whose first two inputs are a leaf that only it knows, and the node of the weights.
-    """
+    """Return True in a ``.backward()``, False if only the input's gradient is requested; refuse other requests."""
+    # `ctx` belongs to a function whose first two inputs are a leaf that only it knows, and the node of the weights.
     if torch.is_grad_enabled():  # set by create_graph
         raise ConfigError(
             "`create_graph=True` needs the graph of the gradient, and the swarm's stages keep theirs to "

@@ -76,10 +76,8 @@ class BlockChain:
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """Run in place of a block's forward; return a `DeferredOutput`, or at the last block the pipeline's output.
-
-        `place` is the block's first index in the list, in which a block may stand several times.
-        """
+        """Run in place of a block's forward; return a `DeferredOutput`, or at the last block the pipeline's output."""
+        # `place` is the block's first index in the list, in which a block may stand several times.
         if hooks := user_hooks(self._modules[place]):
             raise ConfigError(
                 "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "

@@ -76,10 +76,8 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Collect the statistics that batch norms see within this context, which are those of the current batch.
-
-        The module's running statistics include them at once; those of the run only with the step's record.
-        """
+        """Collect the statistics that batch norms see within this context, which are those of the current batch."""
+        # The module's running statistics include them at once; those of the run only with the step's record.
         self._spent.clear()  # otherwise a user's own `.backward()` would add to the marks at `grad`
         self.check_buffers()
         with self._statistics.watched() as self._seen:
@@ -112,10 +110,8 @@ class LocalLayers:
         self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight, seen.values))
 
     def check_clear(self) -> None:
-        """Raise if a `.backward()` of user code has left gradients before Lightning's own backward.
-
-        Plain Lightning would add both; here only Lightning's counts.
-        """
+        """Raise if a `.backward()` of user code has left gradients before Lightning's own backward."""
+        # Plain Lightning would add both; here only Lightning's counts.
         found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
         if found:
             raise ConfigError(

@@ -9,12 +9,7 @@ from dataclasses import replace
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.pipeline.context import PipelineContext, Refusal
-from lightning_swarm.client.pipeline.recovery import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    BackwardRecovery,
-    ForwardRecovery,
-)
+from lightning_swarm.client.pipeline.recovery import FIRST_PAUSE_S, LONGEST_PAUSE_S, BackwardRecovery, ForwardRecovery
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
@@ -72,10 +67,8 @@ class MicrobatchRun:
     async def backward(
         self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        """Return the input's gradients if `Microbatch.input_grad` is set; call `sent` once all stages have accepted.
-
-        With `adds`, every stage that trains adds the gradients of its weights to its sum.
-        """
+        """Return the input's gradients if `Microbatch.input_grad` is set; call `sent` once all stages have accepted."""
+        # With `adds`, every stage that trains adds the gradients of its weights to its sum.
         self._num_backwards += 1
         calls, context = self.calls if adds else self.calls.input_only(self._num_backwards), self.context
         calls.gradients = gradients

@@ -68,7 +68,7 @@ class NormWatch:
             self._has_warned = True
             _log.warning(
                 "BatchNorm in the pipeline is in train mode, and a `training_step` returned no loss: its running "
-                "statistics do not count that batch, and plain Lightning's would. Return a loss of zero.",
+                "statistics do not count that batch, and plain Lightning's would. Return a loss of zero."
             )
 
 

@@ -36,12 +36,7 @@ from lightning_swarm.monitor.view.scene import (
 from lightning_swarm.protocol.events import Event
 from lightning_swarm.protocol.messages.reports import EventKind
 
-_STATE_STYLES: Final[Mapping[State, str]] = {
-    "serving": "green",
-    "joining": "cyan",
-    "failing": "yellow",
-    "gone": "red",
-}
+_STATE_STYLES: Final[Mapping[State, str]] = {"serving": "green", "joining": "cyan", "failing": "yellow", "gone": "red"}
 _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
     "joined": "green",
     "resume": "green",

@@ -36,12 +36,10 @@ _MAX_UNSENT_BYTES: Final = 16 << 20  # most unsent bytes for a peer; beyond, its
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
+# libp2p's own unary calls cost the daemon two to three times the work, and open a stream for each call.
 @dataclass(eq=False)
 class OutgoingCalls:
-    """Sends calls to other peers, over one stream to each.
-
-    libp2p's own unary calls cost the daemon two to three times the work, and open a stream for each call.
-    """
+    """Sends calls to other peers, over one stream to each."""
 
     _open_stream: Callable[[PeerId], Awaitable[Stream]]
     _spawn: Spawn  # runs a task while the transport is open

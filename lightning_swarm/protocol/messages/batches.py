@@ -11,14 +11,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.reports import EventCounts
-from lightning_swarm.protocol.messages.run import (
-    MAX_PLANS,
-    BatchNumber,
-    EpochPlan,
-    SeatedMembers,
-    StepChange,
-    Term,
-)
+from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan, SeatedMembers, StepChange, Term
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, SmallCount, WireMessage, decode
 

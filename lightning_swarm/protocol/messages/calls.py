@@ -74,11 +74,9 @@ class CallKey(WireMessage, frozen=True):
         return cls(generation=generation, step=step, first=first, index=index, call=call)
 
     def name(self, stage_index: int, direction: Direction, trainer: PeerId) -> str:
-        """Return the ticket name of one call's result, which ends with the id of the calling trainer.
-
-        The rest of the name can be guessed. But the transport authenticates the caller's id, so no trainer can cancel,
-        replace or block another trainer's calls.
-        """
+        """Return the ticket name of one call's result, which ends with the id of the calling trainer."""
+        # The rest of the name can be guessed. But the transport authenticates the caller's id, so no trainer can
+        # cancel, replace or block another trainer's calls.
         return f"{self.result(stage_index, direction)}@{trainer}"
 
     def result(self, stage_index: int, direction: Direction) -> str:
