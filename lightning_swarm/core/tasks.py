@@ -62,6 +62,13 @@ class TaskOwner:
             self._group = None
 
 
+def running_task() -> asyncio.Task[Any]:
+    """Return the task that runs this code."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
 async def nothing() -> None:
     """Do nothing: the default for an optional coroutine."""
 

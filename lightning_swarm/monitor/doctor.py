@@ -29,7 +29,7 @@ from lightning_swarm.monitor import checks
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Certify
-from lightning_swarm.network.addresses import Address, HostPort
+from lightning_swarm.network.addresses import Address, HostPort, listen_error
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol import queries
 from lightning_swarm.protocol.queries import GreetingResult, installed_version
@@ -203,7 +203,7 @@ def examine(
         str(daemon) if daemon else None, executable=bool(daemon and os.access(daemon, os.X_OK))
     )
     yield binary
-    listening = checks.check_port(host, port, try_port(host, port))
+    listening = checks.check_port(host, port, listen_error(host, port))
     yield listening
     # If the daemon cannot start, an earlier finding has named the reason.
     startable = all(finding.ok for finding in (*versions, binary))
@@ -241,20 +241,6 @@ def find_daemon() -> Path | None:
     folders = spec.submodule_search_locations if spec else None
     paths = [Path(folder) / "hivemind_cli" / "p2pd" for folder in folders or ()]
     return next((path for path in paths if path.is_file()), None)
-
-
-def try_port(host: str, port: int) -> str | None:
-    """Listen for a moment; return the error if that is impossible, or None."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as server:
-            # The daemon does so, too, because ended connections may linger.
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((host, port))
-            server.listen()
-    except (OSError, OverflowError) as error:
-        return str(error)
-    return None
 
 
 def try_daemon(host: str, port: int) -> tuple[str | None, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,6 +137,18 @@ class Address:
     def maddr(self) -> str:
         """The multiaddress that libp2p uses."""
         return f"{self.place.maddr}/p2p/{self.peer_id}"
+
+
+def listen_error(host: str, port: int) -> OSError | OverflowError | None:
+    """Listen at an IP address and port (0: any) for a moment; return the error if that is impossible, or None."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
+            probe.bind((host, port))
+            probe.listen()
+    except (OSError, OverflowError) as error:
+        return error
+    return None
 
 
 def widest(addresses: Sequence[Address]) -> Address:

@@ -7,44 +7,22 @@ from typing import Any
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy
+from lightning_swarm.core.tasks import running_task
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.gatekeeper import Gatekeeper
-from lightning_swarm.network.rpc import Guard
 
 
-class OpenExchanges:
-    """The open exchanges that this peer has begun, each by its deadline."""
+class OpenExchanges(dict[asyncio.Timeout, PeerId]):
+    """The open exchanges that this peer has begun: the deadline of each, and the other peer."""
 
-    def __init__(self) -> None:
-        self._open: dict[asyncio.Timeout, PeerId] = {}  # ordered, so that a run repeats exactly
-
-    def open(self, limit: asyncio.Timeout, peer: PeerId) -> None:
-        """Register an exchange until `close`. The methods `end` and `end_all` expire its deadline."""
-        self._open[limit] = peer
-
-    def close(self, limit: asyncio.Timeout) -> None:
-        """Remove an exchange from the register, if it is there."""
-        self._open.pop(limit, None)
-
-    def end(self, peer: PeerId) -> None:
-        """End the exchanges with a peer now."""
-        for limit, other in [*self._open.items()]:
-            if other == peer:
-                end_now(limit)
-
-    def end_all(self) -> None:
-        """End all exchanges now."""
-        for limit in [*self._open]:
-            end_now(limit)
+    def end(self, peer: PeerId | None = None) -> None:
+        """End the exchanges with a peer now; None: with all peers."""
+        for limit, other in [*self.items()]:
+            if peer in (None, other) and not limit.expired():
+                limit.reschedule(now_s())
 
 
-def end_now(limit: asyncio.Timeout) -> None:
-    """Expire a timeout now, unless it has expired already."""
-    if not limit.expired():
-        limit.reschedule(now_s())
-
-
-class OpenAnswers(Guard):
+class OpenAnswers:
     """The tasks that answer other peers' requests, one task each. It runs for every request, so it must be cheap."""
 
     def __init__(self) -> None:
@@ -65,27 +43,26 @@ class OpenAnswers(Guard):
             task.cancel()
 
     def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
-        """See `Guard`."""
-        if self.gate is not None:
+        """Register the running task as an answer to a caller and return it, or refuse a caller that may not call."""
+        if self.gate is not None:  # the permit may have changed while the request waited for room, or for tensors
             self.gate.check_may_enter(caller, method)
-        task = asyncio.current_task()
-        assert task is not None
+        task = running_task()
         self._caller_of[task] = caller
         return task
 
     def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
-        """See `Guard`."""
+        """Raise the error for the caller if `end`, and no other code, has cancelled the task."""
         if self._ended.get(task) and not task.uncancel():  # else other code has cancelled it, too
             self.check_may_be_answered(caller, method)
             raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
 
     def leave(self, task: asyncio.Task[Any]) -> None:
-        """See `Guard`."""
+        """Unregister a task whose handler is done."""
         del self._caller_of[task]
         if self._ended:
             self._ended.pop(task, None)
 
     def check_may_be_answered(self, caller: PeerId, method: str) -> None:
-        """See `Guard`. This also finds expired certificates, for which there is no timer."""
+        """Refuse an answer if the caller may not call any more. This finds expired certificates, too."""
         if self.gate is not None:
             self.gate.check_may_be_answered(caller, method)

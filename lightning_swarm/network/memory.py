@@ -43,18 +43,18 @@ class MemoryNetwork:
         *,
         latency_s: float = 0.0,  # delay of each request and of each answer
         silence_s: float = SILENCE_S,  # silence after which a peer counts as gone
-        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # peer -> its link, whose latency is added
+        links: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # peer -> its link, whose latency is added
     ) -> None:
         self.tap: WireTap | None = None  # on all wires
         self.silence_s = silence_s
         self._latency_s = latency_s
-        self._links = lines
+        self._links = links
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}  # two peers -> set when they are mended
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}  # peer -> set when it thaws
         self.wires: dict[_Wire, None] = {}  # ordered, so that a run repeats exactly
         # key -> peer -> (announcement, time of expiry)
-        self.records: defaultdict[str, dict[PeerId, tuple[bytes, float]]] = defaultdict(dict)
+        self.announcements: defaultdict[str, dict[PeerId, tuple[bytes, float]]] = defaultdict(dict)
         self._numbers = itertools.count(1)
 
     def attach_tap(self, tap: WireTap) -> None:
@@ -122,7 +122,7 @@ class MemoryNetwork:
             raise Unreachable(f"No connection to {peer}: there is no such peer.")
         return self._peers[peer]
 
-    async def depart(self, sender: PeerId, receiver: PeerId) -> None:
+    async def wait_latency(self, sender: PeerId, receiver: PeerId) -> None:
         """Wait for the latency between two peers."""
         links = [self._links[peer] for peer in {sender, receiver} & self._links.keys()]
         await asyncio.sleep(self._latency_s + sum(link.latency_s for link in links))
@@ -183,7 +183,7 @@ class _Wire(asyncio.ReadTransport):
         """Carry one buffer to the other end, and wait for room for the next."""
         if not self._departed:
             self._departed = True
-            await self._network.depart(self.sender, self.receiver)
+            await self._network.wait_latency(self.sender, self.receiver)
         data = await self._network.carry(self.sender, self.receiver, buffer)
         if self.damaged:
             self.damaged, data = False, _damage(bytes(data))
@@ -250,12 +250,12 @@ class MemoryTransport(BaseTransport):
         if tap and tap.damages(self._peer_id, peer, method, body, answer=None, is_answer=False):
             request = _damage(request)
         try:
-            await network.depart(self._peer_id, peer)
+            await network.wait_latency(self._peer_id, peer)
             arrived = bytes(await network.carry(self._peer_id, peer, request))
             answer = await network.find(peer).answer_call(self._peer_id, arrived)
             if tap and tap.damages(self._peer_id, peer, method, body, answer=_body(answer), is_answer=True):
                 answer = _damage(answer)
-            await network.depart(peer, self._peer_id)
+            await network.wait_latency(peer, self._peer_id)
             return bytes(await network.carry(peer, self._peer_id, answer))
         except ConnectionError as error:
             raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
@@ -323,17 +323,17 @@ class MemoryDirectory(Directory):
     async def announce(self, key: str, value: bytes, *, ttl_s: float) -> None:
         """See `Directory`."""
         check_record(key, value, ttl_s)
-        await self._network.depart(self._peer_id, self._peer_id)
+        await self._network.wait_latency(self._peer_id, self._peer_id)
         self._check_open()
         if self._network.is_frozen(self._peer_id):
             raise Unreachable(f"No other peer stored what {self._peer_id} announced under {key!r}.")
-        self._network.records[key][self._peer_id] = (value, now_s() + ttl_s)
+        self._network.announcements[key][self._peer_id] = (value, now_s() + ttl_s)
 
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
         """See `Directory`."""
-        await self._network.depart(self._peer_id, self._peer_id)
+        await self._network.wait_latency(self._peer_id, self._peer_id)
         self._check_open()
-        records, at_s = self._network.records[key], now_s()
+        records, at_s = self._network.announcements[key], now_s()
         for peer in [peer for peer, (_, expires_at) in records.items() if expires_at <= at_s]:
             del records[peer]
         sees_only_itself = self._network.is_frozen(self._peer_id)

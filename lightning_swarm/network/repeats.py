@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from lightning_swarm.core.errors import SwarmError, Unreachable
-from lightning_swarm.core.tasks import cancel_and_wait
+from lightning_swarm.core.tasks import cancel_and_wait, running_task
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.liveness import Exchange
@@ -50,7 +50,7 @@ class RepeatedSend(Generic[_T]):
         """Return the answer that comes first, or raise the error that it carries."""
         self._exchange.send_again = self._send_again
         # Does as `asyncio.timeout`, which costs more than the rest of this method, and hardly any request is repeated.
-        self._waiting = task = _running_task()
+        self._waiting = task = running_task()
         num_cancels = task.cancelling()
         try:
             return await self._send(0)
@@ -93,12 +93,6 @@ class RepeatedSend(Generic[_T]):
         if self._waiting is not None and not self._is_ended:
             self._is_ended = True
             self._waiting.cancel()
-
-
-def _running_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
 
 
 class RunningAnswers:

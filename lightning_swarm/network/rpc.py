@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import cancel_and_wait
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.exchanges import OpenAnswers
 from lightning_swarm.network.framing import (
     Buffer,
     Head,
@@ -105,27 +106,6 @@ def reserve_nothing(_num_bytes: int, /) -> AbstractAsyncContextManager[None]:
     return nullcontext()
 
 
-class Guard(Protocol):
-    """Admits requests to their handlers, and can end their answers early."""
-
-    def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
-        """Register the running task as an answer to a caller and return it, or refuse a caller that may not call."""
-        # The caller's permit may have changed while its request waited for room, or for tensors.
-        ...
-
-    def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
-        """Raise the error for the caller if the guard, and no other code, has cancelled the task."""
-        ...
-
-    def leave(self, task: asyncio.Task[Any]) -> None:
-        """Unregister a task whose handler is done."""
-        ...
-
-    def check_may_be_answered(self, caller: PeerId, method: str) -> None:
-        """Refuse to send an answer if the caller may not call any more."""
-        ...
-
-
 class ServedMethod(NamedTuple):
     """A method that this peer answers."""
 
@@ -133,7 +113,7 @@ class ServedMethod(NamedTuple):
     respond: Responder
     hold: Hold = reserve_nothing  # reserves room for the request's tensors until it is answered
     caller: PeerId = PeerId("")
-    guard: Guard | None = None  # None: no check at the handler
+    guard: OpenAnswers | None = None  # None: no check at the handler
 
 
 class Tap(Protocol):

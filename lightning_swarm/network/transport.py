@@ -23,6 +23,7 @@ from lightning_swarm.core.errors import (
     from_wire,
     to_wire,
 )
+from lightning_swarm.core.tasks import running_task
 from lightning_swarm.network import (
     MAX_STREAM_BYTES,
     SMALL_BYTES,
@@ -187,7 +188,7 @@ class BaseTransport(Transport):
                 on_certified=self._on_certified,
                 on_cut_off=self._on_cut_off,
                 on_banned=self._on_banned,
-                on_refused=self._on_refused,
+                on_refused=lambda number: self.on_refused(number),  # noqa: PLW0108 - may be set later
             )
             self._answering.gate = self._gate
             self._certification = Certification(self._gate, self.call, self._spawn)
@@ -236,10 +237,6 @@ class BaseTransport(Transport):
         except AccessDenied as error:
             self._gate.refuse(caller, error)
         return self._gate.credentials.certificate
-
-    def _on_refused(self, num_requests: int) -> None:
-        """Call the current `on_refused`, which may have been set after the gate was made."""
-        self.on_refused(num_requests)
 
     def _on_certified(self, peer: PeerId) -> None:
         """React to a peer's verified certificate; subclasses override this."""
@@ -420,7 +417,7 @@ class BaseTransport(Transport):
         exchange = Exchange(limit)
         try:
             async with limit:
-                self._asking.open(limit, peer)
+                self._asking[limit] = peer
                 if peer == self._peer_id:
                     return await self._ask_self(kind, method, message, max_bytes)
                 self._liveness.watch(peer, exchange)
@@ -442,7 +439,7 @@ class BaseTransport(Transport):
             raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
         finally:
             self._liveness.forget(peer, exchange)
-            self._asking.close(limit)
+            self._asking.pop(limit, None)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Start a task that `close` ends."""
@@ -454,8 +451,7 @@ class BaseTransport(Transport):
     @contextmanager
     def _ended_by_close(self) -> Iterator[None]:
         """Make `close` end the running task."""
-        task = asyncio.current_task()
-        assert task is not None
+        task = running_task()
         self._serving.add(task)
         try:
             yield
@@ -470,7 +466,7 @@ class BaseTransport(Transport):
             task.cancel()
         if self._loop is not None and not self._loop.is_closed():
             # A test may kill a peer while no loop runs, but only a running loop can move deadlines.
-            self._loop.call_soon(self._asking.end_all)
+            self._loop.call_soon(self._asking.end)
 
     async def _wait_until_served(self) -> None:
         """Await the tasks that `_break_off` cancelled, except a handler that closes its own transport."""

@@ -23,7 +23,7 @@ from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.network.role import RoleTransport
+from lightning_swarm.network.task_transport import TaskTransport
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.events import EventLog
@@ -52,7 +52,7 @@ class TrainerRole:
 
     def __post_init__(self) -> None:
         self._copies = ReplayBuffer(self._config.limits.cache_bytes)
-        self._role = RoleTransport(self._transport, (), {}, idle="trains in no run")  # refuses calls of a former run
+        self._role = TaskTransport(self._transport, (), {}, idle="trains in no run")  # refuses calls of a former run
 
     def open(
         self,

@@ -26,7 +26,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.role import RoleTransport
+from lightning_swarm.network.task_transport import TaskTransport
 from lightning_swarm.protocol.bans import unrecorded
 from lightning_swarm.protocol.keepers import is_certified_keeper
 from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
@@ -55,7 +55,7 @@ class Leadership:
         self._oversight = RunOversight()  # has its knowledge from the last time that this peer coordinated
         self._over = over  # set when the run is over here
         calls = [one.name for one in RPCS if one.only_coordinator and isinstance(one, Call)]
-        self._role = RoleTransport(transport, calls, {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0})
+        self._role = TaskTransport(transport, calls, {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0})
         self._run: RunState | None = None  # the run that this server follows; None until it does
         self._tasks = TaskOwner()  # tasks of the run
         self._changed = asyncio.Event()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.role import RoleTransport
+from lightning_swarm.network.task_transport import TaskTransport
 from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.protocol.messages.run import SeatedMembers
@@ -144,7 +144,7 @@ def overseer(
 ) -> Callable[[RunSettings], Oversight]:
     """Return the function that chooses a run's hooks by its settings; without audits, their calls are refused."""
     max_bytes = context.limits.max_message_bytes
-    role = RoleTransport(
+    role = TaskTransport(
         context.transport,
         [rpc.SKETCH.name, rpc.FINDINGS.name, rpc.PROJECT.name, rpc.EXAMINE.name],
         {rpc.AUDIT.name: max_bytes, rpc.REPLACE_MEAN.name: max_bytes, rpc.KEPT_WORK.name: 0, rpc.VECTOR.name: 0},

@@ -130,7 +130,7 @@ class InMemoryStrategy(_SwarmStrategy):
         """Make the network, this peer, and a copy of the model for every other peer."""
         self._shared_loop = VirtualLoop()
         self.network = MemoryNetwork(
-            latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout, lines=self._lines
+            latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout, links=self._lines
         )
         if self._faults is not None:
             sabotage(self.network, self._faults, killed=self._end_tasks_of)

@@ -6,8 +6,6 @@ import asyncio
 import errno
 import ipaddress
 import logging
-import os
-import socket
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +16,7 @@ from lightning_swarm.core.errors import ConfigError, InitialPeersSilent, Unreach
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import MAX_STREAM_BYTES, PeerId
 from lightning_swarm.network.access import Certify, Rpc
-from lightning_swarm.network.addresses import Address, HostPort, host_of
+from lightning_swarm.network.addresses import Address, HostPort, host_of, listen_error
 from lightning_swarm.network.hivemind._engine import P2P, ControlFailure, P2PDaemonError, PeerID
 from lightning_swarm.network.hivemind.daemon import in_own_session, remove_dead_sockets
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
@@ -102,24 +100,15 @@ async def _check_free(listen: HostPort) -> None:
     """Refuse a port that stays in use: two daemons would share it, and each would get connections of the other."""
     # The daemon of a recently killed peer may still be ending.
     end_s = now_s() + PORT_PATIENCE_S
-    while _bind_error(listen) == errno.EADDRINUSE and now_s() < end_s:  # noqa: ASYNC110 - another process sets no event
-        await asyncio.sleep(_POLL_S)
-    if (number := _bind_error(listen)) is not None:
+    while (error := listen_error(listen.host, listen.port)) is not None:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE and now_s() < end_s:
+            await asyncio.sleep(_POLL_S)
+            continue
         raise ConfigError(
             f"`listen` must be an address of this machine and a free port, got {listen.host} and {listen.port}: "
-            f"{os.strerror(number)}. End what listens there, name another port, or none: then the system finds one."
+            f"{getattr(error, 'strerror', None) or error}. End what listens there, name another port, or none: then "
+            "the system finds one."
         )
-
-
-def _bind_error(listen: HostPort) -> int | None:
-    """Return the number of the system's error for an address and port; None if this process may listen there."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger
-            probe.bind((listen.host, listen.port))
-    except OSError as error:
-        return error.errno or errno.EINVAL
-    return None
 
 
 async def _start_daemon(

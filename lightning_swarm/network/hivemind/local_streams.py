@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from lightning_swarm.core.errors import ProtocolError, SwarmError
+from lightning_swarm.core.tasks import running_task
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import INTRODUCE
 from lightning_swarm.network.hivemind.streams import Stream
@@ -127,8 +128,7 @@ class LocalPeers:
         """Read the protocol and the caller of a new stream, and check the caller's secret."""
         if len(self._greeting) >= _MAX_GREETING:
             raise ProtocolError(f"{_MAX_GREETING} connections have not identified themselves yet")
-        task = asyncio.current_task()
-        assert task is not None
+        task = running_task()
         self._greeting.add(task)
         try:
             async with asyncio.timeout(self._greeting_s):

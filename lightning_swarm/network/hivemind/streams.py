@@ -331,14 +331,9 @@ class StreamPool:
             self._idle[stream] = peer
             stream.expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._drop, stream)
 
-    def close(self) -> None:
-        """Close the idle streams. A leased stream is closed at the end of its lease."""
-        for stream in tuple(self._idle):
-            self._drop(stream)
-
-    def hang_up(self, peer: PeerId) -> None:
-        """Close the idle streams to a peer."""
-        for stream in [stream for stream, other in self._idle.items() if other == peer]:
+    def hang_up(self, peer: PeerId | None = None) -> None:
+        """Close the idle streams to a peer; None: to all peers. A leased stream is closed at the end of its lease."""
+        for stream in [stream for stream, other in self._idle.items() if peer in (None, other)]:
             self._drop(stream)
 
     async def _open(self, peer: PeerId) -> Stream:

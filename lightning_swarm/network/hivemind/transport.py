@@ -152,7 +152,7 @@ class HivemindTransport(BaseTransport):
     @override
     def _break_off(self) -> None:
         super()._break_off()
-        self._pool.close()
+        self._pool.hang_up()
         if self._neighbours is not None:
             self._neighbours.close()
 

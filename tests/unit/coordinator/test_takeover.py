@@ -16,7 +16,7 @@ from lightning_swarm.core.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.network.role import RoleTransport
+from lightning_swarm.network.task_transport import TaskTransport
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.messages.batches import (
     Grant,
@@ -505,7 +505,7 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
     """A task that the call started would have no owner yet."""
     trial = Trial(make_swarm, FaultPlan())
     refused: list[str] = []
-    refusal = RoleTransport._refusal
+    refusal = TaskTransport._refusal
 
     start = CoordinatorGeneration.start
 
@@ -513,13 +513,13 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
         await asyncio.sleep(1.0)
         await start(coordinator)
 
-    def noted(role: RoleTransport, method: str) -> NotCoordinator:
+    def noted(role: TaskTransport, method: str) -> NotCoordinator:
         refused.append(method)
         return refusal(role, method)
 
     trial.train(1)
     monkeypatch.setattr(CoordinatorGeneration, "start", slow)
-    monkeypatch.setattr(RoleTransport, "_refusal", noted)
+    monkeypatch.setattr(TaskTransport, "_refusal", noted)
 
     async def go() -> None:
         grant = await trial.swarm.steps.grant(2)

@@ -20,7 +20,7 @@ from lightning_swarm.monitor import checks, doctor
 from lightning_swarm.monitor.checks import DialResult, Finding, Obstacle
 from lightning_swarm.monitor.doctor import Visitor
 from lightning_swarm.network import PeerId, hivemind
-from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.addresses import Address, listen_error
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.protocol import queries
@@ -165,10 +165,10 @@ def taken() -> Iterator[int]:
 
 
 def test_a_port_is_tried(taken: int) -> None:
-    assert doctor.try_port("127.0.0.1", 0) is None
-    assert "in use" in str(doctor.try_port("127.0.0.1", taken))
-    assert doctor.try_port("192.0.2.1", 0) is not None  # an address without a host
-    assert doctor.try_port("127.0.0.1", 70_000) is not None
+    assert listen_error("127.0.0.1", 0) is None
+    assert "in use" in str(listen_error("127.0.0.1", taken))
+    assert listen_error("192.0.2.1", 0) is not None  # an address without a host
+    assert listen_error("127.0.0.1", 70_000) is not None
 
 
 def test_a_folder_is_written_to(tmp_path: Path) -> None:

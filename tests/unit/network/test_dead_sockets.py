@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_swarm.network import hivemind
-from lightning_swarm.network.addresses import HostPort
+from lightning_swarm.network.addresses import HostPort, listen_error
 from lightning_swarm.network.hivemind import daemon
 
 
@@ -59,13 +59,12 @@ def test_a_port_is_waited_for_while_a_killed_peers_daemon_ends(monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as listening:
         place = HostPort(*listening.getsockname())
 
-        def bind_error(listen: HostPort) -> int | None:
-            looks.append(found := real(listen))
+        def look(host: str, port: int) -> OSError | OverflowError | None:
+            looks.append(getattr(found := listen_error(host, port), "errno", None))
             if len(looks) == 2:
                 listening.close()
             return found
 
-        real = hivemind._bind_error
-        monkeypatch.setattr(hivemind, "_bind_error", bind_error)
+        monkeypatch.setattr(hivemind, "listen_error", look)
         asyncio.run(hivemind._check_free(place))
-    assert looks == [errno.EADDRINUSE, errno.EADDRINUSE, None, None]
+    assert looks == [errno.EADDRINUSE, errno.EADDRINUSE, None]

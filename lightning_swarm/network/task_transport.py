@@ -1,0 +1,90 @@
+"""`TaskTransport`: a transport whose handlers come and go with a task of its peer, such as coordinating."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from lightning_swarm.core.errors import NotCoordinator, SwarmError
+from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, PeerId, StreamHandler, Transport
+
+
+def _of_peer(name: str) -> Any:
+    """Return a property with an attribute or a method of the peer's own transport."""
+    return property(attrgetter(f"_transport.{name}"))
+
+
+class TaskTransport(Transport):
+    """A peer's transport while it has a task; at other times the task's methods are refused."""
+
+    peer_id, closed, num_refused, bans = map(_of_peer, ("peer_id", "closed", "num_refused", "bans"))
+    call, stream, ping = map(_of_peer, ("call", "stream", "ping"))
+    certify, permit_of, ban = map(_of_peer, ("certify", "permit_of", "ban"))
+    connect, identify, addresses = map(_of_peer, ("connect", "identify", "addresses"))
+
+    def __init__(
+        self,
+        transport: Transport,
+        calls: Iterable[str],
+        streams: Mapping[str, int],  # method -> most tensor bytes of a request
+        *,
+        idle: str = "does not coordinate",  # words of the error, after the peer's name
+        refusal: type[SwarmError] = NotCoordinator,  # class of the error; callers of a coordinator look for another one
+    ) -> None:
+        self._idle, self._error = idle, refusal
+        self.traffic = transport.traffic
+        self._transport = transport
+        self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
+        self._admits: dict[str, Admit | None] = {}
+        # The task's methods are registered now, so that they are refused with a clear error before it first begins.
+        for method in calls:
+            self.handle_call(method, None)
+        for method, max_bytes in streams.items():
+            self.handle_stream(method, None, max_bytes=max_bytes)
+
+    def retire(self) -> None:
+        """End the task: refuse its methods from now on."""
+        self._handlers = dict.fromkeys(self._handlers)
+
+    def handle_call(self, method: str, handler: CallHandler | None) -> None:
+        """Answer a method by its handler until the task ends; without a handler, refuse its calls."""
+        if method not in self._handlers:
+            self._transport.handle_call(method, partial(self._answer, method))
+        self._handlers[method] = handler
+
+    def handle_stream(
+        self,
+        method: str,
+        handler: StreamHandler | None,
+        *,
+        max_bytes: int = MAX_STREAM_BYTES,
+        admit: Admit | None = None,
+    ) -> None:
+        """Answer a method by its handler until the task ends; without a handler, refuse its requests."""
+        if method not in self._handlers:
+            answer, look = partial(self._answer, method), partial(self._admit, method)
+            self._transport.handle_stream(method, answer, max_bytes=max_bytes, admit=look)
+        self._handlers[method], self._admits[method] = handler, admit
+
+    async def close(self) -> None:
+        """End the task, and leave the peer's transport open."""
+        self.retire()
+
+    def _admit(self, method: str, caller: PeerId) -> None:
+        if self._handlers[method] is None:
+            raise self._refusal(method)
+        admit = self._admits[method]
+        if admit is not None:
+            admit(caller)
+
+    async def _answer(self, method: str, caller: PeerId, request: Any) -> Any:
+        handler = self._handlers[method]
+        if handler is None:
+            raise self._refusal(method)
+        return await handler(caller, request)
+
+    def _refusal(self, method: str) -> SwarmError:
+        """Return the error of a peer without the task. By default a `NotCoordinator`: the peer is not at fault."""
+        return self._error(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")
