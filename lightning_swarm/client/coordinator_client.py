@@ -75,6 +75,28 @@ class CoordinatorCalls:
         ask = partial(method.ask, self._transport, request=request, tensors=tensors, max_bytes=max_bytes)
         return await self._repeat(method.name, partial(ask, timeout=self._patience.answer_s))
 
+    async def enlist(self, generation: int | None) -> tuple[RunView, int]:
+        """Ask until a record names this trainer; return the run from that record on, and the lead's epoch."""
+        request = EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation)
+        while True:
+            reply = await self.call(ENLIST, request)
+            if reply.view is None:  # no record names this trainer yet, or the lead's loop is in no epoch
+                continue
+            if (me := self._transport.peer_id) not in reply.view.seats.trainers:
+                raise ProtocolError(f"the coordinator shows a run to {me} in which it does not train")
+            return reply.view, reply.epoch
+
+    async def enlisted(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Make a call as a trainer of the run; if the run went on without this trainer, enlist again and repeat it."""
+        # Then the trainer gets the records that it missed, and learns which of its batches count, like a busy one.
+        while True:
+            try:
+                return await call()
+            except NotEnlisted:
+                if not self._run.manifest.open_to_trainers:
+                    raise
+                await self.enlist(self._run.manifest.generation)
+
     async def find_coordinator(self) -> Collection[PeerId]:
         """Follow the highest term that servers know and voters promised; return the servers that answered."""
         replies = await ask_servers(self._transport, self._run, timeout=self._patience.answer_s)
@@ -186,50 +208,4 @@ class CoordinatorCalls:
 async def enter(transport: Transport, seen: RunState, patience: CoordinatorTimeouts) -> tuple[RunView, int]:
     """Join a run, known as `seen`, as a trainer from one of its next records on. `ConfigError`: the run refuses."""
     nothing = ReportReply(begun=False, leases=[], closed=[])
-    calls = CoordinatorCalls(transport, seen, lambda: nothing, patience)
-    return await enlist(calls, transport.peer_id, generation=None)
-
-
-async def enlist(calls: CoordinatorCalls, me: PeerId, *, generation: int | None) -> tuple[RunView, int]:
-    """Ask until a record names this trainer; return the run from that record on, and the lead's epoch."""
-    request = EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=generation)
-    while True:
-        reply = await calls.call(ENLIST, request)
-        if reply.view is None:  # no record names this trainer yet, or the lead's loop is in no epoch
-            continue
-        if me not in reply.view.seats.trainers:
-            raise ProtocolError(f"the coordinator shows a run to {me} in which it does not train")
-        return reply.view, reply.epoch
-
-
-@dataclass(frozen=True)
-class EnlistedCalls:
-    """Calls the coordinator as a trainer of the run, and enlists again if the run went on without this trainer."""
-
-    # After it has enlisted again, the trainer gets the records that it missed, and learns which of its batches count,
-    # like a trainer that was busy.
-    calls: CoordinatorCalls
-    run: RunState
-    me: PeerId
-
-    async def call(self, method: Call[Q, A], request: Q) -> A:
-        """Call the coordinator, as in `CoordinatorCalls.call`."""
-        return await self._repeat(lambda: self.calls.call(method, request))
-
-    async def stream(self, method: StreamRpc[Q, None], request: Q, tensors: Sequence[Tensor]) -> None:
-        """Send tensors to the coordinator, as in `CoordinatorCalls.stream`; the answer is empty."""
-        await self._repeat(lambda: self.calls.stream(method, request, tensors, max_bytes=0))
-
-    async def enlist(self) -> int:
-        """Ensure that this trainer is in the run; return the epoch of the lead's loop, once it is in one."""
-        _, epoch = await enlist(self.calls, self.me, generation=self.run.manifest.generation)
-        return epoch
-
-    async def _repeat(self, exchange: Callable[[], Awaitable[_T]]) -> _T:
-        while True:
-            try:
-                return await exchange()
-            except NotEnlisted:
-                if not self.run.manifest.open_to_trainers:
-                    raise
-                await self.enlist()
+    return await CoordinatorCalls(transport, seen, lambda: nothing, patience).enlist(None)

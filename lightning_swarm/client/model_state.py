@@ -190,10 +190,8 @@ async def gather_weights(
 ) -> dict[str, Tensor]:
     """Fetch parameters and buffers of stages (None: all) at a version, by names of the model's state dict."""
     confirmation = Confirmation(transport, run, timeout, events)
-    asked = range(len(run.rosters)) if stages is None else stages
-    requests = [_request(run, index, version, optimizer=False) for index in asked]
     weights: dict[str, Tensor] = {}
-    for state, tensors in await _states(confirmation, requests, max_bytes=max_bytes):
+    for state, tensors in await _states(confirmation, version, stages, optimizer=False, max_bytes=max_bytes):
         named = zip(state.names, tensors, strict=True)
         # Tensors of this process's own server came without a copy, and change later.
         weights.update((name, tensor.clone()) for name, tensor in named)
@@ -212,10 +210,8 @@ async def gather_optimizer(
 ) -> dict[str, dict[str, Any]]:
     """Fetch the optimizer state of stages (None: all) at a version, by parameter name."""
     confirmation = Confirmation(transport, run, timeout, events)
-    asked = range(len(run.rosters)) if stages is None else stages
-    requests = [_request(run, index, version, optimizer=True) for index in asked]
     found: dict[str, dict[str, Any]] = {}
-    for state, tensors in await _states(confirmation, requests, max_bytes=max_bytes):
+    for state, tensors in await _states(confirmation, version, stages, optimizer=True, max_bytes=max_bytes):
         found.update(zip(state.names, serialization.unflatten(state.structure, list(tensors)), strict=True))
     return found
 
@@ -325,22 +321,20 @@ async def _to_rosters(
     )
 
 
-def _request(run: RunState, index: int, version: int, *, optimizer: bool) -> StateRequest:
-    return StateRequest(stage_index=index, version=version, generation=run.manifest.generation, optimizer=optimizer)
-
-
 async def _states(
-    confirmation: Confirmation, requests: Sequence[StateRequest], *, max_bytes: int
+    confirmation: Confirmation, version: int, stages: Collection[int] | None, *, optimizer: bool, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
-    """Send each request to its stage's servers in turn until one sends a confirmed state; return the states."""
+    """Ask the servers of each stage (None: of all) in turn until one sends a confirmed state; return the states."""
     transport, run = confirmation.transport, confirmation.run
+    generation = run.manifest.generation
     # `passing`: errors after which the next server is asked. If states need a confirmation, these are all errors,
     # not only those of servers that are gone.
     passing = SwarmError if confirmation.is_needed else PeerError
 
-    async def fetch(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
+    async def fetch(index: int) -> tuple[StageState, tuple[Tensor, ...]]:
+        request = StateRequest(stage_index=index, version=version, generation=generation, optimizer=optimizer)
         # This peer's own copy needs no download.
-        members = sorted(run.rosters[request.stage_index], key=lambda member: member.peer_id != transport.peer_id)
+        members = sorted(run.rosters[index], key=lambda member: member.peer_id != transport.peer_id)
         for member in members:
             try:
                 state, tensors = await STATE.ask(
@@ -351,10 +345,10 @@ async def _states(
             except passing as error:  # the server may have died since the newest record
                 if member is members[-1]:
                     raise
-                _log.info("Stage %d is asked for at another of its peers: %s", request.stage_index, error)
+                _log.info("Stage %d is asked for at another of its peers: %s", index, error)
         raise AssertionError("a stage has members")
 
-    return await gather(map(fetch, requests))
+    return await gather(map(fetch, range(len(run.rosters)) if stages is None else stages))
 
 
 def _parts(state: StageState, tensors: Sequence[Tensor]) -> list[StatePart]:

@@ -188,9 +188,9 @@ class Session:
         """The id of this trainer's peer."""
         return self._steps.peer_id
 
-    def lead_epoch(self) -> int:
+    def enlist(self) -> int:
         """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
-        return self._runtime.run(self._steps.lead_epoch())
+        return self._runtime.run(self._steps.enlist())
 
     def give_back(self) -> None:
         """Give back the place reserved for the next batch, because there is none."""

@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.client.coordinator_client import CoordinatorCalls, CoordinatorTimeouts, EnlistedCalls
+from lightning_swarm.client.coordinator_client import CoordinatorCalls, CoordinatorTimeouts
 from lightning_swarm.client.run_generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
 from lightning_swarm.core.errors import FalseWorkCounted, LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
@@ -71,7 +72,6 @@ class StepClient:
     ) -> None:
         report = lambda: self._journal.report()  # noqa: E731, PLW0108 - each generation has its own journal
         self._coordinator = CoordinatorCalls(transport, run, report, patience)
-        self._enlisted = EnlistedCalls(self._coordinator, run, transport.peer_id)
         self._serials = itertools.count(first_serial)
         self._on_record = on_record
         self.events = events
@@ -117,9 +117,13 @@ class StepClient:
     async def _ask(self, method: Call[Q, A], request: Q) -> A:
         """Call the coordinator; refuse an answer that comes after a rollback, because its step does not count."""
         generation = self.generation
-        reply = await self._enlisted.call(method, request)
+        reply = await self._call(method, request)
         self._check_current(generation)
         return reply
+
+    async def _call(self, method: Call[Q, A], request: Q) -> A:
+        """Call the coordinator as a trainer of the run, which enlists again if necessary."""
+        return await self._coordinator.enlisted(partial(self._coordinator.call, method, request))
 
     def _check_current(self, generation: TrainerGeneration) -> None:
         if generation is not self.generation:
@@ -212,7 +216,8 @@ class StepClient:
         states, tensors = metrics
         head = BatchMetrics(generation=self.generation.number, step=self.open_step, lease=lease, metrics=list(states))
         self._journal.measured(self.open_step, lease, Message(encode(head), tuple(tensors)))
-        await self._enlisted.stream(rpc.METRICS, head, tensors)
+        send = partial(self._coordinator.stream, rpc.METRICS, head, tensors, max_bytes=0)
+        await self._coordinator.enlisted(send)
 
     async def report_armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
         """Let the batch count from now on, even without this trainer. `BatchArmed` explains the arguments."""
@@ -224,7 +229,7 @@ class StepClient:
             logs=list(logs),
         )
         self._journal.note_armed(self.open_step, lease, receipts, logs)
-        await self._enlisted.call(rpc.ARMED, request)
+        await self._call(rpc.ARMED, request)
 
     async def done(
         self,
@@ -427,9 +432,8 @@ class StepClient:
         return [(decode(head, BatchMetrics).metrics, tensors)]
 
     async def renew(self) -> None:
-        """Report that this trainer lives, for times when it sends nothing else. Raise the open step's error."""
-        # Such a time is a validation while a record waits.
-        await self._enlisted.call(rpc.RENEW, None)
+        """Report that this trainer lives, as in a long validation while a record waits. Raise the open step's error."""
+        await self._call(rpc.RENEW, None)
 
     async def retire(self, reason: str) -> None:
         """Not at the lead: bring no more batches; return once a record removes this trainer, unless no record can."""
@@ -438,9 +442,10 @@ class StepClient:
             while not (await self._coordinator.call(rpc.RETIRE, request)).retired:
                 pass
 
-    async def lead_epoch(self) -> int:
+    async def enlist(self) -> int:
         """Not at the lead: enlist this trainer unless it is a member; return the epoch of the lead's loop."""
-        return await self._enlisted.enlist()
+        _, epoch = await self._coordinator.enlist(self.run.manifest.generation)
+        return epoch
 
     async def _handle_leads(self, caller: PeerId, request: LeadsRequest) -> None:
         self.run.check_generation(request.generation)

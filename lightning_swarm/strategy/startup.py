@@ -196,7 +196,7 @@ def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selec
         return start_as_lead(strategy, trainer, model, selection)
     session = follower.join_run(model, device)
     if rollback.begins_anew:
-        extra_trainers.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
+        extra_trainers.begin_at(trainer, step=session.version, epoch=session.enlist())
     return session
 
 

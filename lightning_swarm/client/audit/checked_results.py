@@ -124,7 +124,7 @@ async def _forwards_by(coordinator: Callable[[], PeerId], runs: Sequence[Microba
 
 async def _forward_anew(run: MicrobatchRun, error: PeerError) -> Result:
     """Compute a microbatch's output on another route, because one of the servers sent a wrong result."""
-    run.release()
+    run.calls.release()
     for stage, charge in enumerate(run.calls.route):
         run.context.eject(stage, charge.peer, run.microbatch.key.step, error)
     return await run.forward()

@@ -32,6 +32,7 @@ Trial: TypeAlias = Callable[[bool], tuple[Sequence[Left], Sequence[int]]]
 """Computes two microbatches, in train mode or not. Returns the values of the first, of the second and of both as one,
 and the sizes of the two."""
 
+_CANNOT_TRAVEL: Final = "a {} cannot travel between peers. Keep tensors there, or return them from the block."
 _REMEDY: Final = (
     "Keep one value for each sample there and reduce it in training_step, return it from the block, or set "
     "`microbatch_size` to the rows of a whole batch, so that each batch is one microbatch."
@@ -84,7 +85,7 @@ class Leftovers:
         """Combine the values that microbatches of these sizes left; None if they left none."""
         if not any(parts):
             return None
-        refused = {site: _cannot_travel(str(kind)) for left in parts for site, kind in _sites(left.refused)}
+        refused = {site: _CANNOT_TRAVEL.format(kind) for left in parts for site, kind in _sites(left.refused)}
         objects = {*refused}
         values = [{**dict(_sites(left.others)), **dict(_sites(left.differentiable))} for left in parts]
         self._check_sites([*refused, *(site for own in values for site in own)])
@@ -211,11 +212,6 @@ class Leftovers:
         self._rules.update(dict.fromkeys(todo & new))  # no rule, because no trial left them
 
 
-def _cannot_travel(kind: str) -> str:
-    """Return the reason why a value of this type is not available."""
-    return f"a {kind} cannot travel between peers. Keep tensors there, or return them from the block."
-
-
 def _sites(values: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[Site, object]]:
     """Yield all values with their sites."""
     for module, own in values.items():
@@ -236,19 +232,15 @@ def _agreeing(apart: Sequence[object], together: object, sizes: Sequence[int]) -
     if not isinstance(together, Tensor):
         return ["same"] if all(one == together for one in apart) else []
     tensors = [one for one in apart if isinstance(one, Tensor)]
+
+    def agrees(rule: Rule) -> bool:
+        joined = _joined(tensors, sizes, rule)
+        if rule == "rows" and len(together) == sum(sizes):  # values need not agree, because random draws may differ
+            return joined.shape == together.shape
+        return is_close(joined, together)
+
     rules: tuple[Rule, ...] = ("rows", "mean", "sum", "same")
-    return [
-        rule
-        for rule in rules
-        if _fits(rule, tensors, sizes)
-        and _matches(_joined(tensors, sizes, rule), together, by_shape=rule == "rows" and len(together) == sum(sizes))
-    ]
-
-
-def _matches(joined: Tensor, together: Tensor, *, by_shape: bool) -> bool:
-    """Return whether a combined tensor agrees with the tensor of both microbatches computed as one."""
-    # For one row for each sample the shape is enough. Values need not agree, because random draws may differ.
-    return joined.shape == together.shape if by_shape else is_close(joined, together)
+    return [rule for rule in rules if _fits(rule, tensors, sizes) and agrees(rule)]
 
 
 def _fits(rule: Rule, column: Sequence[Tensor], sizes: Sequence[int]) -> bool:

@@ -80,7 +80,7 @@ class MicrobatchRun:
             backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
             again = True  # after `OutOfMemory` this runs once more, and peers may have used up their tensors
             found = await backward.run(sent=sent)
-            if not backward.num_failures:
+            if not backward.recovery.num_failures:
                 context.durations.note(now_s() - began_s)
             return found
 
@@ -109,10 +109,6 @@ class MicrobatchRun:
         modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
         self.microbatch = self.calls.microbatch = replace(own, modes=modes)
         self._num_backwards += 1  # as after another backward, send the inputs again: peers may have no graph
-
-    def release(self) -> None:
-        """No longer count the microbatch as work of its peers, because no backward will come."""
-        self.calls.release()
 
     async def _account_forward(self, stage: int) -> None:
         """Wait for the forward's report of a stage without a backward. A failure now does not fail the microbatch."""
@@ -207,16 +203,11 @@ class _BackwardRun:
         self._replays = calls.holders is not None
         self._recomputes = self._replays or again
         self._wants_input_gradient = wants_input_gradient
-        self._recovery = BackwardRecovery(calls, avoid)
-
-    @property
-    def num_failures(self) -> int:
-        """Number of failures so far."""
-        return self._recovery.num_failures
+        self.recovery = BackwardRecovery(calls, avoid)
 
     async def run(self, *, sent: Callable[[], Awaitable[None]] = nothing) -> serialization.Tree:
         """Return the input's gradients in wire form, or None; call `sent` once all stages have accepted their calls."""
-        calls, recovery = self._calls, self._recovery
+        calls, recovery = self._calls, self.recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
         recovery.backwards.update(stages)
         if self._recomputes:
@@ -245,11 +236,11 @@ class _BackwardRun:
 
     async def _send_first(self, stage: int) -> None:
         await self._calls.send_backward(stage)
-        self._recovery.backwards.discard(stage)
+        self.recovery.backwards.discard(stage)
 
     async def _send_again(self) -> None:
         """Resend calls one by one, because a peer can begin again only after the peers that it depends on."""
-        recovery = self._recovery
+        recovery = self.recovery
         # A peer that begins again needs the output of the stage before it, which may never have been requested.
         recovery.forwards.update(self._calls.unsent(max(recovery.backwards, default=0)))
         for stage in sorted(recovery.forwards):
@@ -277,7 +268,7 @@ class _BackwardRun:
             return  # `_receive` finds the peer at fault
         for stage, stage_report in zip(stages, reports, strict=True):
             calls.settle(stage, stage_report)
-            self._recovery.done.add(stage)
+            self.recovery.done.add(stage)
 
     async def _receive(self, stage: int, *, timeout: float | None = None) -> None:
         """Wait for a stage's receipt, at most `timeout` seconds, or as long as its peer may take."""
@@ -292,4 +283,4 @@ class _BackwardRun:
                 await calls.cancel(stage, "backward")
                 raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
         calls.settle(stage, report)
-        self._recovery.done.add(stage)
+        self.recovery.done.add(stage)

@@ -1,7 +1,4 @@
-"""Finds calls that change running statistics of batch norms.
-
-Refuses calls or warns where batch norms behave unlike in plain Lightning.
-"""
+"""Finds calls that change running statistics of batch norms; refuses or warns where plain Lightning differs."""
 
 from __future__ import annotations
 
@@ -23,22 +20,16 @@ class NormWatch:
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Find the batch norms among the modules of blocks, given with their names."""
-        self._names = {module: name for name, module in modules if isinstance(module, _BatchNorm)}
-        self._norms = list(self._names)
+        self.names = {module: name for name, module in modules if isinstance(module, _BatchNorm)}
         self._has_warned = self._has_warned_of_parts = False
-
-    @property
-    def has_norms(self) -> bool:
-        """True if the blocks contain a batch norm."""
-        return bool(self._norms)
 
     def changes(self, *, in_batch: bool) -> bool:
         """Return whether a call changes running statistics; refuse a change outside of a batch."""
-        changing = next(filter(_tracks, self._norms), None)
+        changing = next(filter(_tracks, self.names), None)
         if changing is not None and not in_batch:
             raise ConfigError(
                 "running statistics of `BatchNorm` in blocks change in `training_step` only: got a call of the "
-                f"pipelined module in another hook, with {self._names[changing]!r} in train mode. Call `eval()` "
+                f"pipelined module in another hook, with {self.names[changing]!r} in train mode. Call `eval()` "
                 "before; to estimate the statistics anew, as `update_bn` does, call a copy (`copy.deepcopy`) and load "
                 "its state."
             )
@@ -47,7 +38,7 @@ class NormWatch:
     def cut(self, size: int) -> None:
         """Warn once that batch norms normalise by the statistics of microbatches of `size` rows, not of the batch."""
         # Norms in eval mode normalise by their running statistics, in microbatches as in a batch.
-        names = [name for norm, name in self._names.items() if norm.training or norm.running_mean is None]
+        names = [name for norm, name in self.names.items() if norm.training or norm.running_mean is None]
         if names and not self._has_warned_of_parts:
             self._has_warned_of_parts = True
             _log.warning(
@@ -64,7 +55,7 @@ class NormWatch:
 
     def batch_without_loss(self) -> None:
         """Warn once that running statistics do not count a batch whose `training_step` returned no loss."""
-        if any(map(_tracks, self._norms)) and not self._has_warned:
+        if any(map(_tracks, self.names)) and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "BatchNorm in the pipeline is in train mode, and a `training_step` returned no loss: its running "

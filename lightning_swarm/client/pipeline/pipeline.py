@@ -51,7 +51,7 @@ class Pipeline:
         self.marks = GradientMarks(self._weights)
         self.norms = NormWatch(one for named in self._named_modules for one in named)
         row_check = partial(
-            RowCheck, shared=config.shared, codec=config.codecs.activations, has_batch_norm=self.norms.has_norms
+            RowCheck, shared=config.shared, codec=config.codecs.activations, has_batch_norm=bool(self.norms.names)
         )
         evaluate, referee = self._collector.evaluate, context.results.by_referee
         confirmation = None if referee is None else row_check(partial(evaluate, forwards=referee))

@@ -40,7 +40,8 @@ class PipelineFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if not counts:
             return (None, None, None, *call.input_gradients(gradients))
-        call.mark_weights()
+        # When the present backward is over, because it may still add to the weights' `.grad`.
+        torch.autograd.Variable._execution_engine.queue_callback(call.marks.set_for_step)
         return (None, None, None, *call.backward(gradients))
 
 
@@ -57,7 +58,7 @@ class PipelineCall:
         adds_nothing: bool,  # all weights are frozen for this call
         changes_statistics: bool,
     ) -> None:
-        self._collector, self._factory, self._marks = collector, collector.factory, marks
+        self._collector, self._factory, self.marks = collector, collector.factory, marks
         self._batch, self._microbatches = batch, microbatches
         self._runs = microbatches.runs
         self.adds_nothing = adds_nothing
@@ -86,13 +87,13 @@ class PipelineCall:
     def release(self) -> None:
         """No longer count the call as work of its peers, because no backward will come."""
         for run in self._runs:
-            run.release()
+            run.calls.release()
 
     def begin_backward(self) -> bool:
         """Begin a backward that reaches the weights; return whether its gradients count."""
         batch = self._factory.batch
         if batch is None or not batch.counts:
-            self._marks.refuse_or_set()
+            self.marks.refuse_or_set()
             return False
         self._check_current()
         if self._batch is None:
@@ -112,10 +113,6 @@ class PipelineCall:
             )
         self._counted = True
         return True
-
-    def mark_weights(self) -> None:
-        """Mark the weights when the present backward is over, because it may still add to their `.grad`."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._marks.set_for_step)
 
     def count_statistics(self) -> None:
         """Have servers add the call's batch norm statistics, if no backward has added them."""
