@@ -99,7 +99,7 @@ class CoordinatorCalls:
 
     async def find_coordinator(self) -> Collection[PeerId]:
         """Follow the highest term that servers know and voters promised; return the servers that answered."""
-        replies = await ask_servers(self._transport, self._run, timeout=self._patience.answer_s)
+        replies = await ask_servers(self._transport, self._run)
         await self._follow({reply.term for reply in replies.values()})
         return replies.keys()
 
@@ -115,7 +115,6 @@ class CoordinatorCalls:
             raise NotCoordinator(f"the run is led under the term {self._run.term}, not {term}")
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Repeat a call until a coordinator has answered it."""
         answered_s = now_s()  # when any server last answered
         patience = self._patience
         deadline_s = answered_s + patience.successor_s

@@ -89,7 +89,6 @@ async def gather_snapshots(
 
 
 async def _gather(confirmation: Confirmation, held: Held, version: int, *, max_bytes: int) -> ModelState:
-    """Fetch the snapshots of all stages at a version."""
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for index in range(len(confirmation.run.rosters)):  # one after the other, because memory may not hold two stages

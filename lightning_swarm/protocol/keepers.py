@@ -145,20 +145,16 @@ class Electorate:
                 f"a record names those of its newcomers as keepers whose certificates say so, once, and only where "
                 f"keepers decide; record {record.step} names {named[:5]}"
             )
-        _check_convictions(record, settings)
-
-
-def _check_convictions(record: Record, settings: RunSettings) -> None:
-    convicted = [one.peer for one in record.convicted or ()]
-    if convicted and not settings.is_audited:
-        raise ProtocolError(f"only an audited run convicts peers; record {record.step} has {convicted[:5]}")
-    if record.goes_back and not (convicted and settings.goes_back):
-        raise ProtocolError(
-            f"a run whose `on_conviction` is 'go_back' does so when it convicts somebody; this one's is "
-            f"{settings.on_conviction!r}, and record {record.step} convicts {convicted[:5]}"
-        )
-    if len(set(convicted)) != len(convicted):
-        raise ProtocolError(f"a record convicts each peer once; record {record.step} has {convicted[:5]}")
+        convicted = [one.peer for one in record.convicted or ()]
+        if convicted and not settings.is_audited:
+            raise ProtocolError(f"only an audited run convicts peers; record {record.step} has {convicted[:5]}")
+        if record.goes_back and not (convicted and settings.goes_back):
+            raise ProtocolError(
+                f"a run whose `on_conviction` is 'go_back' does so when it convicts somebody; this one's is "
+                f"{settings.on_conviction!r}, and record {record.step} convicts {convicted[:5]}"
+            )
+        if len(set(convicted)) != len(convicted):
+            raise ProtocolError(f"a record convicts each peer once; record {record.step} has {convicted[:5]}")
 
 
 def check_seated(seats: SeatedMembers, new: Collection[PeerId] = ()) -> None:

@@ -165,24 +165,10 @@ async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: 
     return await ask_each(transport, servers, HELD, None, timeout=timeout)
 
 
-async def ask_servers(transport: Transport, run: RunState, *, timeout: float) -> dict[PeerId, WatchReply]:
+async def ask_servers(transport: Transport, run: RunState) -> dict[PeerId, WatchReply]:
     """Send `WATCH` to all other servers, and return the answers that come within `GRACE_S`."""
-    replies: dict[PeerId, WatchReply] = {}
-    request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
-
-    async def ask(peer: PeerId) -> None:
-        try:
-            replies[peer] = await WATCH.ask(transport, peer, request, timeout=timeout)
-        except SwarmError as error:
-            _log.debug("%s does not report its coordinator: %s", peer, error)
-
-    async with asyncio.TaskGroup() as group:
-        asking = {group.create_task(ask(peer)) for peer in run.servers if peer != transport.peer_id}
-        if asking:
-            _, late = await asyncio.wait(asking, timeout=GRACE_S)
-            for task in late:
-                task.cancel()
-    return replies
+    others = [peer for peer in run.servers if peer != transport.peer_id]
+    return await _ask_watch(transport, run, others, lambda _: False, GRACE_S)
 
 
 # Promises are not signed, so neither a coordinator nor another server can prove them. A peer that learns of a higher
@@ -205,17 +191,17 @@ async def find_promised(
     def agrees(peer: PeerId, promised: Term, term: Term) -> bool:
         return own(term) if own is not None and peer == transport.peer_id else promised == term
 
-    def newest(answers: Mapping[PeerId, Term], number: int) -> Term | None:
-        votes = {term: sum(agrees(peer, one, term) for peer, one in answers.items()) for term in above}
+    def newest(answers: Mapping[PeerId, WatchReply], number: int) -> Term | None:
+        votes = {term: sum(agrees(peer, one.promised, term) for peer, one in answers.items()) for term in above}
         return next((term for term, count in votes.items() if 2 * count > number), None)
 
     electorate = [voter.peer_id for voter in run.voters]
-    answers = await _ask_promised(
+    answers = await _ask_watch(
         transport, run, electorate, lambda found: newest(found, len(electorate)) is not None, GRACE_S
     )
     if not answers:  # all voters known here may be gone, and any server may know newer voters
         others = [peer for peer in run.servers if run.decides(peer)]
-        answers = await _ask_promised(transport, run, others, lambda found: False, timeout)
+        answers = await _ask_watch(transport, run, others, lambda found: False, timeout)
     return newest(answers, len(answers))
 
 
@@ -223,32 +209,32 @@ async def is_superseded(transport: Transport, run: RunState, term: Term, *, time
     """Return whether enough voters promised higher terms that a coordinator has lost its majority."""
     voters = [voter.peer_id for voter in run.voters]
 
-    def is_certain(found: Mapping[PeerId, Term]) -> bool:
-        gone = sum(one > term for one in found.values())
+    def is_certain(found: Mapping[PeerId, WatchReply]) -> bool:
+        gone = sum(one.promised > term for one in found.values())
         return 2 * max(gone, len(found) - gone) > len(voters)
 
-    answers = await _ask_promised(transport, run, voters, is_certain, timeout)
+    answers = await _ask_watch(transport, run, voters, is_certain, timeout)
     # Half of the answers suffices, because the other half is no majority. Voters that do not answer are left out.
-    gone = sum(one > term for one in answers.values())
+    gone = sum(one.promised > term for one in answers.values())
     return gone > 0 and 2 * gone >= len(answers)
 
 
-async def _ask_promised(
+async def _ask_watch(
     transport: Transport,
     run: RunState,
     peers: Iterable[PeerId],
-    is_enough: Callable[[Mapping[PeerId, Term]], bool],
+    is_enough: Callable[[Mapping[PeerId, WatchReply]], bool],
     timeout: float,  # seconds until the first answer; further answers have `GRACE_S` after it
-) -> dict[PeerId, Term]:
-    """Ask peers for the term that each promised, until the answers are enough."""
-    found: dict[PeerId, Term] = {}
+) -> dict[PeerId, WatchReply]:
+    """Ask peers for the terms that each follows and promised, until the answers are enough."""
+    found: dict[PeerId, WatchReply] = {}
     request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
 
     async def ask(peer: PeerId) -> None:
         try:
-            found[peer] = (await WATCH.ask(transport, peer, request, timeout=timeout + GRACE_S)).promised
+            found[peer] = await WATCH.ask(transport, peer, request, timeout=timeout + GRACE_S)
         except SwarmError as error:
-            _log.debug("%s does not report its promised term: %s", peer, error)
+            _log.debug("%s does not report its terms: %s", peer, error)
 
     async with asyncio.TaskGroup() as group:
         asking = {group.create_task(ask(peer)) for peer in peers}

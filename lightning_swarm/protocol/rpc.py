@@ -76,8 +76,11 @@ class Call(TypedRpc[Q, A]):
         return self.read_reply(await transport.call(peer, self.name, packed(request), timeout=timeout))
 
 
+@dataclass(frozen=True, eq=False)
 class StreamRpc(TypedRpc[Q, A]):
     """A method whose messages may have tensors."""
+
+    is_call_if_small: bool = False  # requests without tensors are sent as calls, which cost less
 
     async def ask(
         self,
@@ -91,6 +94,8 @@ class StreamRpc(TypedRpc[Q, A]):
     ) -> tuple[A, tuple[Tensor, ...]]:
         """Send a request with tensors; return the answer and its tensors. Raises the errors of `Transport.stream`."""
         message = Message(packed(request), tuple(tensors))
+        if self.is_call_if_small and not tensors:
+            return self.read_reply(await transport.call(peer, self.name, message.body, timeout=timeout)), ()
         answer = await transport.stream(peer, self.name, message, timeout=timeout, max_bytes=max_bytes)
         return self.read_reply(answer.body), answer.tensors
 
@@ -113,11 +118,8 @@ class Download(StreamRpc[Q, A]):
         transport.handle_stream(self.name, answer, max_bytes=0, admit=admit)
 
 
-@dataclass(frozen=True, eq=False)
 class Upload(StreamRpc[Q, A]):
     """A method whose requests have tensors."""
-
-    is_call_if_small: bool = False  # also answer requests without tensors that are sent as calls, which cost less
 
     def serve(
         self,

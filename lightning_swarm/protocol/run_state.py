@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from msgspec import UNSET, UnsetType, structs
 
@@ -78,6 +79,7 @@ def owner_of(begin: int, index: int, lanes: Sequence[PeerId]) -> PeerId:
     return lanes[(index - begin) % len(lanes)]
 
 
+_T = TypeVar("_T")
 _MAX_REMEMBERED = 1024  # most steps whose counted batches, digests and positions are kept
 _MAX_NAMED = 10  # most peers named in an error
 
@@ -248,16 +250,10 @@ class RunState:
         self.version = record.step + 1
         if record.snapshot is not None:
             self.ordered_snapshot = self.version, self.rosters
-        self._counted[record.step] = to_ranges(record.closing.batches)
-        if len(self._counted) > _MAX_REMEMBERED:
-            del self._counted[next(iter(self._counted))]
+        _remember(self._counted, record.step, to_ranges(record.closing.batches))
         if self.electorate.has_strangers:
-            self._digests[record.step] = record_digest(record)
-            if len(self._digests) > _MAX_REMEMBERED:
-                del self._digests[next(iter(self._digests))]
-        self._positions[self.version] = record.position
-        if len(self._positions) > _MAX_REMEMBERED:
-            del self._positions[next(iter(self._positions))]
+            _remember(self._digests, record.step, record_digest(record))
+        _remember(self._positions, self.version, record.position)
         self.newest = record
         if record.goes_back:
             self.sound_version = self.sound_version_after(record.step)
@@ -429,6 +425,12 @@ class RunState:
         """Refuse work for a stage on a peer that is not in the stage's roster (yet), because it would not count."""
         if member not in self.rosters[stage_index]:
             raise NotMember(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
+
+
+def _remember(table: dict[int, _T], key: int, value: _T) -> None:
+    table[key] = value
+    if len(table) > _MAX_REMEMBERED:
+        del table[next(iter(table))]
 
 
 def record_digest(record: Record) -> bytes:

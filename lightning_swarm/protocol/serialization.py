@@ -153,7 +153,11 @@ def _flatten(tree: Tree, tensors: list[Tensor], place: _Place, depth: int) -> St
             )
         return tree
     if kind not in (tuple, list, dict):
-        raise _unknown(tree, _text_of(place))
+        raise ConfigError(
+            "values between stages must be tensors, None, bool, int, float or str, in plain tuples, lists and dicts, "
+            f"got {kind.__module__}.{kind.__qualname__} at {_text_of(place)}. Convert it in the block that makes it, "
+            "and back in the block that takes it (a named tuple or dataclass to a tuple or dict, an array to a tensor)."
+        )
     if depth == MAX_DEPTH:
         raise ConfigError(
             f"values between stages may be nested {MAX_DEPTH} deep, got more at {_text_of(place)}. "
@@ -168,16 +172,6 @@ def _flatten(tree: Tree, tensors: list[Tensor], place: _Place, depth: int) -> St
                 f"{_text_of(place)}. Use strings, or pass a list."
             )
     return {key: _flatten(child, tensors, (place, key), depth + 1) for key, child in tree.items()}
-
-
-def _unknown(leaf: object, where: str) -> ConfigError:
-    kind = type(leaf)
-    return ConfigError(
-        "values between stages must be tensors, None, bool, int, float or str, in plain tuples, lists and dicts, "
-        f"got {kind.__module__}.{kind.__qualname__} at {where}. "
-        "Convert it in the block that makes it, and back in the block that takes it (a named tuple or dataclass "
-        "to a tuple or dict, an array to a tensor)."
-    )
 
 
 def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int], depth: int) -> Tree:

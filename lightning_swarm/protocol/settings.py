@@ -227,7 +227,6 @@ class RunSettings(WithCompression, frozen=True):
             )
 
     def _check_robust(self) -> None:
-        """Refuse settings that require the true mean."""
         reasons = {
             "`deterministic=True`": (self.deterministic, "its result depends on which servers compute what"),
             "`trust='audited'`": (self.is_audited, "audits find liars out, and check that means are true"),

@@ -333,7 +333,7 @@ class Leadership:
     async def _find_successor(self, run: RunState, reason: str) -> None:
         """Follow a coordinator that other servers know; if there is none, stand for election in this voter's turn."""
         missed = run.term
-        replies = await ask_servers(self._transport, run, timeout=self._limits.silence_timeout)
+        replies = await ask_servers(self._transport, run)
         await self._follow_promised(run, {reply.term for reply in replies.values()})
         # Fetch only the coordinator's record. Records of others come with the next coordinator, or with promises.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:

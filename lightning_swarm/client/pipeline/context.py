@@ -20,13 +20,13 @@ from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import LeaseRevoked, NotEnlisted, OutOfMemory, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather, nothing
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.calls import StageReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations, deadline_s
-from lightning_swarm.protocol.rpc import A, Q, TypedRpc, packed
+from lightning_swarm.protocol.rpc import A, Call, Q, StreamRpc
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
@@ -66,22 +66,21 @@ class AnswersOf:
 async def send(
     transport: Transport,
     peer: PeerId,
-    method: TypedRpc[Q, A],
+    method: Call[Q, A] | StreamRpc[Q, A],
     request: Q,
     tensors: Sequence[Tensor],
     *,
     timeout: float,
     accept_s: float = _ACCEPT_TIMEOUT_S,
 ) -> A:
-    """Send a call, or a stream if there are tensors; raise `Refusal` for an error that no server should send."""
-    message = Message(packed(request), tuple(tensors))
+    """Send a request whose answer has no tensors; raise `Refusal` for an error that no server should send."""
     # A peer answers as soon as it has the request, so a living peer that does not answer did not get it.
-    timeout = min(timeout, accept_s + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
+    timeout = min(timeout, accept_s + sum(tensor.nbytes for tensor in tensors) / _SLOWEST_BYTES_PER_S)
     with AnswersOf(peer):
-        if not message.tensors:
-            return method.read_reply(await transport.call(peer, method.name, message.body, timeout=timeout))
-        answer = await transport.stream(peer, method.name, message, timeout=timeout, max_bytes=0)
-        return method.read_reply(answer.body)
+        if isinstance(method, Call):
+            return await method.ask(transport, peer, request, timeout=timeout)
+        answer, _ = await method.ask(transport, peer, request, tensors, timeout=timeout, max_bytes=0)
+        return answer
 
 
 @dataclass
@@ -175,8 +174,10 @@ class PipelineContext:
                 error,
             )
 
-    async def send(self, peer: PeerId, method: TypedRpc[Q, A], request: Q, tensors: Sequence[Tensor]) -> A:
-        """Send a call, or a stream if there are tensors; if the peer does not know this trainer, retry once."""
+    async def send(
+        self, peer: PeerId, method: Call[Q, A] | StreamRpc[Q, A], request: Q, tensors: Sequence[Tensor] = ()
+    ) -> A:
+        """Send a request, as `send` does; if the peer does not know this trainer, retry once."""
         accept_s = self.durations.deadline_s(longest_s=_ACCEPT_TIMEOUT_S)
         ask = partial(send, self.transport, peer, method, request, tensors, timeout=self.timeout, accept_s=accept_s)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ __all__ = [
     "on_cpu",
     "to_cpu",
     "to_message",
+    "to_send",
 ]
 
 
@@ -94,6 +95,12 @@ def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
 def on_cpu(tree: Tree, *, copy: bool = False) -> Tree:
     """Move a tree's tensors to the CPU for sending; with `copy`, also copy unencoded tensors that are already there."""
     return serialization.transform(tree, lambda leaf: _on_cpu(leaf, copy=copy))
+
+
+def to_send(tensors: Sequence[Tensor | None], by: Codec | None, *, copy: bool) -> list[Any]:
+    """Encode tensors on their device, and move them to the CPU, from which they can be sent repeatedly."""
+    # `copy` is for inputs, because the user may overwrite the batch before a microbatch is sent again.
+    return list(on_cpu(encoded(list(tensors), by), copy=copy))
 
 
 def number_bytes(tensors: Sequence[Tensor]) -> int:

@@ -35,6 +35,5 @@ class LossScaling(WireMessage, frozen=True):
 
 
 def _rounded(scale: float) -> float:
-    """Round to float32."""
     found: float = struct.unpack("<f", struct.pack("<f", scale))[0]
     return found
