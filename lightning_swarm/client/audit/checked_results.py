@@ -12,12 +12,11 @@ from msgspec.structs import replace as replace_fields
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline.call_factory import CallMicrobatches
-from lightning_swarm.client.pipeline.collect import Collector, Opened
+from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, send_until_accepted
 from lightning_swarm.client.pipeline.microbatches import take_rows
 from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
-from lightning_swarm.client.pipeline.result_check import Forwards, Result, ResultCheck
+from lightning_swarm.client.pipeline.result_check import Forwards, Opened, Result, ResultCheck
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed
 from lightning_swarm.core.errors import PeerError, SwarmError
@@ -73,26 +72,24 @@ class CheckedResults(ResultCheck):
         return GivenResult(server, await asyncio.to_thread(tree_digest, *result))
 
     @override
-    def opened(self, results: list[Result], call: CallMicrobatches, collector: Collector) -> list[Opened]:
+    def opened(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
         """Open results, which must have one form."""
         # If their forms differ, the referee computes the first microbatch. Other servers recompute the results of other
         # forms than the referee's, which replace these in `results`.
-        found = [_formed(*pair, collector) for pair in zip(results, call.sizes, strict=True)]
+        found = [_formed(*pair, factory) for pair in zip(results, call.sizes, strict=True)]
         if any(form is None or form != found[0][0] for form, _ in found):
-            self._recompute(results, found, call, collector)
-        return [
-            collector.opened(result) if one is None else one for result, (_, one) in zip(results, found, strict=True)
-        ]
+            self._recompute(results, found, call, factory)
+        return [factory.opened(result) if one is None else one for result, (_, one) in zip(results, found, strict=True)]
 
     def _recompute(
-        self, results: list[Result], found: list[_Formed], call: CallMicrobatches, collector: Collector
+        self, results: list[Result], found: list[_Formed], call: CallMicrobatches, factory: CallFactory
     ) -> None:
         """Have other servers recompute results of other forms than the referee's; replace them in both lists."""
-        size, factory = call.sizes[0], collector.factory
+        size = call.sizes[0]
         cut = take_rows(call.arguments, torch.arange(size), factory.config.shared)
         mode = replace_fields(call.modes[0], grad=False, input_grad=False)
         try:
-            ((structure, tensors),) = collector.evaluate([(cut, 0)], mode, forwards=self.by_referee)
+            ((structure, tensors),) = factory.evaluate([(cut, 0)], mode, forwards=self.by_referee)
         except PeerError:  # the right form stays unknown
             return
         expected = _form_of(structure, tensors, size)
@@ -103,7 +100,7 @@ class CheckedResults(ResultCheck):
             if not works:
                 break
             for place, result in zip(wrong, factory.run(works, call.runs[0].microbatch.inputs), strict=True):
-                results[place], found[place] = result, _formed(result, call.sizes[place], collector)
+                results[place], found[place] = result, _formed(result, call.sizes[place], factory)
 
 
 async def _forwards_by(coordinator: Callable[[], PeerId], runs: Sequence[MicrobatchRun]) -> list[Result]:
@@ -140,10 +137,10 @@ def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
     return all((one.shape, one.dtype) == (leaf.shape, leaf.dtype) for one, leaf in plain)
 
 
-def _formed(result: Result, size: int, collector: Collector) -> _Formed:
+def _formed(result: Result, size: int, factory: CallFactory) -> _Formed:
     """Return a result's form, and the opened result; None for a malformed result."""
     try:
-        opened = collector.opened(result)
+        opened = factory.opened(result)
         return _form_of(*serialization.flatten(opened[0]), size), opened
     except (SwarmError, RuntimeError, TypeError, ValueError):  # a server may send anything
         return None, None

@@ -1,4 +1,4 @@
-"""Makes the microbatches of calls: their numbers and keys, their tensors in wire form, and their runs."""
+"""Makes the microbatches of calls (numbers, keys, tensors in wire form), runs them, and joins their results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,17 +14,21 @@ from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.leftovers import Leftovers
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
-from lightning_swarm.client.pipeline.microbatches import CallArguments, MicrobatchInput, split
+from lightning_swarm.client.pipeline.microbatches import CallArguments, MicrobatchInput, concat, split
+from lightning_swarm.client.pipeline.output_form import OutputForm
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
-from lightning_swarm.client.pipeline.result_check import Forwards, Result
+from lightning_swarm.client.pipeline.result_check import Forwards, Opened, Result
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather, gather_bounded
+from lightning_swarm.model.fidelity.leftovers import Left
+from lightning_swarm.model.fidelity.leftovers import part as split_left
 from lightning_swarm.model.fidelity.module_states import TrainerStates
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, encoded, on_cpu
+from lightning_swarm.protocol.compression import PLAIN, Codecs, decoded, to_send
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode, ModuleStates, Receipt
 
@@ -80,10 +85,12 @@ class CallMicrobatches:
 
 
 class CallFactory:
-    """Makes the microbatches of calls at the current place in the run, and runs them."""
+    """Makes the microbatches of calls at the current place in the run, runs them, and joins their results."""
 
-    def __init__(self, context: PipelineContext, runtime: Runtime, config: PipelineConfig) -> None:
-        self.context, self.runtime, self.config = context, runtime, config
+    def __init__(
+        self, context: PipelineContext, runtime: Runtime, config: PipelineConfig, leftovers: Leftovers
+    ) -> None:
+        self.context, self.runtime, self.config, self.leftovers = context, runtime, config, leftovers
         self.generation = 0  # generation of the run
         self.version = 0  # version of the weights for calls outside of a batch
         self.evaluation_number = 0  # number of the evaluation weights for such calls; 0: the weights of `version`
@@ -173,11 +180,41 @@ class CallFactory:
         """Run the forwards of microbatches, and also these coroutines."""
         return self.run([run.forward() for run in runs], runs[0].microbatch.inputs, *also)
 
-    def probes(
-        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, forwards: Forwards | None = None
-    ) -> list[Result]:
-        """Compute each probe as one microbatch that leaves no trace, by usual forwards or by these."""
+    def join(
+        self, results: list[Result], call: CallMicrobatches
+    ) -> tuple[OutputForm, Sequence[Tensor], Sequence[bool]]:
+        """Join the results of a call's forwards: their form, the tensors, and which of them have a gradient."""
+        opened = self.context.results.opened(results, call, self)
+        structure, tensors = concat([output for output, _ in opened], call.sizes)
+        num_own = len(tensors)
+        flags = results[0][1][:num_own]
+        collected = self.leftovers.collect([left for _, left in opened], call.sizes, partial(self._trial, call))
+        if collected is not None:
+            tensors, flags = [*tensors, *collected.tensors.values()], [*flags, *collected.flags()]
+        return OutputForm(structure, num_own, call.sizes, collected, self.leftovers), tensors, flags
+
+    def opened(self, result: Result) -> Opened:
+        """Return a microbatch's output, and the values that its forward left."""
+        output, left = split_left(decoded(result[0], self.config.codecs.activations, self.config.device))
+        left.take_aliases()  # there is no next stage
+        return output, left
+
+    def _trial(self, call: CallMicrobatches, training: bool) -> tuple[list[Left], Sequence[int]]:
+        """Compute the first two microbatches apart, then as one; return the values that they leave, and their sizes."""
+        size = call.sizes[0]
+        cut = partial(split, call.arguments, rows=sum(call.sizes), shared=self.config.shared)
+        parts = [*cut(size=size)[:2], cut(size=2 * size)[0]]
+        mode = replace_fields(call.modes[0], training=training, grad=False, input_grad=False)
+        modes = by_stage(mode, [(mode.training, mode.modules) for mode in call.modes])
+        results = self.forwards(self.microbatches(None, call.arguments, modes, parts).runs)
+        return [self.opened(result)[1] for result in results], call.sizes[:2]
+
+    def evaluate(
+        self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, *, forwards: Forwards | None = None
+    ) -> list[tuple[serialization.Structure, list[Tensor]]]:
+        """Compute each probe as one microbatch that leaves no trace; return the outputs, flattened."""
         # A probe is the arguments of a call and a number. Probes of equal numbers draw the same random numbers.
+        # `forwards` replace the usual forwards.
         runs = []
         modes = by_stage(mode, [states.read() for states in self.states])
         calls: dict[int, int] = {}  # number of a probe -> number of its call
@@ -189,7 +226,8 @@ class CallFactory:
             # Probes of one number need different keys, and servers draw by `first % PLACES`.
             key = replace_fields(self.key(None, calls[number], 0), first=(1 + index) * PLACES)
             runs.append(self._run_of(key, arguments.structure, part, modes))
-        return self.forwards(runs) if forwards is None else self.runtime.run(forwards(runs))
+        results = self.forwards(runs) if forwards is None else self.runtime.run(forwards(runs))
+        return [serialization.flatten(self.opened(result)[0]) for result in results]
 
 
 def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
@@ -203,9 +241,3 @@ def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None
 def turns_apart(sent: serialization.Tree) -> int:
     """Return the turns of the event loop between the starts of two microbatches that send such tensors."""
     return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
-
-
-def to_send(tensors: Sequence[Tensor | None], codec: Codec | None, *, copy: bool) -> list[Any]:
-    """Encode tensors on their device, and move them to the CPU, from which they can be sent repeatedly."""
-    # `copy` is for inputs, because the user may overwrite the batch before a microbatch is sent again.
-    return list(on_cpu(encoded(list(tensors), codec), copy=copy))

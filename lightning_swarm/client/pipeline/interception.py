@@ -173,7 +173,6 @@ class BlockChain:
             ) from error
 
     def _begin(self, hidden: Any, arguments: dict[str, Any], tensors: list[Tensor], cache: Any) -> _ChainProgress:
-        """Begin a chain with the call of the first block."""
         self.put_back()  # the chain before may have been left unfinished
         self._pending = PendingValues(self._inner, self._sites)
         return _ChainProgress(

@@ -213,7 +213,6 @@ class Leftovers:
 
 
 def _sites(values: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[Site, object]]:
-    """Yield all values with their sites."""
     for module, own in values.items():
         for name, value in own.items():
             yield (module, name), value
@@ -262,7 +261,6 @@ def _fits(rule: Rule, column: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _joined(column: Sequence[Tensor], sizes: Sequence[int], rule: Rule) -> Tensor:
-    """Combine the tensors of microbatches of these sizes."""
     if len(column) == 1 or rule == "same":
         return column[0]
     if rule == "rows":

@@ -155,8 +155,6 @@ class LocalLayers:
         self._version, self._known, self._known_buffers, self._counts_more = None, {}, {}, False
         self.clear()
 
-    # ------------------------------------------------------------------ writes by user code
-
     def note_current(self) -> None:
         """Record that the stage has the module's present values."""
         self._known_buffers = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
@@ -188,7 +186,6 @@ class LocalLayers:
             )
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return the user's own buffers, by name."""
         own = self.parameters
         return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in own}
 
@@ -224,7 +221,6 @@ class LocalLayers:
         self._take_buffers(weights)
 
     def _take_buffers(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the stage's buffers into the module."""
         own = self._buffers()
         with torch.no_grad():
             for name, buffer in own.items():

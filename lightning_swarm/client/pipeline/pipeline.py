@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.call_factory import CallFactory, GrantedBatch, PipelineConfig, by_stage
-from lightning_swarm.client.pipeline.collect import Collector
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
     GradientMarks,
@@ -38,12 +37,11 @@ class Pipeline:
 
     def __init__(self, context: PipelineContext, runtime: Runtime, config: PipelineConfig) -> None:
         self.context, self.config = context, config
-        self.factory = CallFactory(context, runtime, config)
         self.before_call: Callable[[bool], None] | None = None  # argument: the call is outside of a batch
         self.num_microbatches = 0  # sum over all calls so far
         self._named_modules = [list(stage.named_block_modules()) for stage in config.stages]
         self.leftovers = Leftovers({name: module for named in self._named_modules for name, module in named})
-        self._collector = Collector(self.factory, self.leftovers)
+        self.factory = CallFactory(context, runtime, config, self.leftovers)
         self._weights = [weight for stage in config.stages for weight in stage.parameters()]
         registers = [module._parameters for stage in config.stages for module in stage.modules()]
         self._registers = [(register, list(register)) for register in registers]
@@ -53,7 +51,7 @@ class Pipeline:
         row_check = partial(
             RowCheck, shared=config.shared, codec=config.codecs.activations, has_batch_norm=bool(self.norms.names)
         )
-        evaluate, referee = self._collector.evaluate, context.results.by_referee
+        evaluate, referee = self.factory.evaluate, context.results.by_referee
         confirmation = None if referee is None else row_check(partial(evaluate, forwards=referee))
         self._row_check = row_check(evaluate, confirmation=confirmation)
 
@@ -99,7 +97,7 @@ class Pipeline:
             # A call without gradients that changes no statistics is an evaluation, and belongs to no batch.
             own = batch if grad or changes_statistics else None
             call = PipelineCall(
-                self._collector,
+                self.factory,
                 self.marks,
                 own,
                 self.factory.microbatches(own, arguments, by_stage(mode, states), parts),

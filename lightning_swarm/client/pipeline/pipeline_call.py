@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_swarm.client.pipeline.call_factory import CallMicrobatches, GrantedBatch
-from lightning_swarm.client.pipeline.collect import Collector, OutputForm
+from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches, GrantedBatch
 from lightning_swarm.client.pipeline.differentiation import GradientMarks, reaches_weights
 from lightning_swarm.client.pipeline.microbatches import concat_gradients
+from lightning_swarm.client.pipeline.output_form import OutputForm
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import decoded
@@ -50,7 +50,7 @@ class PipelineCall:
 
     def __init__(
         self,
-        collector: Collector,
+        factory: CallFactory,
         marks: GradientMarks,
         batch: GrantedBatch | None,  # None: the call is an evaluation
         microbatches: CallMicrobatches,
@@ -58,7 +58,7 @@ class PipelineCall:
         adds_nothing: bool,  # all weights are frozen for this call
         changes_statistics: bool,
     ) -> None:
-        self._collector, self._factory, self.marks = collector, collector.factory, marks
+        self._factory, self.marks = factory, marks
         self._batch, self._microbatches = batch, microbatches
         self._runs = microbatches.runs
         self.adds_nothing = adds_nothing
@@ -81,7 +81,7 @@ class PipelineCall:
         if batch is not None and batch.begin is not None:  # announced together with the first microbatches
             begin, batch.begin = [batch.begin()], None
         results = self._factory.forwards(self._runs, *begin)
-        self._form, tensors, flags = self._collector.join(results, self._microbatches)
+        self._form, tensors, flags = self._factory.join(results, self._microbatches)
         return tensors, flags
 
     def release(self) -> None:
@@ -162,7 +162,6 @@ class PipelineCall:
             )
 
     def _joined(self, found: Sequence[serialization.Tree]) -> Sequence[Tensor | None]:
-        """Return the gradients of the whole batch's input from those of the microbatches."""
         config = self._factory.config
         parts = [decoded(part, config.codecs.gradients, config.device) for part in found]
         return concat_gradients(parts, self._microbatches.sizes)

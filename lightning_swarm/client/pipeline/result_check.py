@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
+from lightning_swarm.model.fidelity.leftovers import Left
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import Direction
 
 if TYPE_CHECKING:
-    from lightning_swarm.client.pipeline.call_factory import CallMicrobatches
-    from lightning_swarm.client.pipeline.collect import Collector, Opened
+    from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches
     from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 
 Result: TypeAlias = tuple[serialization.Tree, list[bool]]
 """A result in wire form, and which of its tensors require grad; no flags after a backward."""
+
+Opened: TypeAlias = tuple[Any, Left]
+"""A microbatch's output, decoded, and the values that its forward left."""
 
 Forwards: TypeAlias = "Callable[[Sequence[MicrobatchRun]], Coroutine[Any, Any, list[Result]]]"
 """Computes the forwards of microbatches, and returns their results in order."""
@@ -46,6 +49,6 @@ class ResultCheck:
         # Raises `PeerError` if the gradients of a microbatch's inputs have another form than the inputs.
         return None
 
-    def opened(self, results: list[Result], call: CallMicrobatches, collector: Collector) -> list[Opened]:
+    def opened(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
         """Open the results of a call's forwards. Results of wrong forms may be computed anew."""
-        return [collector.opened(result) for result in results]
+        return [factory.opened(result) for result in results]

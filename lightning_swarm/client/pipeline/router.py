@@ -280,7 +280,6 @@ class StageRouter:
             self._sort()
 
     def _measure(self, load: PeerLoad, samples_per_s: float) -> None:
-        """Add a measurement to a peer's rate."""
         self._count(load, -1)
         load.rate.measure(samples_per_s)
         self._count(load, 1)
@@ -331,14 +330,12 @@ class StageRouter:
         return load
 
     def _put_back(self, peer: PeerId, load: PeerLoad) -> None:
-        """Put a peer back into its order, at its new place."""
         order, load.place = self._order(load), self._place(load)
         order.put(load.place, peer)
         if order is self._measured:
             self._retries.put(_retry_s(load), peer)
 
     def _sort(self) -> None:
-        """Sort all peers anew."""
         for load in self.peers.values():
             load.place = self._place(load)
         for order in (self._measured, self._unmeasured, self._ejected):
@@ -348,7 +345,6 @@ class StageRouter:
         )
 
     def _place(self, load: PeerLoad) -> float:
-        """Return a peer's place in its order."""
         order = self._order(load)
         if order is not self._measured:
             return float(load.num_forwards) if order is self._unmeasured else load.left_s
@@ -356,7 +352,6 @@ class StageRouter:
         return load.left_s + (1.0 + (load.waiting.value or 0.0)) * own_s
 
     def _order(self, load: PeerLoad) -> PeerOrder:
-        """Return which of the three orders a peer is in."""
         if load.ejected_until_s is not None:
             return self._ejected
         return self._measured if self._is_known and load.samples_per_s is not None else self._unmeasured

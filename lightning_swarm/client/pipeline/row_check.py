@@ -27,7 +27,7 @@ _FEW: Final = 4  # fewest rows of a group, if the batch has enough for two group
 _SMALL: Final = 0.1  # smaller outputs are compared relative to this size: their differences may be rounding alone
 
 # Computes probes as microbatches that leave no trace. A probe is a call's arguments, and a number: probes of equal
-# numbers draw equal random numbers. See `Pipeline.evaluate`.
+# numbers draw equal random numbers. See `CallFactory.evaluate`.
 Evaluate = Callable[[Sequence[tuple[CallArguments, int]], ComputeMode], list[tuple[Structure, list[Tensor]]]]
 
 
@@ -60,42 +60,22 @@ class RowCheck:
             return  # equal rows show nothing
         mode = replace(mode, grad=False, input_grad=False)
         try:
-            self._look(arguments, probes, mode)
+            # In train mode BatchNorm mixes the rows of a microbatch, of which `NormWatch` warns, and random numbers may
+            # hide that blocks mix rows.
+            if not mode.training or self._has_batch_norm or not self._is_clear(arguments, probes, mode):
+                self._is_clear(arguments, probes, replace(mode, training=False))
         except ProtocolError:
             return  # the step went on meanwhile; the next call checks again
         except ConfigError as refusal:
             if self._confirmation is None:
                 raise
-            self._confirm(self._confirmation, arguments, mode, rows=rows, size=size, refusal=refusal)
+            try:  # a server may have sent false results, so the confirmation must refuse, too
+                self._confirmation.check(arguments, mode, rows=rows, size=size)
+                _log.warning("A server gave false results in the check for blocks that mix samples: %s", refusal)
+            except PeerError as error:
+                text = "Blocks may mix samples, or a server sent false results; the coordinator could not decide it"
+                _log.warning("%s (%s): %s", text, error, refusal)
         self._checked.add(kind)
-
-    def _look(self, arguments: CallArguments, probes: Sequence[CallArguments], mode: ComputeMode) -> None:
-        """Refuse blocks that mix rows in a mode; if random numbers hide that, check in eval mode."""
-        # In train mode BatchNorm mixes the rows of a microbatch, of which `NormWatch` warns.
-        if not mode.training or self._has_batch_norm or not self._is_clear(arguments, probes, mode):
-            self._is_clear(arguments, probes, replace(mode, training=False))
-
-    def _confirm(
-        self,
-        confirmation: RowCheck,
-        arguments: CallArguments,
-        mode: ComputeMode,
-        *,
-        rows: int,
-        size: int,
-        refusal: ConfigError,
-    ) -> None:
-        """Refuse only if the confirmation refuses, too, because a server may have sent false results."""
-        try:
-            confirmation.check(arguments, mode, rows=rows, size=size)
-        except PeerError as error:
-            _log.warning(
-                "Blocks may mix samples, or a server sent false results; the coordinator could not decide it (%s): %s",
-                error,
-                refusal,
-            )
-        else:
-            _log.warning("A server gave false results in the check for blocks that mix samples: %s", refusal)
 
     def _is_clear(self, arguments: CallArguments, probes: Sequence[CallArguments], mode: ComputeMode) -> bool:
         """Refuse blocks that mix rows in a mode; False if random numbers hide whether they do."""

@@ -205,7 +205,7 @@ class StageCalls:
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
         with self._blaming(stage, direction):
-            return (await self.context.send(self.peer(stage), CANCEL, request, ())).added
+            return (await self.context.send(self.peer(stage), CANCEL, request)).added
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
         """Cancel a call whose input now comes from another peer; its peer would take the new call for a repetition."""
