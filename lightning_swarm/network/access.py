@@ -78,9 +78,6 @@ Certify: TypeAlias = Callable[[PeerId], Credentials]
 """Makes the credentials of this process's peer, whose id is known once its network has started."""
 
 
-# ------------------------------------------------------------------ the rules
-
-
 @dataclass(frozen=True, eq=False)
 class Rpc:
     """A method that peers call on each other, and the roles of both sides."""

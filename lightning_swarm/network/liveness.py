@@ -82,7 +82,6 @@ class Liveness:
         return min(max(self.silence_s, slow_s), _MAX_SILENCE_FACTOR * self.silence_s)
 
     def _interval_s(self, peer: PeerId) -> float:
-        """Return the seconds between two checks of a peer."""
         return min(self.patience_s(peer) / PINGS_PER_SILENCE, _MAX_CHECK_INTERVAL_S)
 
     def watch(self, peer: PeerId, exchange: Exchange) -> None:
@@ -137,7 +136,6 @@ class Liveness:
         return self._watched[peer]
 
     def _schedule_check(self, peer: PeerId, watched: _WatchedPeer) -> None:
-        """Set the timer of the next check of a peer."""
         loop = asyncio.get_running_loop()
         watched.due_s = loop.time() + self._interval_s(peer)
         watched.tick = loop.call_at(watched.due_s, self._on_tick, peer, watched)

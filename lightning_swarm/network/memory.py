@@ -304,7 +304,6 @@ def _damage(data: bytes) -> bytes:
 
 
 def _body(answer: bytes) -> bytes:
-    """Return the body of an encoded answer; empty if it is an error."""
     try:
         head = decode(answer)
     except SwarmError:

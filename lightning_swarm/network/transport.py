@@ -277,7 +277,6 @@ class BaseTransport(Transport):
         """Carry a message with tensors to `peer` and the answer back, or raise `Unreachable`."""
 
     async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
-        """Return the encoded answer to an encoded call."""
         method = ""
         try:
             with self._counting(caller, len(request)) if len(request) > _FREE_BYTES else nullcontext():
@@ -392,7 +391,6 @@ class BaseTransport(Transport):
         await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S, hold=hold)
 
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
-        """Count the bytes that went over a channel since the last count."""
         sent_bytes, received_bytes = channel.take_counts()
         if sent_bytes:
             self.traffic.sent_bytes[peer, method] += sent_bytes

@@ -19,7 +19,7 @@ from lightning_swarm.network.repeats import repeated_id
 pytest.importorskip("lightning_swarm.network.hivemind")
 from lightning_swarm.network.admission import StreamSlot
 from lightning_swarm.network.hivemind import calls
-from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
+from lightning_swarm.network.hivemind.calls import IncomingCalls, OutgoingCalls
 from lightning_swarm.network.hivemind.streams import Stream
 
 LONG_S = 30.0
@@ -246,7 +246,9 @@ def test_who_reads_no_answers_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, fas
 
     async def go(tasks: Tasks) -> None:
         async with connected() as (ours, theirs):
-            serving = asyncio.create_task(answer_calls(ours, large, tasks.spawn, StreamSlot("theirs", ours.close, 0.0)))
+            serving = asyncio.create_task(
+                IncomingCalls(ours, large, tasks.spawn, StreamSlot("theirs", ours.close, 0.0)).answer()
+            )
             await theirs.write(request(1))
             await serving
             assert ours.ended
@@ -264,7 +266,7 @@ def test_a_repeat_of_a_call_that_came_by_the_same_stream_takes_no_room() -> None
 
     async def go(tasks: Tasks) -> None:
         async with connected() as (ours, theirs):
-            serving = answer_calls(ours, endless, tasks.spawn, StreamSlot("theirs", ours.close, 0.0))
+            serving = IncomingCalls(ours, endless, tasks.spawn, StreamSlot("theirs", ours.close, 0.0)).answer()
             tasks.spawn(serving)
             for number in (1, repeated_id(1, 1), repeated_id(1, 2), repeated_id(2, 1), 3):
                 await theirs.write(request(number))

@@ -172,7 +172,6 @@ async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:
 
 
 def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:
-    """Return advice for a daemon that did not start."""
     if _TAKEN in problem:
         return (
             f"`identity_path` must name a key that no other running peer has ({problem}). End that peer, or name "

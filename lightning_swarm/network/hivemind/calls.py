@@ -218,48 +218,40 @@ class _IncomingMessages:
         return head, message
 
 
-async def answer_calls(
-    stream: Stream,
-    serve: Callable[[bytes], Awaitable[bytes]],
-    spawn: Spawn,
-    slot: StreamSlot,
-    check: Callable[[int], None] | None = None,  # raises if a call of this many bytes must be refused unread
-) -> None:
-    """Answer the encoded calls of a stream by `serve`, all at once, until it ends or breaks the protocol."""
-    answers = _Answers(stream, serve, spawn, slot, check)
-    incoming = _IncomingMessages(stream.channel, answers.refuse)
-    stream.gather_writes()
-    try:
-        for number in itertools.count(1):
-            if number % _CALLS_PER_TURN == 0:  # thousands of calls at once must not block other tasks
-                await asyncio.sleep(0)
-            try:
-                head, request = await incoming.next(_PATIENCE_S)
-            except TimeoutError:
-                if answers.tasks and not incoming.is_partial:  # the caller waits for answers
-                    continue
-                return
-            if request:  # empty: it was refused unread, and answered by the error
-                await answers.accept(head, request)
-    except (OSError, EOFError, ProtocolError):
-        return
-    finally:
-        stream.close()
-        await cancel_and_wait(list(answers.tasks.values()))  # cancels the handlers, because the caller hung up
-
-
 @dataclass(eq=False)
-class _Answers:
+class IncomingCalls:
     """Answers the calls of one stream, each in a task of its own."""
 
     _stream: Stream
-    _serve: Callable[[bytes], Awaitable[bytes]]
+    _serve: Callable[[bytes], Awaitable[bytes]]  # returns the encoded answer to an encoded call
     _spawn: Spawn
     _slot: StreamSlot  # counts the requests under way
-    _check: Callable[[int], None] | None = None
-    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # exchange id -> its task
+    _check: Callable[[int], None] | None = None  # raises if a call of this many bytes must be refused unread
+    _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)  # exchange id -> its task
 
-    def refuse(self, head: FixedHeader) -> bool:
+    async def answer(self) -> None:
+        """Answer calls, all at once, until the stream ends or breaks the protocol."""
+        incoming = _IncomingMessages(self._stream.channel, self._refuse)
+        self._stream.gather_writes()
+        try:
+            for number in itertools.count(1):
+                if number % _CALLS_PER_TURN == 0:  # thousands of calls at once must not block other tasks
+                    await asyncio.sleep(0)
+                try:
+                    head, request = await incoming.next(_PATIENCE_S)
+                except TimeoutError:
+                    if self._tasks and not incoming.is_partial:  # the caller waits for answers
+                        continue
+                    return
+                if request:  # empty: it was refused unread, and answered by the error
+                    await self._accept(head, request)
+        except (OSError, EOFError, ProtocolError):
+            return
+        finally:
+            self._stream.close()
+            await cancel_and_wait(list(self._tasks.values()))  # cancels the handlers, because the caller hung up
+
+    def _refuse(self, head: FixedHeader) -> bool:
         """Return whether a call is refused unread, after answering it by the error."""
         if self._check is None:
             return False
@@ -272,26 +264,26 @@ class _Answers:
             return True
         return False
 
-    async def accept(self, head: FixedHeader, request: bytes) -> None:
+    async def _accept(self, head: FixedHeader, request: bytes) -> None:
         """Start to answer a call, or cancel one."""
         exchange_id = head.exchange_id
         if head.kind is Kind.CANCEL:
-            if exchange_id in self.tasks:
-                self.tasks[exchange_id].cancel()
-        elif exchange_id != first_id_of(exchange_id) and first_id_of(exchange_id) in self.tasks:
+            if exchange_id in self._tasks:
+                self._tasks[exchange_id].cancel()
+        elif exchange_id != first_id_of(exchange_id) and first_id_of(exchange_id) in self._tasks:
             return  # a repeat of a call that is under way on this stream: the answer to the first request suffices
-        elif exchange_id in self.tasks:
+        elif exchange_id in self._tasks:
             raise ProtocolError(f"call {exchange_id} came twice")
-        elif len(self.tasks) >= MAX_CALLS:  # waiting here would delay cancellations
+        elif len(self._tasks) >= MAX_CALLS:  # waiting here would delay cancellations
             busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
             await self._send(b"".join(framing.encode_error(exchange_id, busy)))
         else:
-            self.tasks[exchange_id] = task = self._spawn(self._answer(request))
+            self._tasks[exchange_id] = task = self._spawn(self._answer(request))
             self._slot.begin()
             task.add_done_callback(lambda _: self._end(exchange_id))
 
     def _end(self, exchange_id: int) -> None:
-        del self.tasks[exchange_id]
+        del self._tasks[exchange_id]
         self._slot.end()
 
     async def _answer(self, request: bytes) -> None:

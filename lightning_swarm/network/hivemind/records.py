@@ -60,7 +60,6 @@ def pack(identity: Identity, key: DHTID, value: bytes, *, expires_at: float, sto
 
 
 def _signed(key: bytes, peer: str, stored_until: float, announcement: Announcement) -> bytes:
-    """Return the bytes that the announcing peer signs."""
     return msgspec.msgpack.encode((key, peer, stored_until, announcement.expires_at, announcement.value))
 
 

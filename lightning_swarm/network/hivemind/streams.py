@@ -140,8 +140,6 @@ class Inbox(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._room.set()
 
-    # ------------------------------------------------------------------
-
     async def _wait(self) -> None:
         """Wait until bytes have come for the reader, or the end."""
         self._check()
@@ -294,7 +292,6 @@ class Daemon:
 
 
 def _to_peer_id(peer: PeerId) -> PeerID:
-    """Convert a peer's id to hivemind's form."""
     try:
         return PeerID.from_base58(peer)
     except ValueError as error:

@@ -22,7 +22,7 @@ from lightning_swarm.network.admission import StreamSlot, StreamSlots
 from lightning_swarm.network.framing import Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
-from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
+from lightning_swarm.network.hivemind.calls import IncomingCalls, OutgoingCalls
 from lightning_swarm.network.hivemind.daemon import ignore_late_answers, wait_for_exit
 from lightning_swarm.network.hivemind.local_streams import LocalPeers
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
@@ -199,7 +199,9 @@ class HivemindTransport(BaseTransport):
                 with self._ended_by_close():
                     if protocol == _CALL:
                         check = partial(self._check_size, caller)
-                        await answer_calls(stream, partial(self._serve_call, caller), self._spawn, slot, check)
+                        await IncomingCalls(
+                            stream, partial(self._serve_call, caller), self._spawn, slot, check
+                        ).answer()
                     else:
                         await self._serve_channel(stream.channel, caller, slot)
         except asyncio.CancelledError:
