@@ -137,7 +137,7 @@ class Computation:
         """Run the blocks; return the output, still on its device, and the values left on modules, here or before."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
-        names_in_input = left.take_output_note()
+        names_in_input = left.take_aliases()
         structure, tensors = serialization.flatten(
             decoded((inputs, left.differentiable), self._codecs.activations, self._device)
         )
@@ -158,7 +158,7 @@ class Computation:
         for name, calls in run.observed.items():
             left.add(name, OBSERVED, calls)
         self._take_written(run.written, left, names_in_input)
-        left.note_output(run.output, run.arguments.visible(names_in_input, is_first=self._module.spec.index == 0))
+        left.note_aliases(run.output, run.arguments.visible(names_in_input, is_first=self._module.spec.index == 0))
         structure, outputs = serialization.flatten((run.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         result = ForwardResult(

@@ -227,7 +227,7 @@ class LoopCounters:
         return self.is_last_batch and num_samples > 0
 
     @contextmanager
-    def of_run(self, number: BatchNumber | None) -> Iterator[None]:
+    def as_one_process(self, number: BatchNumber | None) -> Iterator[None]:
         """Inside, the Trainer's counters count the batches of all trainers, as in one process."""
         if number is None:
             yield

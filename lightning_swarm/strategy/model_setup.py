@@ -23,7 +23,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import StageManifest, ranges_of
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.data.on_peers import call_without_data
+from lightning_swarm.strategy.data.on_peers import call_with_data_if_needed
 from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import ImportTree, framework_of
 
@@ -168,7 +168,7 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
         call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
         call._call_configure_model(trainer)
 
-    call_without_data(strategy, trainer, "build the model in `setup` and `configure_model`", build)
+    call_with_data_if_needed(strategy, trainer, "build the model in `setup` and `configure_model`", build)
 
 
 def remember(module: nn.Module) -> Callable[[PeerModel], None]:
@@ -214,5 +214,5 @@ def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps:
     strategy: RankHooks = module.trainer.strategy  # type: ignore[assignment]
     with changed(strategy, total_steps=total_steps):  # `estimated_stepping_batches` must return the lead's value
         make, what = module.configure_optimizers, "make the optimizer"
-        configured: Any = call_without_data(strategy, module.trainer, what, make)
+        configured: Any = call_with_data_if_needed(strategy, module.trainer, what, make)
     return checks.check_optimizers(framework.configure_optimizers(configured)[0])

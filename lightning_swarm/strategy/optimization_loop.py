@@ -239,7 +239,7 @@ class SwarmOptimization:
             closure._zero_grad_fn = partial(self._zero_grad, zero_grad)
         self._session.pipeline.marks.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
         try:
-            with self._session.counting(), self._counters.of_run(batch.number):
+            with self._session.counting(), self._counters.as_one_process(batch.number):
                 closure()
             self._session.pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)

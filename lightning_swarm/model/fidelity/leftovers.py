@@ -21,7 +21,7 @@ OUTPUT: Final = "output"
 _DIFFERENTIABLE: Final = "left with a gradient"
 _OTHERS: Final = "left without a gradient"
 _REFUSED: Final = "left and not sent"
-_IN_OUTPUT: Final = "is the output"  # stands for a module's name, with the result of `note_output`
+_IN_OUTPUT: Final = "is the output"  # stands for a module's name, with the result of `note_aliases`
 _CONTAINERS_AT: Final = -1  # stands for the place of a list or dict
 _KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
 
@@ -47,7 +47,7 @@ class Left:
         """Return whether any value was left."""
         return bool(self.differentiable or self.others or self.refused)
 
-    def note_output(self, output: Tree, visible: Iterable[tuple[str, Tensor]]) -> None:
+    def note_aliases(self, output: Tree, visible: Iterable[tuple[str, Tensor]]) -> None:
         """Record which parts of the output share memory with other values, because the next stage may write into them.
 
         Other values are the `visible` tensors, each with a description, values left on modules, and other parts of the
@@ -76,8 +76,8 @@ class Left:
                 for attribute, value in own.items():
                     yield f"`{attribute}` of {module!r}", value
 
-    def take_output_note(self) -> dict[int, list[str]]:
-        """Remove and return the result of `note_output`, by the tensors' places; lists and dicts are at -1."""
+    def take_aliases(self) -> dict[int, list[str]]:
+        """Remove and return the result of `note_aliases`, by the tensors' places; lists and dicts are at -1."""
         found = self.others.pop(_IN_OUTPUT, {})
         if not all(place.removeprefix("-").isdecimal() and isinstance(names, list) for place, names in found.items()):
             raise ProtocolError("what others see of an output must be named by the places of its tensors")

@@ -84,7 +84,7 @@ def normal(key: int, count: int, dtype: torch.dtype, device: torch.device) -> Te
     return torch.cat((angle.cos().mul_(radius), angle.sin_().mul_(radius)))[:count]
 
 
-def keep(key: int, like: Tensor, probability: float, out: Tensor | None = None) -> Tensor:
+def random_mask(key: int, like: Tensor, probability: float, out: Tensor | None = None) -> Tensor:
     """Draw a mask of the shape of `like` that is true with a probability."""
     if not 0.0 <= probability <= 1.0:
         raise RuntimeError(f"a probability must be in 0..1, got p={probability}")

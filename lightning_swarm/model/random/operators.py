@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from lightning_swarm.model.random.keyed_stream import keep, long_bits, normal, uniform
+from lightning_swarm.model.random.keyed_stream import long_bits, normal, random_mask, uniform
 
 _plain = torch.ops.aten._scaled_dot_product_attention_math
 
@@ -136,7 +136,7 @@ def _random(key: int, self: Tensor, *bounds: int | None, **_: Any) -> Tensor:
 
 
 def _bernoulli_(key: int, self: Tensor, p: float = 0.5, **_: Any) -> Tensor:
-    return keep(key, self, p, out=self)
+    return random_mask(key, self, p, out=self)
 
 
 def _bernoulli_by(key: int, self: Tensor, p: Tensor, **_: Any) -> Tensor:
@@ -148,7 +148,7 @@ def _bernoulli_by(key: int, self: Tensor, p: Tensor, **_: Any) -> Tensor:
 def _native_dropout(key: int, self: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if train is False or p == 0:
         return self.clone(), torch.ones_like(self, dtype=torch.bool)
-    mask = keep(key, self, 1.0 - p)
+    mask = random_mask(key, self, 1.0 - p)
     return self.mul(mask).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 

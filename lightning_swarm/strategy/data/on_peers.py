@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 # Most models can be built without data, and a peer's machine may have no data.
-def call_without_data(strategy: RankHooks, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
+def call_with_data_if_needed(strategy: RankHooks, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
     """Call user code. If it fails on a peer that only serves, prepare the data as the trainer does, and call it again.
 
     Returns the result. Raises ConfigError if the code still fails; `what` is its task, for the message.
