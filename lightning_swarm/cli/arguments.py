@@ -302,7 +302,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the compression of tensors."""
     group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
     group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
     for name in COMPRESSION_NAMES:
@@ -311,7 +310,6 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a swarm that runs."""
     live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
     live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
     add_visitor_arguments(live)

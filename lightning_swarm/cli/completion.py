@@ -119,7 +119,6 @@ class _Words:
 
 
 def _words() -> _Words:
-    """Collect the words of all commands from their parsers."""
     parser = commands.command_parser()
     listed = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     words = _Words({action.dest: action.help or "" for action in listed._get_subactions()})

@@ -125,7 +125,6 @@ def _seconds(name: str, text: str) -> float:
 
 
 def _write(line: str, out: Path | None) -> None:
-    """Write the invitation to a new file, or to standard output."""
     if out is None:
         sys.stdout.write(line)
         sys.stdout.flush()

@@ -124,7 +124,6 @@ def _at(content: Any, *keys: str) -> Any:
 
 
 def _imported(path: Any) -> Any:
-    """Import the class at a dotted path; None if there is none."""
     if not isinstance(path, str) or "." not in path:
         return None
     try:
@@ -227,7 +226,6 @@ the run does.
 
 
 def _add_arguments(parser: argparse.ArgumentParser, *, needs_address: bool) -> None:
-    """Add the options of `join` and `serve`."""
     add_address(parser, nargs=None if needs_address else "?")
     parser.add_argument(
         "--listen",
@@ -285,7 +283,6 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
 
 
 def _from_stdin() -> str:
-    """Read the invitation from standard input."""
     text = sys.stdin.read(MAX_TEXT_BYTES)
     from_text(text, "standard input")
     return text

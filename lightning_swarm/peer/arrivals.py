@@ -147,7 +147,6 @@ class Arrivals:
         return used
 
     def _after(self, peer: PeerId, permit: Permit, used: Iterable[UsedInvitation]) -> list[UsedInvitation]:
-        """Return the used invitations after a peer came by its permit."""
         return used_after(used, {peer: invited_by(permit)})
 
     async def _permit_of(self, peer: PeerId, server: ServerAnnouncement) -> Permit | None:

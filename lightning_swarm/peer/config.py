@@ -131,7 +131,6 @@ def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: 
 
 
 def _nearest(split: str) -> str:
-    """Return the advice for an unknown text as `split`."""
     near = difflib.get_close_matches(split, ("parameters", "time"), n=1)
     return f"Did you mean {near[0]!r}? " if near else f"Write [{split!r}] if a block has that name. "
 

@@ -304,8 +304,6 @@ class Lead:
         await discovery.admit(self._transport, manifest, (), timeout=self._config.limits.start_timeout)
         return run
 
-    # ------------------------------------------------------------------ rollback within the run
-
     def roll_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
         """Roll the run back to `step`, as its next generation, with weights that `load` sets and no optimizer state."""
         run = self._current
@@ -445,8 +443,6 @@ class Lead:
             "the run over. Start this program again with their addresses as `initial_peers`; or, if they are dead, "
             "with `ckpt_path`."
         )
-
-    # ------------------------------------------------------------------ the end
 
     def dismiss_others(self) -> None:
         """Notify the other peers that the run is over."""

@@ -164,8 +164,6 @@ class Peer:
         await self._tasks.start()
         return self._tasks.spawn(work)
 
-    # ------------------------------------------------------------------ as the lead
-
     def start_run(self, spec: RunSpec, model: PeerModel, device: torch.device, check: Callable[[], None]) -> Session:
         """Begin a run with the servers found and the weights of `model`, and open a trainer's session in the run."""
         servers = self.lead.find_servers(spec, check)
@@ -183,8 +181,6 @@ class Peer:
     def _is_over(self) -> bool:
         """Return whether this peer's server was notified that the run is over, so that the other peers are free."""
         return self.server is not None and self.server.admission.left.is_set()
-
-    # ------------------------------------------------------------------ failover
 
     @property
     def inherits(self) -> bool:
@@ -211,14 +207,10 @@ class Peer:
             self._sending_loop.cancel()
         self._sending_loop = await self._spawn(self.lead.keep_loop(version, pack))
 
-    # ------------------------------------------------------------------ this peer's own server
-
     @property
     def ordered(self) -> OrderedSnapshots | None:
         """The snapshots that this peer's server was ordered to keep."""
         return self.server.snapshots.ordered if self.server is not None else None
-
-    # ------------------------------------------------------------------ the end
 
     def release(self, first_step: int) -> None:
         """End the run, but keep the servers that answer for the next one, which begins at `first_step`."""

@@ -131,8 +131,6 @@ class ServerHost:
             if server is not None:
                 await server.close()
 
-    # ------------------------------------------------------------------ beside this peer's trainer
-
     async def keep_joined(self, run: RunState) -> None:
         """Make this peer's server join again, while the peer trains, whenever a record has left it out."""
         # Without a selection the run only evaluates.
