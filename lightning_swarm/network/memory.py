@@ -239,24 +239,24 @@ class MemoryTransport(BaseTransport):
 
     def die(self) -> None:
         """Close without waiting for anything."""
-        if not self._closed:
-            self._network.remove(self._peer_id)
+        if not self.closed:
+            self._network.remove(self.peer_id)
             self._break_off()
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
         network, tap = self._network, self._network.wire_tap
         network.find(peer)
         body = decode(request).body if tap else b""
-        if tap and tap.damages(self._peer_id, peer, method, body, answer=None, is_answer=False):
+        if tap and tap.damages(self.peer_id, peer, method, body, answer=None, is_answer=False):
             request = _damage(request)
         try:
-            await network.wait_latency(self._peer_id, peer)
-            arrived = bytes(await network.carry(self._peer_id, peer, request))
-            answer = await network.find(peer).answer_call(self._peer_id, arrived)
-            if tap and tap.damages(self._peer_id, peer, method, body, answer=_body(answer), is_answer=True):
+            await network.wait_latency(self.peer_id, peer)
+            arrived = bytes(await network.carry(self.peer_id, peer, request))
+            answer = await network.find(peer).answer_call(self.peer_id, arrived)
+            if tap and tap.damages(self.peer_id, peer, method, body, answer=_body(answer), is_answer=True):
                 answer = _damage(answer)
-            await network.wait_latency(peer, self._peer_id)
-            return bytes(await network.carry(peer, self._peer_id, answer))
+            await network.wait_latency(peer, self.peer_id)
+            return bytes(await network.carry(peer, self.peer_id, answer))
         except ConnectionError as error:
             raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
 
@@ -269,19 +269,19 @@ class MemoryTransport(BaseTransport):
             serving.cancel()
             raise
         if serving.cancelled():
-            raise ConnectionResetError(f"{self._peer_id} is gone")
+            raise ConnectionResetError(f"{self.peer_id} is gone")
         return serving.result()
 
     async def _send_stream(
         self, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
     ) -> Message:
         remote = self._network.find(peer)
-        request, answer = _Wire(self._network, self._peer_id, peer), _Wire(self._network, peer, self._peer_id)
+        request, answer = _Wire(self._network, self.peer_id, peer), _Wire(self._network, peer, self.peer_id)
         if tap := self._network.wire_tap:
-            exchange = (self._peer_id, peer, method, message.body)
+            exchange = (self.peer_id, peer, method, message.body)
             request.damaged = tap.damages(*exchange, answer=None, is_answer=False)
             answer.damaged = tap.damages(*exchange, answer=None, is_answer=True)
-        remote._spawn(remote._serve_wires(self._peer_id, request, answer))
+        remote._spawn(remote._serve_wires(self.peer_id, request, answer))
         try:
             channel = Channel(answer.reader, request.write)
             return (await self._ask_over(channel, peer, method, message, max_bytes, exchange_id))[0]

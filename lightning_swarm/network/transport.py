@@ -71,13 +71,13 @@ class BaseTransport(Transport):
     """A transport without the wire, which subclasses add by `_send_call` and `_send_stream`."""
 
     def __init__(self, peer_id: PeerId, *, silence_s: float, receive_bytes: int = MAX_STREAM_BYTES) -> None:
+        self.peer_id = peer_id
+        self.closed = False
         self.traffic = Traffic()
         self.links = LinkEstimates()
         self.cut_off = CutOff()
         self.on_refused = lambda _: None
         self.tap: Tap | None = None
-        self._peer_id = peer_id
-        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_handlers: dict[str, CallHandler] = {}
         # method -> handler, most tensor bytes of a request, check of callers
@@ -95,16 +95,6 @@ class BaseTransport(Transport):
         self._certification: Certification | None = None
         self.handle_call(PING, _answer_ping)
         self.handle_call(CERTIFY, self._answer_certify)
-
-    @property
-    def peer_id(self) -> PeerId:
-        """See `Transport`."""
-        return self._peer_id
-
-    @property
-    def closed(self) -> bool:
-        """See `Transport`."""
-        return self._closed
 
     def handle_call(self, method: str, handler: CallHandler) -> None:
         """See `Transport`."""
@@ -174,7 +164,7 @@ class BaseTransport(Transport):
         head = framing.decode(data)
         check_answer(head, exchange_id, method)
         if self.tap is not None:
-            await self.tap.arrived(self._peer_id, peer, method, message.body, head.body)
+            await self.tap.arrived(self.peer_id, peer, method, message.body, head.body)
         return head, data
 
     def set_credentials(self, credentials: Credentials | None, rpcs: Iterable[Rpc] = ()) -> None:
@@ -182,7 +172,7 @@ class BaseTransport(Transport):
         self._gate = self._certification = self._answering.gate = None
         if credentials is not None:
             self._gate = Gatekeeper(
-                self._peer_id,
+                self.peer_id,
                 credentials,
                 rpcs,
                 on_certified=self._on_certified,
@@ -215,7 +205,7 @@ class BaseTransport(Transport):
         """See `Transport`."""
         if self._gate is None:
             raise AccessDenied(
-                f"{self._peer_id} takes any peer, so none can be banned: `trust` is not 'invited' there. Start the "
+                f"{self.peer_id} takes any peer, so none can be banned: `trust` is not 'invited' there. Start the "
                 "run again with `trust='invited'`."
             )
         self._gate.ban(signed)
@@ -229,7 +219,7 @@ class BaseTransport(Transport):
         """Answer `CERTIFY`: verify the caller's certificate, the `body`, and return this peer's own."""
         if self._gate is None:
             raise Untrusted(
-                f"{self._peer_id} takes any peer and has no certificate to show: `trust` is not 'invited' there, as it "
+                f"{self.peer_id} takes any peer and has no certificate to show: `trust` is not 'invited' there, as it "
                 f"is at {caller}. Start both with the same `trust`, and with invitations of the same run."
             )
         try:
@@ -319,13 +309,13 @@ class BaseTransport(Transport):
         if joins:
             served = served._replace(respond=self._running.joining(caller, head, served.respond))
         if self.tap is not None:
-            served = served._replace(respond=self.tap.answer(caller, self._peer_id, head, served.respond))
+            served = served._replace(respond=self.tap.answer(caller, self.peer_id, head, served.respond))
         return served
 
     def _served(self, caller: PeerId, head: Head) -> ServedMethod:
         """Find the handler of a request and its limits; refuse an unknown method, or a caller that may not call it."""
         guard = None
-        if self._gate is not None and caller != self._peer_id:
+        if self._gate is not None and caller != self.peer_id:
             self._gate.check_may_call(caller, head.method)
             # The guard would refuse callers without a certificate, which may call the open methods.
             guard = None if head.method in OPEN_METHODS else self._answering
@@ -341,12 +331,12 @@ class BaseTransport(Transport):
                 admit(caller)
             hold = (self._strangers_budget if admit is None else self._budget).hold_of(caller)
             return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold, caller, guard)
-        raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
+        raise ProtocolError(f"Peer {self.peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
 
     async def _ask_self(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
         """Run this peer's own handler, under the limits that hold for other callers."""
         head = _describe(kind, method, message)
-        served = self._find(self._peer_id, head)
+        served = self._find(self.peer_id, head)
         head.check_size(served.max_bytes)
         try:
             answer = await served.respond(message)
@@ -408,7 +398,7 @@ class BaseTransport(Transport):
         timeout: float,
     ) -> Message:
         """Exchange messages by `send`; end it after `timeout` s, when the peer falls silent, or at this peer's end."""
-        if self._closed:
+        if self.closed:
             raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
         self._loop = asyncio.get_running_loop()
         limit = asyncio.timeout(timeout)
@@ -416,7 +406,7 @@ class BaseTransport(Transport):
         try:
             async with limit:
                 self._asking[limit] = peer
-                if peer == self._peer_id:
+                if peer == self.peer_id:
                     return await self._ask_self(kind, method, message, max_bytes)
                 self._liveness.watch(peer, exchange)
                 if self._certification is None:
@@ -426,7 +416,7 @@ class BaseTransport(Transport):
         except TimeoutError as error:
             if not limit.expired():  # another timeout, within the exchange
                 raise
-            if self._closed:
+            if self.closed:
                 raise Unreachable(f"The transport was closed during `{method}` to {peer}.") from None
             if self._gate is not None:
                 self._gate.check_not_cut_off(peer)
@@ -458,7 +448,7 @@ class BaseTransport(Transport):
 
     def _break_off(self) -> None:
         """End all exchanges, in both directions, and allow no new exchange."""
-        self._closed = True
+        self.closed = True
         self._liveness.close()
         for task in self._serving:
             task.cancel()

@@ -237,7 +237,7 @@ LEADS: Final = Call("trainer.leads", run.LeadsRequest, by=_SERVER, of=_TRAINER)
 # Audits.
 SKETCH: Final = Call("step.sketch", audits.SketchRequest, audits.SketchReply, by=_SERVER)
 ORDER_AUDITS: Final = Call("trainer.audit", audits.AuditOrder, audits.AuditOrderReply, by=_SERVER, of=_TRAINER)
-RESULTS: Final = Call("trainer.results", audits.ResultsRequest, audits.ResultsReply, by=_SERVER, of=_TRAINER)
+RESULTS: Final = Call("trainer.results", run.StepRequest, audits.ResultsReply, by=_SERVER, of=_TRAINER)
 AVOID: Final = Call("trainer.avoid", audits.AvoidRequest, by=_SERVER, of=_TRAINER)
 AUDIT: Final = Upload("audit.compute", audits.AuditRequest, by=_TRAINER)
 KEPT_WORK: Final = Download("audit.kept", audits.KeptWorkRequest, audits.KeptWorkReply, by=_SERVER)
@@ -246,7 +246,7 @@ FINDINGS: Final = Call("audit.findings", audits.FindingsRequest, audits.Findings
 # Coordinators.
 LEAD: Final = Call("run.lead", run.CoordinatorTerm, run.CoordinatorTerm, by=_SERVER)
 WATCH: Final = Call("run.watch", run.WatchRequest, run.WatchReply, by=_SERVER)
-PULL: Final = Call("run.pull", run.PullRequest, step.Record, by=_SERVER)
+PULL: Final = Call("run.pull", run.StepRequest, step.Record, by=_SERVER)
 TAKE_OVER: Final = Call("run.take_over", run.CoordinatorTerm, by=_SERVER)
 INHERIT: Final = Call("run.inherit", run.InheritRequest, by=_SERVER)
 # A peer that keeps the state of the lead's loop may have to take over as the lead.
@@ -258,7 +258,7 @@ READY: Final = Call("run.ready", membership.ReadyRequest, by=_SERVER, only_coord
 DRAIN: Final = Call("run.drain", membership.DrainRequest, membership.DrainReply, by=_SERVER, only_coordinator=True)
 MEET: Final = Call("run.meet", step.Candidate, by=_SERVER)
 LISTEN: Final = Call("run.listen", membership.ListenRequest, membership.ListenReply, by=_SERVER)
-RECORD_DIGEST: Final = Call("run.record_digest", run.RecordDigestRequest, run.RecordDigestReply, by=_SERVER)
+RECORD_DIGEST: Final = Call("run.record_digest", run.StepRequest, run.RecordDigestReply, by=_SERVER)
 FOLLOW: Final = Download("stage.follow", membership.FollowRequest, membership.FollowReply, by=_SERVER)
 PIECE: Final = Download("stage.piece", membership.PieceRequest, by=_SERVER)
 NEXT: Final = Download("stage.next", membership.NextRequest, membership.NextReply, by=_SERVER)

@@ -29,7 +29,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.task_transport import TaskTransport
 from lightning_swarm.protocol.bans import unrecorded
 from lightning_swarm.protocol.keepers import is_certified_keeper
-from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, PullRequest, Term, WatchReply, WatchRequest
+from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, StepRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.queries import GRACE_S, ask_servers, find_promised, is_superseded
 from lightning_swarm.protocol.rpc import APPLY, LEAD, METRICS, PULL, RPCS, TAKE_METRICS, TAKE_OVER, WATCH, Call
@@ -260,7 +260,7 @@ class Leadership:
         """Return whether the run has only begun, and its coordinator was not admitted yet."""
         return isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < self._waits_until_s
 
-    async def _handle_pull(self, caller: PeerId, request: PullRequest) -> Record:
+    async def _handle_pull(self, caller: PeerId, request: StepRequest) -> Record:
         run = self._membership.running
         if caller not in run.servers:
             raise ProtocolError(f"records are for the run's servers, and {caller} is none")
@@ -359,7 +359,7 @@ class Leadership:
 
     async def _pull_next(self, run: RunState) -> None:
         """Fetch the next record from the coordinator and apply it; remember the reason if it excludes this server."""
-        request = PullRequest(generation=run.manifest.generation, step=run.version)
+        request = StepRequest(generation=run.manifest.generation, step=run.version)
         record = await PULL.ask(self._transport, run.coordinator, request, timeout=self._limits.silence_timeout)
         check_record(run, record)
         self.left_out_because = next((one.reason or "" for one in record.left if one.member == self._me), "")

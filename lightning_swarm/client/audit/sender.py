@@ -21,9 +21,9 @@ from lightning_swarm.protocol.messages.audits import (
     GivenResults,
     ReplacedServer,
     ResultsReply,
-    ResultsRequest,
 )
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack
+from lightning_swarm.protocol.messages.run import StepRequest
 from lightning_swarm.protocol.patience import MOST_SLOWER, UNFAMILIAR_S, deadline_s
 from lightning_swarm.protocol.rpc import AUDIT, ORDER_AUDITS, RESULTS
 from lightning_swarm.protocol.run_state import RunState
@@ -127,7 +127,7 @@ class AuditSender:
             return deadline_s(MOST_SLOWER * usual_s, longest_s=context.timeout, least_s=UNFAMILIAR_S)
         return deadline_s(usual_s, longest_s=context.timeout)
 
-    async def _handle_results(self, caller: PeerId, request: ResultsRequest) -> ResultsReply:
+    async def _handle_results(self, caller: PeerId, request: StepRequest) -> ResultsReply:
         self._run.check_generation(request.generation)
         given = self._context.replay_buffer.result_digests(request.generation, request.step)
         results = [

@@ -20,10 +20,10 @@ from lightning_swarm.protocol.messages.audits import (
     AuditOrder,
     AuditWork,
     FindingsRequest,
-    ResultsRequest,
     SketchRequest,
 )
 from lightning_swarm.protocol.messages.calls import Direction, Receipt, unpack
+from lightning_swarm.protocol.messages.run import StepRequest
 from lightning_swarm.protocol.messages.wire import draw_challenge
 from lightning_swarm.protocol.rpc import FINDINGS, ORDER_AUDITS, RESULTS, SKETCH
 
@@ -91,7 +91,7 @@ class AuditRun:
 
     async def results(self) -> TrainerResults:
         """Ask the step's trainers for digests of the results that servers sent, and for servers that failed."""
-        request = ResultsRequest(generation=self._generation, step=self._step.step)
+        request = StepRequest(generation=self._generation, step=self._step.step)
         trainers = sorted({self._step.trainer_of(first) for first, _, _ in self._step.counted})
         found = TrainerResults()
         replies, failed = await self._servers.ask_all(RESULTS, trainers, request)

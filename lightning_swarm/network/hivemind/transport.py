@@ -60,7 +60,7 @@ class HivemindTransport(BaseTransport):
         # Half the time that a peer may be silent, so that there is time left to try the daemon.
         greeting_s = silence_s / 2
         self._neighbours = (
-            LocalPeers(self._peer_id, self._ask_introduction, self._serve_stream, greeting_s=greeting_s)
+            LocalPeers(self.peer_id, self._ask_introduction, self._serve_stream, greeting_s=greeting_s)
             if neighbours
             else None
         )
@@ -109,8 +109,8 @@ class HivemindTransport(BaseTransport):
             if found := _FOUND_ID.search(str(error)):
                 return PeerId(found[1])
         # The daemon does not dial the address where it listens. At an announced address, another peer may answer.
-        is_own = f"{address}/p2p/{self._peer_id}" in await self.addresses()
-        return self._peer_id if is_own else None
+        is_own = f"{address}/p2p/{self.peer_id}" in await self.addresses()
+        return self.peer_id if is_own else None
 
     async def addresses(self) -> tuple[str, ...]:
         """See `Transport`."""
@@ -179,7 +179,7 @@ class HivemindTransport(BaseTransport):
     ) -> Message:
         async with self._pool.lease(peer) as stream:
             answer, fit = await self._ask_over(stream.channel, peer, method, message, max_bytes, exchange_id)
-            if fit and not self._closed:
+            if fit and not self.closed:
                 self._pool.keep(peer, stream)
             return answer
 
@@ -193,7 +193,7 @@ class HivemindTransport(BaseTransport):
     ) -> None:
         """Answer the requests on a stream that another peer has opened."""
         stream = Stream(reader, writer)
-        slot = None if self._closed else self._open_slot(protocol, caller, stream)
+        slot = None if self.closed else self._open_slot(protocol, caller, stream)
         try:
             if slot is not None:
                 with self._ended_by_close():
@@ -206,7 +206,7 @@ class HivemindTransport(BaseTransport):
                         await self._serve_channel(stream.channel, caller, slot)
         except asyncio.CancelledError:
             # asyncio's stream server would log the cancellation of a task that it started as a failure.
-            if not self._closed:
+            if not self.closed:
                 raise
         finally:
             stream.close()

@@ -195,13 +195,6 @@ class FindingsReply(WireMessage, frozen=True):
     findings: Annotated[list[AuditFinding], msgspec.Meta(max_length=4096)]
 
 
-class ResultsRequest(WireMessage, frozen=True):
-    """The coordinator asks a trainer for the results that servers sent it in a step, which no other server received."""
-
-    generation: Count
-    step: Count
-
-
 class GivenResults(WireMessage, frozen=True):
     """Results that one server sent a trainer at one end of the pipeline: outputs, or gradients of inputs."""
 

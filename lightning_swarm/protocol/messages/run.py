@@ -404,22 +404,15 @@ class WatchReply(WireMessage, frozen=True):
     successor: PeerId | None = None  # the server that it asks to coordinate in its place
 
 
-class PullRequest(WireMessage, frozen=True):
-    """A server asks another server for the record of a decided step."""
-
-    generation: Count
-    step: Count
-
-
-class RecordDigestRequest(WireMessage, frozen=True):
-    """A joining server asks the coordinator for a record's digest, to check the record that its donor sent."""
+class StepRequest(WireMessage, frozen=True):
+    """Names the step of which another peer is asked for its record, the record's digest, or the results received."""
 
     generation: Count
     step: Count
 
 
 class RecordDigestReply(WireMessage, frozen=True):
-    """The coordinator's answer to `RecordDigestRequest`."""
+    """The coordinator's digest of a record, by which a joining server checks the record that its donor sent."""
 
     digest: Sha256  # digest of the record's encoding
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import PeerError, ProtocolError, Unconfirmed
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import RecordDigestRequest, SeatedMembers
+from lightning_swarm.protocol.messages.run import SeatedMembers, StepRequest
 from lightning_swarm.protocol.messages.step import Closing, Record
 from lightning_swarm.protocol.rpc import RECORD_DIGEST, VIEW
 from lightning_swarm.protocol.run_state import record_digest
@@ -52,7 +52,7 @@ class AuditedJoinChecks(JoinChecks):
     @override
     async def check_record(self, record: Record) -> None:
         run, timeout = self._context.membership.run, self._context.limits.call_timeout
-        request = RecordDigestRequest(generation=run.manifest.generation, step=record.step)
+        request = StepRequest(generation=run.manifest.generation, step=record.step)
         try:
             answer = await RECORD_DIGEST.ask(self._context.transport, run.coordinator, request, timeout=timeout)
         except ProtocolError as error:  # the run may have rolled back

@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.membership import (
     NextRequest,
     PieceRequest,
 )
-from lightning_swarm.protocol.messages.run import RecordDigestReply, RecordDigestRequest, SeatedMembers
+from lightning_swarm.protocol.messages.run import RecordDigestReply, SeatedMembers, StepRequest
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.rpc import FOLLOW, MEET, NEXT, PIECE, RECORD_DIGEST, WithTensors
 from lightning_swarm.server.context import ServerContext
@@ -166,7 +166,7 @@ class Donor:
         for other in idle[: max(0, len(self._met) - _MAX_MET)]:
             del self._met[other]
 
-    async def _handle_record_digest(self, caller: PeerId, request: RecordDigestRequest) -> RecordDigestReply:
+    async def _handle_record_digest(self, caller: PeerId, request: StepRequest) -> RecordDigestReply:
         """Return the digest of a decided record, so that a joiner need not trust its donor."""
         run = self._membership.running
         if not self._membership.knows_server(caller):

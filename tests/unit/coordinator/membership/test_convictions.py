@@ -16,7 +16,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.peer.arrivals import Arrivals, known_peers
 from lightning_swarm.protocol.keepers import convicted_after
 from lightning_swarm.protocol.messages.membership import FollowRequest, JoinRequest, ReadyRequest
-from lightning_swarm.protocol.messages.run import MAX_CONVICTED, MAX_REASON, Conviction, Member, PullRequest
+from lightning_swarm.protocol.messages.run import MAX_CONVICTED, MAX_REASON, Conviction, Member, StepRequest
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, WireMessage, encode
 from lightning_swarm.protocol.rpc import FOLLOW, JOIN, MEET, PULL, READY
@@ -142,7 +142,7 @@ def test_servers_answer_it_as_one_of_no_run(make_swarm: MakeSwarm, audits: dict[
     swarm.run(convicted(swarm, audits, B))
     for peer in (A, C, D):
         with pytest.raises(ProtocolError, match="records are for the run's servers, and b is none"):
-            call(swarm, peer, PULL.name, PullRequest(generation=0, step=1))
+            call(swarm, peer, PULL.name, StepRequest(generation=0, step=1))
         assert not swarm.servers[peer].membership.knows_server(B)
 
 
