@@ -226,7 +226,7 @@ class Swarm:
     @property
     def newest(self) -> Record:
         """What was decided last."""
-        record = self.trainers[0].steps.newest
+        record = self.trainers[0].steps.generation.newest
         assert record is not None
         return record
 

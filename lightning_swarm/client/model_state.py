@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from lightning_swarm.model.state_proof import StatePart, parts_of_optimizer, par
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.state import (
     EvaluationWeights,
     SnapshotRequest,
@@ -41,9 +41,9 @@ from lightning_swarm.protocol.messages.state import (
 )
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete, only_versions, taken_alike
-from lightning_swarm.protocol.rpc import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE, Q, StreamRpc
+from lightning_swarm.protocol.rpc import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE, Q, StreamRpc, WithTensors
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.protocol.serialization import named
+from lightning_swarm.protocol.serialization import Structure, named
 
 _log = logging.getLogger(__name__)
 
@@ -253,21 +253,41 @@ async def scatter_optimizer(
     stages: Collection[int] | None = None,
 ) -> None:
     """Send optimizer state, by parameter name, to the servers of stages (None: all), before their first step."""
-    manifest = run.manifest
     states = {}
-    for index in range(len(manifest.stages)) if stages is None else stages:
-        names = [name for name, _, _ in manifest.stages[index].parameters if name in state]
+    for index in range(len(run.manifest.stages)) if stages is None else stages:
+        names = [name for name, _, _ in run.manifest.stages[index].parameters if name in state]
         structure, tensors = serialization.flatten([dict(state[name]) for name in names])
-        head = StageState(
-            stage_index=index,
-            version=manifest.first_step,
-            generation=manifest.generation,
-            optimizer=True,
-            names=names,
-            structure=structure,
-        )
-        states[index] = head, [tensor.detach().cpu() for tensor in tensors]
+        states[index] = _first_state(run.manifest, index, names, tensors, structure)
     await _to_rosters(transport, run.rosters, LOAD, states, timeout=timeout)
+
+
+async def scatter_weights(
+    transport: Transport,
+    run: RunState,
+    stages: Sequence[StageModule],
+    weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
+    *,
+    timeout: float,
+) -> None:
+    """Send the `weights` and buffers of some stages to their rosters, before the first step of a generation."""
+    found = {stage.spec.index: weights(stage) for stage in stages}
+    states = {index: _first_state(run.manifest, index, [*named], named.values()) for index, named in found.items()}
+    await _to_rosters(transport, run.rosters, LOAD, states, timeout=timeout)
+
+
+def _first_state(
+    manifest: Manifest, index: int, names: list[str], tensors: Iterable[Tensor], structure: Structure | None = None
+) -> WithTensors[StageState]:
+    """Return the weights with which a stage begins or, with a `structure`, the state of its optimizer."""
+    head = StageState(
+        stage_index=index,
+        version=manifest.first_step,
+        generation=manifest.generation,
+        optimizer=structure is not None,
+        names=names,
+        structure=structure,
+    )
+    return head, [tensor.detach().cpu() for tensor in tensors]
 
 
 async def set_evaluation_weights(

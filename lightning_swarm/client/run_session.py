@@ -114,7 +114,7 @@ class Session:
     @property
     def newest_record(self) -> Record | None:
         """The newest record that this trainer waited for."""
-        return self._steps.newest
+        return self._steps.generation.newest
 
     def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
         """At the lead: set the functions that return the hyperparameters of the open step, and the loop's epoch."""

@@ -101,11 +101,6 @@ class StepClient:
         return self.generation.open_step
 
     @property
-    def newest(self) -> Record | None:
-        """The newest record that this trainer waited for."""
-        return self.generation.newest
-
-    @property
     def _journal(self) -> BatchJournal:
         return self.generation.journal
 
@@ -329,7 +324,7 @@ class StepClient:
 
     async def wait_for_record(self, step: int) -> Record | None:
         """Wait for the record of `step` or a newer one; None if `step` takes batches again. `StepError`: it failed."""
-        return self.newest if await self._wait_until_over(step, decided=True) else None
+        return self.generation.newest if await self._wait_until_over(step, decided=True) else None
 
     async def wait_closed(self, step: int) -> bool:
         """Wait until the step after `step` is open; False if a batch was withdrawn, and `step` takes batches again."""

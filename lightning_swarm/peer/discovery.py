@@ -1,4 +1,4 @@
-"""The beginning of a run: finds servers, assigns stages, sends the manifest for checking, and hands out the weights."""
+"""The beginning of a run: finds servers, assigns stages, and sends the manifest for checking."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from msgspec import UNSET, UnsetType
-from torch import Tensor
 
-from lightning_swarm.coordinator import server_calls
+from lightning_swarm.client.model_state import scatter_weights
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.core.readable import printable, short_name, shorten
@@ -21,9 +20,8 @@ from lightning_swarm.monitor import survey
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.access import Role
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest
-from lightning_swarm.protocol.messages.state import StageState
 from lightning_swarm.protocol.messages.wire import ShortText, WireMessage, decode, encode
-from lightning_swarm.protocol.rpc import ADMIT, LOAD, RESTART, WithTensors
+from lightning_swarm.protocol.rpc import ADMIT, RESTART
 from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
@@ -340,43 +338,10 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
     """Send record 0 to all servers, which check it against their models, then the weights of `stages`."""
     run = RunState(manifest)
     await gather(ADMIT.ask(transport, peer, manifest, timeout=timeout) for peer in run.servers)
-    await hand_out(transport, run, stages, timeout=timeout)
+    await scatter_weights(transport, run, stages, timeout=timeout)
 
 
 async def restart(transport: Transport, run: RunState, request: RestartRequest, *, timeout: float) -> None:
-    """Order all servers to roll back to the step of `request`, whose weights `hand_out` sends next."""
+    """Order all servers to roll back to the step of `request`, whose weights `scatter_weights` sends next."""
     # Afterwards no server holds anything of an older generation, and all refuse its calls.
     await gather(RESTART.ask(transport, peer, request, timeout=timeout) for peer in run.servers)
-
-
-async def hand_out(
-    transport: Transport,
-    run: RunState,
-    stages: Sequence[StageModule],
-    weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
-    *,
-    timeout: float,
-) -> None:
-    """Send the `weights` and buffers of some stages to their rosters, before the first step of a generation."""
-    await gather(
-        LOAD.ask(transport, member.peer_id, *state, timeout=timeout)
-        for stage, state in [(stage, _weights(stage, weights(stage), run.manifest)) for stage in stages]
-        for member in run.rosters[stage.spec.index]
-    )
-
-
-def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manifest) -> WithTensors[StageState]:
-    state = StageState(
-        stage_index=stage.spec.index,
-        version=manifest.first_step,
-        generation=manifest.generation,
-        optimizer=False,
-        names=list(tensors),
-        structure=None,
-    )
-    return state, [tensor.detach().cpu() for tensor in tensors.values()]
-
-
-async def dismiss(transport: Transport, peers: Collection[PeerId], *, timeout: float) -> None:
-    """Notify other peers that the run is over; a peer that is gone is no error."""
-    await server_calls.dismiss(transport, {*peers} - {transport.peer_id}, timeout=timeout)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from msgspec import UNSET, structs
 from torch import Tensor
 
-from lightning_swarm.client.model_state import ModelState, gather_snapshots
+from lightning_swarm.client.model_state import ModelState, gather_snapshots, scatter_weights
 from lightning_swarm.client.run_session import Session
+from lightning_swarm.coordinator import server_calls
 from lightning_swarm.coordinator.membership.kinds import assign_by_kind, check_one_kind
 from lightning_swarm.coordinator.membership.rosters import choose_voters
 from lightning_swarm.coordinator.step.oversight import oversight_of
@@ -174,25 +175,19 @@ def make_manifest(
     return manifest
 
 
+@dataclass(eq=False)
 class Lead:
     """A peer's part in runs that it leads: begins them, rolls them back, and ends them."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        directory: RunDirectory,
-        config: SwarmConfig,
-        events: EventLog,
-        *,
-        is_over: Callable[[], bool],
-        keepers: Collection[PeerId] = (),
-    ) -> None:
-        self._runtime = runtime
-        self._directory = directory
-        self._transport = directory.transport
-        self._config = config
-        self._events = events
-        self._is_over = is_over  # whether this peer's server knows that the run is over
+    _runtime: Runtime
+    _directory: RunDirectory
+    _config: SwarmConfig
+    _events: EventLog
+    _is_over: Callable[[], bool]  # whether this peer's server knows that the run is over
+    keepers: InitVar[Collection[PeerId]] = ()
+
+    def __post_init__(self, keepers: Collection[PeerId]) -> None:
+        self._transport = self._directory.transport
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # stages of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
@@ -205,8 +200,8 @@ class Lead:
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
         self._released: set[PeerId] = set()  # servers of older generations; some may have missed the next beginning
         self.addresses: dict[PeerId, Sequence[str]] = {}  # addresses that servers announced when the generation began
-        self._arrivals = Arrivals(directory.transport, keepers)
-        self._standbys = StandbyLeads(directory.transport, directory.known_standbys, config.limits)
+        self._arrivals = Arrivals(self._transport, keepers)
+        self._standbys = StandbyLeads(self._transport, self._directory.known_standbys, self._config.limits)
 
     # ------------------------------------------------------------------ beginning a run
 
@@ -278,12 +273,12 @@ class Lead:
         """Send the servers their weights; create weights of meta modules here, one stage at a time to save memory."""
         tensors = [tensor for stage in self.stages for tensor in stage.named_stage_tensors().values()]
         if not any(tensor.is_meta for tensor in tensors):
-            sending = discovery.hand_out(self._transport, run, self.stages, self._initial_weights, timeout=timeout)
+            sending = scatter_weights(self._transport, run, self.stages, self._initial_weights, timeout=timeout)
             self._runtime.run(sending)
             return
         for stage in self.stages:
             weights = self._initial_weights(stage)  # takes long, so not on the event loop, which must answer calls
-            sending = discovery.hand_out(self._transport, run, [stage], {stage: weights}.__getitem__, timeout=timeout)
+            sending = scatter_weights(self._transport, run, [stage], {stage: weights}.__getitem__, timeout=timeout)
             self._runtime.run(sending)
             del weights, sending  # freed before the next stage's are created
 
@@ -448,7 +443,7 @@ class Lead:
         """Notify the other peers that the run is over."""
         peers = {*self._released} if self.run is None else {*self._released, *self.run.servers, *self.run.trainers}
         timeout = self._config.limits.leave_timeout
-        self._runtime.run(discovery.dismiss(self._transport, peers, timeout=timeout))
+        self._runtime.run(server_calls.dismiss(self._transport, peers - {self._transport.peer_id}, timeout=timeout))
 
     @property
     def _current(self) -> RunState:

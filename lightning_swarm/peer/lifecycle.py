@@ -67,18 +67,18 @@ class RunContacts:
     find_servers: Callable[[], Awaitable[Collection[PeerId]]] | None = None
 
 
+@dataclass(eq=False)
 class MembershipLifecycle:
     """Keeps one server in a run: joins, stays, moves, leaves, and joins again after a record left the server out."""
 
-    def __init__(
-        self, transport: Transport, server: Server, contacts: RunContacts, *, limits: Limits, events: EventLog
-    ) -> None:
-        self._transport = transport
-        self._server = server
-        self._contacts = contacts
-        self._run_id = contacts.run_id
-        self._limits = limits
-        self._events = events
+    _transport: Transport
+    _server: Server
+    _contacts: RunContacts
+    _limits: Limits
+    _events: EventLog
+
+    def __post_init__(self) -> None:
+        self._run_id = self._contacts.run_id
         self._leaving = asyncio.Event()
         self._newest_view: RunView | None = None  # the newest view of this server's run from other peers
         self._answered_s = 0.0  # when any peer of the run answered last

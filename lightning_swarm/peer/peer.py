@@ -86,7 +86,7 @@ class Peer:
         )
         connect = self._directory.connect_all
         self._training = TrainerRole(transport, self._tickets, config, self.events, rng, connect)
-        self.lead = Lead(runtime, self._directory, config, self.events, is_over=self._is_over, keepers=keepers)
+        self.lead = Lead(runtime, self._directory, config, self.events, self._is_over, keepers)
         self.follower = Follower(runtime, self._directory, config, self._host, self._training)
         self._tasks = TaskOwner()
         self._sending_loop: asyncio.Task[None] | None = None  # sends the loop's state to the standbys

@@ -93,7 +93,7 @@ class ServerHost:
             find_servers=self._find_servers,
         )
         self._lifecycle = MembershipLifecycle(
-            self._directory.transport, self.server, contacts, limits=self._config.limits, events=self._events
+            self._directory.transport, self.server, contacts, self._config.limits, self._events
         )
 
     async def _find_servers(self) -> Collection[PeerId]:

@@ -493,9 +493,7 @@ class FaultySwarm(Swarm):
 
         server = self.servers[name]
         contacts = RunContacts(run_id="run", find_runs=find)
-        self.stays[name] = stay = MembershipLifecycle(
-            server._transport, server, contacts, limits=self.limits, events=server.events
-        )
+        self.stays[name] = stay = MembershipLifecycle(server._transport, server, contacts, self.limits, server.events)
         self._lives[name] = self.loop.create_task(stay.serve_run(lambda _: None), name=f"server {name}")
 
     async def _train(self) -> None:

@@ -217,7 +217,7 @@ def test_a_view_of_another_server_tells_nobody_that_the_run_went_on_without_it(
 
     other = swarm.servers[D]
     contacts = RunContacts(run_id="run", find_runs=find)
-    life = MembershipLifecycle(other._transport, other, contacts, limits=LIMITS, events=other.events)
+    life = MembershipLifecycle(other._transport, other, contacts, LIMITS, other.events)
 
     async def look() -> list[bool]:
         newer = await failover.newer_run(swarm.trainer, run, timeout=5.0)

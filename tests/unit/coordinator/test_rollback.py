@@ -46,7 +46,7 @@ def go_back(swarm: Swarm, step: int = 0) -> None:
     async def go() -> None:
         await discovery.restart(swarm.trainer, swarm.steps.run, asked, timeout=30.0)
         swarm.steps.enter_generation(asked)
-        await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
+        await model_state.scatter_weights(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
 
     swarm.run(go())
 
@@ -109,7 +109,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
         one[APPLY.name] = lose
     swarm.run(step(swarm, 5, 6))
     assert [swarm.servers[peer].steps.version for peer in (A, B, J)] == [1, 0, 0]
-    assert swarm.names_after(swarm.steps.newest) == ["a", "bj"]
+    assert swarm.names_after(swarm.steps.generation.newest) == ["a", "bj"]
     go_back(swarm)
     for peer, one in handlers.items():
         one[APPLY.name] = apply[peer]
@@ -203,7 +203,7 @@ def test_a_step_that_closes_is_given_up(make_swarm: MakeSwarm, method: str, monk
         with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
             await closing
         swarm.steps.enter_generation(asked)
-        await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
+        await model_state.scatter_weights(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
 
     swarm.run(go())
     monkeypatch.undo()
@@ -225,7 +225,7 @@ def old_calls(swarm: Swarm) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]
         "backward": lambda: swarm.backward(key(), output),
         "cancel": lambda: swarm.cancel(key(), 1, "forward", B),
         "state": lambda: model_state.gather_weights(swarm.trainer, old, 0, timeout=1.0),
-        "weights": lambda: discovery.hand_out(swarm.trainer, old, swarm.stages, timeout=1.0),
+        "weights": lambda: model_state.scatter_weights(swarm.trainer, old, swarm.stages, timeout=1.0),
         "optimizer": lambda: model_state.scatter_optimizer(swarm.trainer, old, state, timeout=1.0),
         "lend": lambda: model_state.set_evaluation_weights(swarm.trainer, old, swarm.stages, 1, timeout=1.0),
     }
@@ -295,7 +295,7 @@ def test_what_the_old_generation_is_to_train_is_not_settled_in_the_next_one(make
         with pytest.raises(ProtocolError, match="run generation is 1, got a call of 0"):
             await selecting
         swarm.steps.enter_generation(asked)
-        await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
+        await model_state.scatter_weights(swarm.trainer, swarm.steps.run, swarm.stages, timeout=30.0)
 
     swarm.run(go())
     assert_trains_as_from_the_beginning(swarm)
@@ -327,7 +327,7 @@ def test_weights_that_come_as_the_run_goes_back_do_not_count(
         swarm.steps.enter_generation(restarting(swarm))
         monkeypatch.setattr(server._executor, "submit", go_back_now)
         with pytest.raises(ProtocolError, match="run generation is 2, got a call of 1"):
-            await discovery.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=1.0)
+            await model_state.scatter_weights(swarm.trainer, swarm.steps.run, swarm.stages, timeout=1.0)
 
     swarm.run(go())
     assert not server.membership.loaded

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from lightning_swarm.coordinator import server_calls
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, PeerError, Unreachable
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.arrivals import Arrivals
-from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement, WantedServers, assign, dismiss
+from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement, WantedServers, assign
 from lightning_swarm.protocol.messages.reports import PeerReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.wire import encode
@@ -313,7 +314,7 @@ def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c")
     swarm.network.kill(PeerId("b"))
-    swarm.run(dismiss(swarm.trainer, swarm.steps.run.servers, timeout=1.0))
+    swarm.run(server_calls.dismiss(swarm.trainer, swarm.steps.run.servers, timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False, True]
 
 
@@ -336,7 +337,7 @@ def test_the_end_is_told_again_where_it_was_lost_and_to_those_that_missed_the_la
     for stage in swarm.steps.run.rosters:
         stage[:] = [member for member in stage if member.peer_id != "c"]
     assert PeerId("c") not in swarm.steps.run.servers
-    swarm.run(dismiss(swarm.trainer, [*swarm.steps.run.servers, PeerId("c")], timeout=1.0))
+    swarm.run(server_calls.dismiss(swarm.trainer, [*swarm.steps.run.servers, PeerId("c")], timeout=1.0))
     assert heard == [swarm.trainer.peer_id] * 2
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, True, True]
 

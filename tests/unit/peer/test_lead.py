@@ -33,7 +33,7 @@ class Starter:
         own = own or config()
         self.runtime = InlineRuntime(swarm.loop)
         directory = RunDirectory(swarm.network.directory(swarm.trainer), swarm.trainer, config().run_id)
-        self.lead = Lead(self.runtime, directory, own, EventLog(), is_over=lambda: False)
+        self.lead = Lead(self.runtime, directory, own, EventLog(), lambda: False)
         for name, server in swarm.servers.items():
             transport = server._transport
             place = swarm.network.directory(transport)

@@ -46,7 +46,7 @@ def live(swarm: Swarm) -> dict[PeerId, asyncio.Task[None]]:
     async def last(name: PeerId) -> None:
         server = swarm.servers[name]
         contacts = RunContacts(run_id="run", find_runs=find)
-        stay = MembershipLifecycle(server._transport, server, contacts, limits=swarm.limits, events=EventLog())
+        stay = MembershipLifecycle(server._transport, server, contacts, swarm.limits, EventLog())
         try:
             await stay.serve_run(lambda _: None)
         finally:

@@ -12,6 +12,8 @@ import torch
 from msgspec.structs import force_setattr
 from msgspec.structs import replace as replaced
 
+from lightning_swarm.client import model_state
+from lightning_swarm.coordinator import server_calls
 from lightning_swarm.coordinator.coordinator import CoordinatorGeneration
 from lightning_swarm.core.errors import (
     Busy,
@@ -576,7 +578,8 @@ def test_a_gradient_of_the_wrong_shape_or_dtype_adds_nothing(make_swarm: MakeSwa
 def weights_of(swarm: Swarm) -> Message:
     """Return the starter's weights of the first stage."""
     stage = swarm.stages[0]
-    state, tensors = discovery._weights(stage, stage.named_stage_tensors(), swarm.manifest)
+    named = stage.named_stage_tensors()
+    state, tensors = model_state._first_state(swarm.manifest, 0, [*named], named.values())
     return Message(encode(state), tuple(tensors))
 
 
@@ -795,7 +798,7 @@ def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
     """Its lead notifies all servers that it wanted; a server that it did not get goes on waiting."""
     swarm = make_swarm("a", "b", admit=False)
     swarm.run(swarm.trainer.call(A, ADMIT.name, encode(swarm.manifest), timeout=1.0))
-    swarm.run(discovery.dismiss(swarm.trainer, RunState(swarm.manifest).servers, timeout=1.0))
+    swarm.run(server_calls.dismiss(swarm.trainer, RunState(swarm.manifest).servers, timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
 
 

@@ -44,7 +44,7 @@ class Staying:
         self.said: list[str] = []
         self.events = EventLog()
         contacts = RunContacts(run_id="run", find_runs=find, hosts=hosts, find_servers=known)
-        self.stay = MembershipLifecycle(server._transport, server, contacts, limits=swarm.limits, events=self.events)
+        self.stay = MembershipLifecycle(server._transport, server, contacts, swarm.limits, self.events)
         self.task = swarm.loop.create_task(self.stay.serve_run(self.said.append))
         swarm.joining.append(self.task)
 
