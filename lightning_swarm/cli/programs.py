@@ -18,14 +18,14 @@ import yaml
 
 from lightning_swarm.cli import serving
 from lightning_swarm.cli.arguments import Command, add_address, add_identity
+from lightning_swarm.cli.given_invitation import INVITE_HELP, invitation_file
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.process import collecting_rarely
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
 from lightning_swarm.peer.config import Preemption
-from lightning_swarm.peer.process import ANNOUNCE, IDENTITY, INVITE, JOIN, LISTEN, PREEMPTION, ROLE, handed_over
-from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, check_is_file_name, from_text
+from lightning_swarm.peer.process import ANNOUNCE, IDENTITY, INVITE, JOIN, LISTEN, PREEMPTION, ROLE
 
 if TYPE_CHECKING:
     from lightning_swarm.strategy.framework import ImportTree
@@ -241,11 +241,7 @@ def _add_arguments(parser: argparse.ArgumentParser, *, needs_address: bool) -> N
         "the program's is for the machine that started the run)",
     )
     add_identity(parser)
-    parser.add_argument(
-        "--invite",
-        metavar="FILE",
-        help="with the invitation of the run's owner; -: standard input (default: the program's)",
-    )
+    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP} (default: the program's)")
     parser.add_argument(
         "--preemption",
         choices=get_args(Preemption),
@@ -275,17 +271,11 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
     environment = _environment(name, chosen)
     if not program:
         parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
-    with handed_over(_from_stdin() if chosen.invite == "-" else None) as (invitation, _):
-        os.environ.update({**environment, **invitation})
+    with invitation_file(chosen.invite) as invitation:
+        os.environ.update(environment if invitation is None else {**environment, INVITE: invitation})
         with collecting_rarely():  # the launcher ends this when `fit` begins
             _run_program(name, program)
     return 0
-
-
-def _from_stdin() -> str:
-    text = sys.stdin.read(MAX_TEXT_BYTES)
-    from_text(text, "standard input")
-    return text
 
 
 def _run_program(name: str, program: Sequence[str]) -> None:
@@ -336,15 +326,12 @@ def _looks_like_address(text: str) -> bool:
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables with which the program's `fit` joins or serves."""
-    if chosen.invite is not None:
-        check_is_file_name(chosen.invite)
     variables = {
         JOIN: str(Address.parse(chosen.address)) if chosen.address else None,
         LISTEN: str(HostPort.to_listen(chosen.listen)) if chosen.listen else None,
         # Set even if empty, because the program's own values are for the machine that it was written for.
         ANNOUNCE: " ".join(str(HostPort.to_announce(text)) for text in chosen.announce) or os.environ.get(ANNOUNCE, ""),
         IDENTITY: chosen.identity or os.environ.get(IDENTITY, ""),
-        INVITE: chosen.invite if chosen.invite != "-" else None,
         PREEMPTION: chosen.preemption,
         ROLE: "server" if name == "serve" else None,
     }

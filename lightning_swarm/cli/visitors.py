@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from lightning_swarm.cli.given_invitation import invitation_file
 from lightning_swarm.cli.invite import owner_path
 from lightning_swarm.core.errors import AccessDenied, ConfigError, Uncertified
 from lightning_swarm.core.private_file import can_see_file
@@ -16,7 +17,6 @@ from lightning_swarm.monitor.doctor import ANYONE, Visitor
 from lightning_swarm.network.access import Certify
 from lightning_swarm.peer.entry import owner_entry, visitor_entry
 from lightning_swarm.peer.process import INVITE
-from lightning_swarm.trust.invitation_text import check_is_file_name
 from lightning_swarm.trust.owner import Owner
 
 
@@ -42,10 +42,9 @@ def visiting(arguments: argparse.Namespace, command: str, address: str) -> Itera
 def visitor_of(arguments: argparse.Namespace) -> Visitor:
     """Make the visitor that looks at a run: by an invitation, else as the run's owner, else as any peer."""
     now_s = time.time()
-    source = arguments.invite or os.environ.get(INVITE)
-    if source:
-        check_is_file_name(source)
-        return Visitor(partial(visitor_entry(source, now_s=now_s).credentials, now_s=now_s))
+    with invitation_file(arguments.invite or os.environ.get(INVITE)) as source:
+        if source:
+            return Visitor(partial(visitor_entry(source, now_s=now_s).credentials, now_s=now_s))
     try:
         path = owner_path(arguments)
     except ConfigError:  # without a folder for keys, this user owns no run

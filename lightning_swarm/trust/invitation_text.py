@@ -18,12 +18,17 @@ MAX_TEXT_BYTES: Final = 4096
 AnyInvitation: TypeAlias = SecretInvitation | Certificate  # a certificate is for one peer, and is no secret
 
 
+def is_invitation(text: str) -> bool:
+    """Return whether a text begins as an invitation does."""
+    return text.strip().startswith(_KIND)
+
+
 def check_is_file_name(text: str) -> None:
     """Refuse an invitation's text in place of its file's name. The error does not repeat the text."""
-    if text.strip().startswith(_KIND):
+    if is_invitation(text):
         raise ConfigError(
-            "`invite` must be the name of a file with an invitation, got an invitation itself: command lines and "
-            "scripts are read by others, and it is a secret. Write it to a file, and give the file's name."
+            "`invite` must be the name of a file with an invitation, got an invitation itself: scripts are read by "
+            "others, and it is a secret. Write it to a file, and give the file's name."
         )
 
 
@@ -35,7 +40,7 @@ def to_text(invitation: AnyInvitation) -> str:
 def from_text(text: str, source: str) -> AnyInvitation:
     """Read an invitation; a ConfigError names the `source` and what is wrong, and never repeats the text."""
     line = text.strip()
-    if not line.startswith(_KIND):
+    if not is_invitation(line):
         refuse(source, f"it does not begin with {_KIND!r}", "Name the file that `lightning-swarm invite` wrote")
     if not line.startswith(_PREFIX):
         version = re.match(r"\d*", line.removeprefix(_KIND))
@@ -57,7 +62,8 @@ def from_text(text: str, source: str) -> AnyInvitation:
 
 def refuse(source: str, why: str, remedy: str) -> NoReturn:
     """Raise the error about an invitation that cannot be used."""
-    raise ConfigError(f"`invite` must be a file with an invitation, got {source!r}: {why}. {remedy}.")
+    given = "its text" if source.startswith("/dev/fd/") else repr(source)
+    raise ConfigError(f"`invite` must be a file with an invitation, got {given}: {why}. {remedy}.")
 
 
 def _payload(line: str) -> bytes | None:

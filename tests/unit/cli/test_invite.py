@@ -176,15 +176,17 @@ def test_who_looks_at_a_run_shows_an_invitation(
     assert command(monkeypatch, *arguments, "--invite", "look.invite") == 0
     monkeypatch.setenv("SWARM_INVITE_FILE", "look.invite")
     assert command(monkeypatch, *arguments) == 0
+    assert command(monkeypatch, *arguments, "--invite", line) == 0
     without, *invited = told
     assert without.certify is None
     for visitor in invited:
         assert role_of(visitor) is Role.OBSERVER
         assert not visitor.is_guess, "a run that takes any peer is not what the user means"
-    assert command(monkeypatch, *arguments, "--invite", line) == 2
+    late = to_text(owner.invite(Role.OBSERVER, uses=1, expires_at_s=1.0, stay_s=4e9))
+    assert command(monkeypatch, *arguments, "--invite", late) == 2
     err = capsys.readouterr().err
-    assert "got an invitation itself" in err
-    assert line[20:60] not in err
+    assert "got its text: it expired" in err
+    assert late[20:60] not in err
 
 
 def role_of(visitor: Any) -> Role:

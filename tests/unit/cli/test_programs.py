@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def test_a_program_is_told_whom_to_join(
         (["join", HERE, "train.py", "--x"], ["must train with `strategy=SwarmStrategy(...)`: train.py ended"]),
         (
             ["join", HERE, "--invite", "swarm-invite-1.x", "train.py"],
-            ["got an invitation itself", "Write it to a file"],
+            ["got 'the text of `--invite`': it was cut or changed on its way"],
         ),
         (["join", HERE, "--announce", "203.0.113.8", "train.py"], ["`announce` must be the address and the port"]),
         (["join", HERE, "--listen", "example.org", "train.py"], ["`listen` must be an IP address", "'example.org'"]),
@@ -172,9 +173,11 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", "key.1", "server")
 
 
-def test_an_invitation_on_standard_input_reaches_the_program_in_a_file_without_a_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_text", [False, True])
+def test_an_invitation_reaches_the_program_in_a_file_without_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_text: bool
 ) -> None:
+    """It is given as text, or on standard input."""
     line = to_text(Owner("swarm", Identity.generate()).invite(Role.SERVER, uses=1, expires_at_s=4e9))
     read: list[str] = []
 
@@ -186,12 +189,25 @@ def test_an_invitation_on_standard_input_reaches_the_program_in_a_file_without_a
         SwarmLauncher.launched = True
 
     monkeypatch.setattr(programs._bootstrap, "run", run)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{line}\n"))
-    assert command(monkeypatch, "join", HERE, "--invite", "-", "train.py") == 0
-    assert read == [f"{line}\n"] * 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO(line))
+    assert command(monkeypatch, "join", HERE, "--invite", line if is_text else "-", "train.py") == 0
+    assert read == [line] * 2
     monkeypatch.setattr(sys, "stdin", io.StringIO(line[:-3]))
-    assert command(monkeypatch, "join", HERE, "--invite", "-", "train.py") == 2
-    assert "got 'standard input': it was cut or changed on its way" in capsys.readouterr().err
+    assert command(monkeypatch, "join", HERE, "--invite", line[:-3] if is_text else "-", "train.py") == 2
+    err = capsys.readouterr().err
+    assert f"got '{'the text of `--invite`' if is_text else 'standard input'}': it was cut or changed" in err
+    assert line[20:60] not in err
+
+
+def test_no_other_user_sees_an_invitation_in_the_list_of_processes() -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom lightning_swarm.cli.given_invitation import hide_argument\n"
+        "hide_argument(sys.argv[2])\nprint(Path('/proc/self/cmdline').read_text().split(chr(0))[3:-1], sys.argv[2])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, "--invite", "swarm-invite-1.x", "more"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == f"{['--invite', 16 * '*', 'more']} swarm-invite-1.x\n"
 
 
 @pytest.mark.parametrize("arguments", [["generate", HERE, "--prompt", "Hi"], ["http", f"small={HERE}"]])

@@ -1,0 +1,47 @@
+"""Invitations on the command line: the name of a file, the text itself, or `-` for standard input."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm.peer.process import INVITE, handed_over
+from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, from_text, is_invitation
+
+INVITE_HELP: Final = "an invitation: its file, its text, or -, which reads standard input"
+
+_ARG_START, _ARG_END = 45, 46  # indices of proc(5)'s fields 48 and 49, counted behind the program's name
+
+
+@contextmanager
+def invitation_file(given: str | None) -> Iterator[str | None]:
+    """Yield the name of a file with the invitation that `--invite` gives; None if there is none.
+
+    A text goes into an unnamed file, because a file is what the rest of the package reads. `ConfigError` if it is no
+    invitation.
+    """
+    if given == "-":
+        text, source = sys.stdin.read(MAX_TEXT_BYTES), "standard input"
+    elif given is not None and is_invitation(given):
+        hide_argument(given)
+        text, source = given, "the text of `--invite`"
+    else:
+        yield given
+        return
+    from_text(text, source)
+    with handed_over(text) as (variables, _):
+        yield variables[INVITE]
+
+
+def hide_argument(secret: str) -> None:
+    """Overwrite a secret in the command line that `ps` shows to all users of this machine; Linux only."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        found = ctypes.string_at(begin, end - begin).find(secret.encode()) if 0 < begin < end else -1
+        if found >= 0:
+            ctypes.memset(begin + found, ord("*"), len(secret))
