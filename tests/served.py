@@ -117,18 +117,19 @@ class ServedSwarm:
         join: str = "",
         has_files: bool = True,
         share: float = 1.0,
+        weight_bytes: int | None = None,
         limits: Limits = LIMITS,
         moves: MovePolicy | None = None,
         say: Callable[[str], None] = lambda _: None,
         quantize: str | None = None,
         dtype: str | None = None,
     ) -> ModelHost:
-        """Start a server with memory for a share of the blocks."""
+        """Start a server with memory for a share of the blocks, or for these bytes of weights."""
         transport = self.network.transport(name)
         options = ServeOptions(
             weights=self.folder if has_files else None,
             hosts=[PeerId(join)] if join else [],
-            weight_bytes=None if share == 1.0 else self._bytes_of(share),
+            weight_bytes=weight_bytes if share == 1.0 else self._bytes_of(share),
             num_stages=None if join else self.num_stages,
             quantize=quantize,
             dtype=dtype,

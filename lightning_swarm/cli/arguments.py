@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from lightning_swarm.cli.given_invitation import INVITE_HELP
 from lightning_swarm.monitor.swarm_report import JSON_HELP
 from lightning_swarm.peer.config import DEFAULT_RUN_ID
 from lightning_swarm.peer.process import INVITE
@@ -56,7 +57,7 @@ Check whether this machine can be a peer: what is wrong, and what to do. Exit st
 
 STATUS: Final = f"""\
 Show a live swarm: stages, peers, step, rates. Asks one peer for the other peers, and all of them for reports. \
-Changes nothing.
+Changes nothing. Of a served model, it shows stages, servers, memory and tokens/s, as the asked server knows them.
 
     lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
     lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
@@ -219,8 +220,8 @@ def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
     """Add the options by which a command looks at a run that answers only invited peers."""
     group.add_argument(
         "--invite",
-        metavar="FILE",
-        help=f"an invitation, where only invited peers are answered (default: {INVITE}, or the owner's key)",
+        metavar="INVITATION",
+        help=f"{INVITE_HELP}; where only invited peers are answered (default: {INVITE}, or the owner's key)",
     )
     add_owner_arguments(group)
 

@@ -6,21 +6,28 @@ import argparse
 import contextlib
 import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_swarm.cli.arguments import Command, add_identity
+from lightning_swarm.cli.given_invitation import INVITE_HELP, invitation_file
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.process import collecting_rarely, leaving_on_signals
+from lightning_swarm.network.access import Role
 from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import DEFAULT_LISTEN, DEFAULT_RUN_ID, SwarmConfig
-from lightning_swarm.peer.entry import entry_of
+from lightning_swarm.peer.entry import Entry, entry_of
 from lightning_swarm.peer.process import owners_folder, with_kept_identity
 from lightning_swarm.protocol.settings import RunSettings
+from lightning_swarm.trust.invitation_text import to_text
+from lightning_swarm.trust.owner import Owner
 
 SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
 """Options that only `serve` for a finished model has."""
@@ -28,9 +35,9 @@ SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
 _SERVE: Final = """\
 Serve a finished model: hold some of its blocks, and compute texts for clients.
 
-    lightning-swarm serve --weights my-llama/ --listen 0.0.0.0:31337            the first machine: prints how to join
-    lightning-swarm serve --weights my-llama/ --memory 4GB --join ADDRESS       another one, at any time
-    lightning-swarm serve --memory 4GB --join ADDRESS                           without the files: from other servers
+    lightning-swarm serve --weights my-llama/ --listen 0.0.0.0:31337    the first machine: prints the line to join
+    lightning-swarm serve --join ADDRESS                                another one: the weights come from servers
+    lightning-swarm serve --join ADDRESS --memory 4GB                   with less memory than is free
 
 FOLDER is a model as `save_pretrained` of Hugging Face writes it; `lightning-swarm export` makes one from a checkpoint.
 A server takes as many neighbouring blocks as its memory holds, where the model is served worst. The weights of each
@@ -49,8 +56,7 @@ Write a text with a served model, token by token.
 The servers see hidden states, from which a prompt can be reconstructed.
 """
 
-# Further options of `serve` and `generate`, if only invited peers are answered.
-_INVITED: Final = (" --listen 0.0.0.0:31337 --invite server.invite", " --invite writer.invite")
+_INVITATION_S: Final = 7 * 86400.0  # time for joining by a printed line, as by `lightning-swarm invite`
 
 _UNITS: Final = {
     "": 1,
@@ -95,18 +101,22 @@ def _serve(chosen: argparse.Namespace) -> int:
         from lightning_swarm.peer.network import start_network
         from lightning_swarm.server.executor import ThreadExecutor
         from lightning_swarm.serving.host import ModelHost, ServeOptions
+        from lightning_swarm.serving.memory import shares
         from lightning_swarm.serving.placement import MovePolicy
 
-    device_of(chosen.device)
+    device = device_of(chosen.device)
     if chosen.weights is not None:
         PretrainedFolder(chosen.weights)  # checks the folder before anything starts
     elif not chosen.join:
         raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
     hosts = tuple(map(Address.parse, chosen.join))
-    weight_bytes, text_bytes = _shares(chosen.memory, chosen.texts)
-    given = {"session_bytes": text_bytes, "step_tokens": chosen.step_tokens}
-    limits = Limits(**{name: value for name, value in given.items() if value is not None})
-    config = with_kept_identity(_config(chosen, hosts, limits))
+    memory = None if chosen.memory == "auto" else num_bytes("--memory", chosen.memory)
+    for_texts = None if chosen.texts is None else num_bytes("--texts", chosen.texts)
+    weight_bytes, text_bytes = shares(memory, for_texts, device, _print_result)
+    limits = Limits(session_bytes=text_bytes, step_tokens=chosen.step_tokens)
+    with invitation_file(chosen.invite) as invitation:
+        config = with_kept_identity(_config(chosen, hosts, limits, invitation))
+        entry = entry_of(config, owners_folder, now_s=time.time())
     options = ServeOptions(
         weights=chosen.weights,
         hosts=[host.peer_id for host in hosts],
@@ -119,7 +129,6 @@ def _serve(chosen: argparse.Namespace) -> int:
         batches_texts=not chosen.apart,
         moves=None if chosen.stay else MovePolicy(),
     )
-    entry = entry_of(config, owners_folder, now_s=time.time())
     runtime, transport, directory = start_network(config, entry, keeps_memory=False)
     host = ModelHost(transport, directory, ThreadExecutor, config.limits, options)
     with contextlib.ExitStack() as closing:  # closes each, even if another one raises
@@ -130,26 +139,40 @@ def _serve(chosen: argparse.Namespace) -> int:
         closing.enter_context(leaving_on_signals(lambda _: runtime.post(host.leave)))
         runtime.run(host.open(_print_result))
         address = widest([Address.parse(text) for text in runtime.run(transport.addresses())])
-        to_join, to_write = ("", "") if entry is None else _INVITED
-        _print_result(f"Others can join: lightning-swarm serve --memory 4GB{to_join} --join {address}")
-        _print_result(f"To write a text: lightning-swarm generate{to_write} {address} --prompt 'Once upon a time'")
+        _say_how_to_join(config, entry, address)
         runtime.run(host.until_left(_print_result))
     return 0
 
 
-def _shares(memory: str | None, texts: str | None) -> tuple[int | None, int | None]:
-    """Return the bytes for weights (None: enough for all stages) and for texts (None: the default of `Limits`)."""
-    for_texts = None if texts is None else num_bytes("--texts", texts)
-    if memory is None:
-        return None, for_texts
-    total = num_bytes("--memory", memory)
-    for_texts = total // 4 if for_texts is None else for_texts
-    if not 0 < for_texts < total:
-        raise ConfigError(f"`--memory` is for weights and texts, got {memory} with {texts or 'a quarter'} for texts.")
-    return total - for_texts, for_texts
+def _say_how_to_join(config: SwarmConfig, entry: Entry | None, address: Address) -> None:
+    """Print the commands by which further servers and clients take part; the owner's hold invitations."""
+    owner = None if entry is None else entry.proof
+    if owner is not None and not isinstance(owner, Owner):
+        _print_result(f"Others can join here, too, by invitations from the model's owner: --join {address}")
+        return
+    given = [] if config.is_local else ["--listen", config.listen.elsewhere]
+    given += ["--trust", "open"] if config.trust == "open" else []
+    given += ["--run-id", config.run_id] if config.run_id != DEFAULT_RUN_ID else []
+    server: list[str] = []
+    client: list[str] = []
+    expires_at_s = time.time() + _INVITATION_S
+    if owner is not None:
+        # Only training runs count uses. To a run of the same name and owner, each line admits one peer.
+        invite = partial(owner.invite, uses=1, expires_at_s=expires_at_s)
+        server, client = (["--invite", to_text(invite(role))] for role in (Role.SERVER, Role.TRAINER))
+    join = shlex.join(["lightning-swarm", "serve", *given, *server, "--join", str(address)])
+    write = shlex.join(["lightning-swarm", "generate", *client, str(address), "--prompt", "Once upon a time"])
+    _print_result(f"Others can join: {join}")
+    _print_result(f"To write a text: {write}")
+    say("For clients of OpenAI's protocol, write `http` in place of `generate`, without the prompt.")
+    if server:
+        until = f"{datetime.fromtimestamp(expires_at_s, UTC):%Y-%m-%d %H:%M} UTC"
+        say(f"Both lines hold secrets, which admit anyone who has them until {until}. Send them in private.")
 
 
-def _config(chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limits) -> SwarmConfig:
+def _config(
+    chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limits, invitation: str | None
+) -> SwarmConfig:
     """Return the config of the server's network. Settings of training have no effect."""
     return SwarmConfig(
         num_stages=None,
@@ -164,7 +187,7 @@ def _config(chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limi
         announce=tuple(map(HostPort.to_announce, chosen.announce)),
         identity_path=chosen.identity or "",
         trust=chosen.trust,
-        invite=chosen.invite,
+        invite=invitation,
         gather_on_end=False,
         preemption=None,
         settings=RunSettings(target_batch_size=None),
@@ -182,13 +205,19 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join", action="append", default=[], metavar="ADDRESS", help="a server of the model (repeatable)"
     )
-    parser.add_argument("--memory", metavar="BYTES", help="for weights and texts, like 4GB (default: all stages)")
+    parser.add_argument(
+        "--memory",
+        default="auto",
+        metavar="BYTES",
+        help="for weights and texts, like 4GB; auto: what is free on the device, less a fifth (default: %(default)s)",
+    )
     parser.add_argument("--texts", metavar="BYTES", help="part of --memory for texts, like 1GB (default: a quarter)")
     parser.add_argument(
         "--step-tokens",
         type=int,
+        default=Limits().step_tokens,
         metavar="N",
-        help=f"most tokens of one step of a text, all rows together (default: {Limits().step_tokens})",
+        help="most tokens of one step of a text, all rows together (default: %(default)d)",
     )
     parser.add_argument(
         "--stages", type=int, metavar="N", help="the first server cuts the model into N (default: its blocks, up to 16)"
@@ -225,7 +254,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("open", "invited"),
         help="which peers are answered (default: invited, where other machines reach it)",
     )
-    parser.add_argument("--invite", metavar="FILE", help="file with the invitation from the run's owner")
+    parser.add_argument("--invite", metavar="INVITATION", help=INVITE_HELP)
     parser.add_argument(
         "--run-id",
         default=DEFAULT_RUN_ID,
@@ -244,9 +273,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="with --sample (default: another text each time)")
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="folder of the model, if it is on this machine")
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="an adapter of the model, as peft saves it")
-    parser.add_argument(
-        "--invite", metavar="FILE", help="file with an invitation, where only invited peers are answered"
-    )
+    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
 
 
 HTTP: Final = """\
@@ -309,9 +336,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(FORMATS),
         help="format in which the model calls tools (default: that of its chat template)",
     )
-    parser.add_argument(
-        "--invite", metavar="FILE", help="file with an invitation, where only invited peers are answered"
-    )
+    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
 
 
 def _api_key(arguments: argparse.Namespace) -> str | None:
@@ -351,12 +376,14 @@ def run_http(arguments: argparse.Namespace) -> int:
         from lightning_swarm.serving.texts import ServedText
 
     served: list[ServedText] = []
-    try:
+    with contextlib.ExitStack() as closing:
+        invite = closing.enter_context(invitation_file(arguments.invite))
         for text in arguments.models:
             name, _, address = text.rpartition("=")
             say(f"Connecting to {address}.")
-            model = remote_model(address, invite=arguments.invite, weights=arguments.weights)
+            model = remote_model(address, invite=invite, weights=arguments.weights)
             name = name or model.config.model_type
+            closing.callback(model.swarm.close)
             served.append(ServedText(name, model, model.swarm.tokenizer(), arguments.tool_parser))
             if [one.name for one in served].count(name) > 1:
                 raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
@@ -370,9 +397,6 @@ def run_http(arguments: argparse.Namespace) -> int:
             allowed_hosts=arguments.allow_host,
             allowed_origins=arguments.allow_origin,
         )
-    finally:
-        for one in served:
-            one.model.swarm.close()
     return 0
 
 
@@ -391,9 +415,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
         from lightning_swarm.serving.remote_model import prefill_in_chunks, remote_model
 
     say(f"Connecting to {arguments.address}.")
-    model = remote_model(
-        arguments.address, invite=arguments.invite, weights=arguments.weights, adapter=arguments.adapter
-    )
+    with invitation_file(arguments.invite) as invite:
+        model = remote_model(arguments.address, invite=invite, weights=arguments.weights, adapter=arguments.adapter)
     try:
         tokenizer = model.swarm.tokenizer()
         if arguments.seed is not None:

@@ -62,6 +62,15 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + more
 
 
+def size_text(num_bytes: int) -> str:
+    """Write a number of bytes with two or three digits and a decimal unit, such as ``9.2 GB``."""
+    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.1f} {units[0]}" if units[0] != "bytes" and size < 99.95 else f"{size:.0f} {units[0]}"
+
+
 def table_lines(rows: Sequence[Sequence[str]], *, indent: str = "", numbers: bool = False) -> list[str]:
     """Align the columns of a table to the left; with `numbers`, all but the first to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

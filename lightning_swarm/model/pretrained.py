@@ -20,7 +20,7 @@ from lightning_swarm.model.fingerprint import digest
 from lightning_swarm.model.folder_reader import FolderReader
 from lightning_swarm.model.init_record import InitRecord
 from lightning_swarm.model.partition import Blocks, StageModule, build_stages, find_blocks
-from lightning_swarm.model.quantization import Quantization
+from lightning_swarm.model.quantization import Quantization, with_quantization
 from lightning_swarm.model.quantized_reader import QuantizedReader, check_finite
 from lightning_swarm.protocol.messages.serving import MAX_FILE_BYTES, CardFile, ModelCard, ServedStage, WeightsDigest
 
@@ -151,6 +151,24 @@ class PretrainedModel:
     def stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """Cut the blocks into stages, without the further stage that `build_stages` makes of parameters in no block."""
         return build_stages(self.module, self.blocks, ranges)[: len(ranges)]
+
+    def stage_bytes(self, ranges: Sequence[range]) -> list[int]:
+        """Return the bytes of each stage's weights in files, which need not be loaded for that."""
+        named = [stage.named_stage_tensors() for stage in self.stages(ranges)]
+        return [sum(tensors[name].nbytes for name in self.saved(tensors)) for tensors in named]
+
+    def bytes_if_quantized(self, kind: str, ranges: Sequence[range], device: torch.device) -> int | None:
+        """Return the bytes of all stages' weights if they were quantised; None if they are, or cannot be here."""
+        if self.quantization is not None:
+            return None
+        config, generation_config, dtype, blocks = self._unquantized
+        try:
+            config = with_quantization(config, kind, dtype)
+            made = PretrainedModel(config, generation_config, dtype=dtype, blocks=blocks)
+            made.check_device(device)
+        except ConfigError:
+            return None
+        return sum(made.stage_bytes(ranges))
 
     @cached_property
     def around(self) -> dict[str, Tensor]:

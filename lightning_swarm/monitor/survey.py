@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from lightning_swarm.core.errors import (
     AccessDenied,
@@ -14,6 +14,7 @@ from lightning_swarm.core.errors import (
     Damaged,
     DeadlineExceeded,
     PeerError,
+    ProtocolError,
     SwarmError,
     Unreachable,
 )
@@ -21,16 +22,19 @@ from lightning_swarm.core.readable import printable, shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.monitor.checks import Obstacle
 from lightning_swarm.monitor.doctor import ANYONE, Visitor, probe_port, visit
+from lightning_swarm.monitor.model_report import ModelReport, summarize_model
 from lightning_swarm.monitor.swarm_report import Sighting, SwarmReport, summarize
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport
-from lightning_swarm.protocol.rpc import OTHERS, PEER_REPORT
+from lightning_swarm.protocol.messages.serving import ModelServers
+from lightning_swarm.protocol.rpc import MODEL_SERVERS, OTHERS, PEER_REPORT
 
 _START_TIMEOUT_S: Final = 30.0
 _MAX_OTHERS: Final = 1024
 _MAX_ADDRESSES: Final = 16
 
+_Answer = TypeVar("_Answer")
 KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]  # known servers -> their addresses
 
 
@@ -100,19 +104,48 @@ def place_of(addresses: Sequence[str]) -> str | None:
 
 def watch_reports(
     address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
-) -> Generator[SwarmReport]:
-    """Yield reports of the swarm that a peer belongs to, with rates since the report before; see `watch_sightings`."""
+) -> Generator[SwarmReport | ModelReport]:
+    """Yield reports of the run that a peer belongs to, or of the model that it serves, every `every_s` seconds.
+
+    Rates of a run are since the report before; see `watch_sightings`.
+    """
     before: Sequence[Sighting] = ()
-    with contextlib.closing(watch_sightings(address, every_s=every_s, timeout=timeout, visitor=visitor)) as sightings:
-        for now in sightings:
-            yield summarize(now, before)
-            before = now
+    with contextlib.closing(_watch(_ask_either, address, every_s, timeout, visitor)) as answers:
+        for now in answers:
+            if isinstance(now, ModelServers):
+                yield summarize_model(now)
+            else:
+                yield summarize(now, before)
+                before = now
+
+
+async def _ask_either(
+    transport: Transport, first: PeerId, address: str, *, timeout: float
+) -> Sequence[Sighting] | ModelServers:
+    """Ask about the connected peer's run, or about the model that it serves."""
+    try:
+        return await ask_all(transport, first, address, timeout=timeout)
+    except ProtocolError as error:  # it has no such method, because it is in no run
+        try:
+            return await MODEL_SERVERS.ask(transport, first, None, timeout=timeout)
+        except ProtocolError:
+            raise error from None
 
 
 def watch_sightings(
     address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[Sequence[Sighting]]:
     """Yield the answers of a peer and of all servers that it knows, every `every_s` seconds; None: once."""
+    return _watch(ask_all, address, every_s, timeout, visitor)
+
+
+def _watch(
+    ask: Callable[..., Coroutine[Any, Any, _Answer]],
+    address: Address,
+    every_s: float | None,
+    timeout: float,
+    visitor: Visitor,
+) -> Generator[_Answer]:
     with visit("status", visitor, startup_timeout=_START_TIMEOUT_S) as (runtime, transport):
         while True:
             try:
@@ -121,7 +154,7 @@ def watch_sightings(
                 raise Unreachable(_explain(address, timeout)) from error
             try:
                 runtime.run(visitor.introduce(transport, address.peer_id))
-                now = runtime.run(ask_all(transport, address.peer_id, address.maddr, timeout=timeout))
+                now = runtime.run(ask(transport, address.peer_id, address.maddr, timeout=timeout))
             except AccessDenied:
                 raise
             except PeerError as error:

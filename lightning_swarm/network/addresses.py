@@ -64,6 +64,12 @@ class HostPort:
         return HostPort(self.host, self.port + rank if self.port else 0)
 
     @property
+    def elsewhere(self) -> str:
+        """The option `--listen` of another machine that listens on all of its addresses, with the same port."""
+        place = HostPort("::" if ":" in self.host else "0.0.0.0", self.port)
+        return str(place) if self.port else place.host
+
+    @property
     def is_loopback(self) -> bool:
         """Return whether no other machine can use this address."""
         return self.host == "localhost" or (

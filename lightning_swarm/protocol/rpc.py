@@ -281,6 +281,7 @@ SESSION_OUTPUT: Final = Upload("session.output", inference.SessionOutput, by=_SE
 SESSION_FAILED: Final = Call("session.failed", inference.SessionFailed, by=_SERVER, of=_TRAINER)
 MODEL_CARD: Final = Call("model.card", serving.CardRequest, serving.ModelCard, by=_SERVER)
 MODEL_PART: Final = Download("model.part", serving.PartRequest, by=_SERVER)
+MODEL_SERVERS: Final = Call("model.servers", None, serving.ModelServers, by=_OBSERVER)
 MODEL_STAY: Final = Call("model.stay", serving.StayRequest, serving.StayReply, by=_SERVER)
 TUNE_ADAPTER: Final = Upload("tune.adapter", tuning.AdapterUpload, by=_TRAINER)
 TUNE_FORWARD: Final = Upload("tune.forward", tuning.TuneForward, bytes, by=_TRAINER)

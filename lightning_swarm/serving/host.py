@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,18 +20,22 @@ from torch import Tensor
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, PeerError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.process import release_free_memory
-from lightning_swarm.core.readable import short_name, shorten
+from lightning_swarm.core.readable import short_name, shorten, size_text
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
-from lightning_swarm.model.quantization import check_same, with_quantization
+from lightning_swarm.model.quantization import Quantization, check_same, with_quantization
+from lightning_swarm.monitor.model_report import changes, coverage, missing_stages, named_stages
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.peer.trial_call import ModelForm, servable
-from lightning_swarm.protocol.messages.serving import ModelCard, ServerOffer
-from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.messages.serving import MAX_LISTED_SERVERS, ModelCard, ModelServers, ServerOffer
+from lightning_swarm.protocol.messages.wire import MAX_TEXT, encode
+from lightning_swarm.protocol.rpc import MODEL_SERVERS
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.serving.directory import REFRESH_S, ModelDirectory, offers_key, read_card
+from lightning_swarm.serving.memory import check_fits
 from lightning_swarm.serving.moves import Moves
 from lightning_swarm.serving.placement import MovePolicy, Placed, choose_move, choose_span, stage_rates
 from lightning_swarm.serving.server import ModelServer, ServedParts
@@ -41,6 +46,7 @@ _OFFER_TTL_S: Final = 4 * REFRESH_S
 _MAX_STAGES: Final = 16  # most stages of a model, if the user sets no number
 _MAX_NEIGHBOURS: Final = 32  # other servers to which links are measured
 _DRAIN_LOOK_S: Final = 0.2  # seconds between two looks at the texts under way
+_RATE_WEIGHT: Final = 0.3  # weight of the newest `REFRESH_S` in the shown rate of tokens
 _QUIET_S: Final = 10.0  # seconds without a step after which a text no longer counts as under way here
 
 
@@ -87,11 +93,14 @@ class ModelHost:
         self._transport, self._directory = transport, directory
         self._executor_of, self._limits, self._options = executor, limits, options
         self._executor: Executor | None = None
+        self._device = torch.device(options.device)
         self._tasks = TaskOwner()
         self._leaving = asyncio.Event()
         self._folder: PretrainedFolder | None = None
         self.server: ModelServer | None = None
         self.span = range(0)  # the stages that it serves
+        self._tokens_per_s = MovingAverage(_RATE_WEIGHT)  # at each of its stages
+        self._known: dict[str, range] = {}  # server -> its stages, as last reported
 
     async def open(self, say: Callable[[str], None] = _log.info) -> None:
         """Load stages, and begin to serve them."""
@@ -102,16 +111,18 @@ class ModelHost:
             card = await self._card_of_hosts()
             check_version(card)
             check_same(card.config, None if self._folder is None else self._folder.config, options.quantize)
-            model = await self._build(card)
+            model, ranges = await self._build(card), card.ranges
+            self.models = ModelDirectory(self._transport, self._directory, card)
+            await self.models.refresh()
+            self.span = await asyncio.to_thread(self._place, model, ranges, self._others(), say)
         elif self._folder is None:
             raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
         else:
+            model, ranges, form = await asyncio.to_thread(_cut_model, self._folder, options, say)
+            self.span = await asyncio.to_thread(self._place, model, ranges, [], say)
             say(f"Reading {options.weights}, to tell others which weights are served.")
-            model, card = await asyncio.to_thread(_cut_model, self._folder, options, say)
-        self.models = ModelDirectory(self._transport, self._directory, card)
-        if options.hosts:
-            await self.models.refresh()
-        self.span = self.choose_span()
+            card = await asyncio.to_thread(_card, self._folder, model, ranges, form)
+            self.models = ModelDirectory(self._transport, self._directory, card)
         parts = await self._load(model, self.span)
         self._executor = self._executor_of()
         await self._tasks.start()
@@ -122,10 +133,12 @@ class ModelHost:
             self._tasks,
             card,
             parts,
-            torch.device(options.device),
+            self._device,
             batches_texts=options.batches_texts and not (model.quantization and model.quantization.rows_depend),
         )
+        MODEL_SERVERS.serve(self._transport, self._handle_servers)
         await self._serve(self.span)
+        self._known = self._held()
         self._tasks.spawn(self._keep_announcing())
         self._tasks.spawn(self._keep_looking())
         if options.moves is not None:
@@ -138,9 +151,8 @@ class ModelHost:
         self.server.is_draining = self.is_leaving
         with contextlib.suppress(PeerError):  # a later announcement may succeed
             await self._announce()
-        last = span.stop - 1
-        which = f"stage {last}" if len(span) == 1 else f"stages {span.start} to {last}"
-        self._say(f"Serving {which} of {len(self.models.card.stages)} of model {self.models.card.id[:12]}.")
+        model = f"{len(self.models.card.stages)} of model {self.models.card.id[:12]}"
+        self._say(f"Serving {named_stages(span)} of {model}.")
 
     async def move(self, span: range) -> None:
         """Serve other stages. If they cannot be loaded, serve the former stages, or none if these are gone, too."""
@@ -174,6 +186,21 @@ class ModelHost:
             f"`--join` must name a server of a model, and none says which: {'; '.join(problems)}. Copy the address "
             "that it printed, and see whether it runs."
         )
+
+    def _place(
+        self, model: PretrainedModel, ranges: Sequence[range], others: Sequence[Placed], say: Callable[[str], None]
+    ) -> range:
+        """Choose this server's stages before anything is loaded, and report what the model needs and has."""
+        sizes, room = model.stage_bytes(ranges), self._options.weight_bytes
+        span = choose_span(sizes, room, stage_rates(len(sizes), others))
+        held = [*(other.stages for other in others), span]
+        memory = sum(sizes[stage] for stages in held[:-1] for stage in stages) + (sum(sizes) if room is None else room)
+        is_missing = bool(missing_stages(len(sizes), held))
+        smaller = model.bytes_if_quantized("nf4", ranges, self._device) if is_missing else None
+        fits = smaller is not None and smaller <= memory
+        say(coverage(sizes, held) + (f" By `--quantize nf4` it would need {size_text(smaller or 0)}." if fits else ""))
+        check_fits(sum(sizes[stage] for stage in span), self._device)
+        return span
 
     def choose_span(self) -> range:
         """Choose stages for this server, as if it served none."""
@@ -219,7 +246,7 @@ class ModelHost:
         tensors, folder, wanted = stage.named_stage_tensors(), self._folder, self.models.card.stages[index].weights
         if folder is not None:
             read = folder.reader(model)
-            values = await asyncio.to_thread(model.fill, tensors, read, torch.device(self._options.device))
+            values = await asyncio.to_thread(model.fill, tensors, read, self._device)
             if await asyncio.to_thread(weights_digest, values) != wanted:
                 raise ConfigError(
                     f"`--weights` must be the folder of the model that is served at `--join`, and stage {index} in "
@@ -229,7 +256,7 @@ class ModelHost:
         sources = self.models.serving(index)
         sources += [peer for peer, offer in self.models.offers.items() if offer.has_files and peer not in sources]
         found = await self.models.download(model.saved(tensors), tensors, wanted, sources)
-        await asyncio.to_thread(model.fill, tensors, found.__getitem__, torch.device(self._options.device))
+        await asyncio.to_thread(model.fill, tensors, found.__getitem__, self._device)
 
     # ------------------------------------------------------------------ announcements
 
@@ -238,19 +265,43 @@ class ModelHost:
         server = self.server
         if server is None or not self.span:
             return
-        offer = ServerOffer(
+        await self._directory.announce(
+            offers_key(server.card.id), encode(await self._offer(server)), ttl_s=_OFFER_TTL_S
+        )
+
+    async def _offer(self, server: ModelServer) -> ServerOffer:
+        """Return the announcement of this server, which serves at least one stage."""
+        return ServerOffer(
             addresses=list(await self._transport.addresses()),
             first_stage=self.span.start,
             num_stages=len(self.span),
             step_s=server.sessions.step_s,
             num_sessions=server.sessions.num_open // len(self.span),
+            tokens_per_s=self._tokens_per_s.value or 0.0,
             free_bytes=server.sessions.free_bytes,
             step_tokens=self._limits.step_tokens,
             has_files=server.parts.has_files,
             is_draining=server.is_draining,
             round_trips=self._round_trips(),
         )
-        await self._directory.announce(offers_key(server.card.id), encode(offer), ttl_s=_OFFER_TTL_S)
+
+    async def _handle_servers(self, caller: PeerId, _: None) -> ModelServers:
+        """Answer which servers the model has, as far as this server knows."""
+        assert self.server is not None
+        card, offers = self.models.card, dict(self.models.offers)
+        offers.pop(self._transport.peer_id, None)
+        if self.span:
+            offers = {self._transport.peer_id: await self._offer(self.server), **offers}
+        settings = json.loads(card.config)
+        quantization = Quantization.of(settings)
+        listed = itertools.islice(offers.items(), MAX_LISTED_SERVERS)
+        return ModelServers(
+            model=card.id,
+            kind=str(settings.get("model_type", ""))[:MAX_TEXT],
+            weights=card.dtype if quantization is None else quantization.kind,
+            stage_bytes=self.stage_bytes,
+            servers={peer: msgspec.structs.replace(offer, round_trips={}) for peer, offer in listed},
+        )
 
     def _round_trips(self) -> dict[PeerId, float]:
         links = self._transport.links
@@ -259,7 +310,10 @@ class ModelHost:
 
     async def _keep_announcing(self) -> None:
         while True:
+            before = self.server.sessions.num_tokens if self.server is not None else 0
             await asyncio.sleep(REFRESH_S)
+            if self.server is not None and self.span:
+                self._tokens_per_s.measure((self.server.sessions.num_tokens - before) / len(self.span) / REFRESH_S)
             with contextlib.suppress(PeerError):  # a later announcement may succeed
                 await self._announce()
 
@@ -269,7 +323,20 @@ class ModelHost:
             await asyncio.sleep(REFRESH_S)
             with contextlib.suppress(PeerError):
                 await self.models.refresh()
+                self._say_changes()
                 await gather(self._measure(peer) for peer in list(self.models.offers)[:_MAX_NEIGHBOURS])
+
+    def _held(self) -> dict[str, range]:
+        """Return the stages of each server that takes texts, this one included."""
+        held = {str(peer): offer.stages for peer, offer in self.models.offers.items() if not offer.is_draining}
+        return held | ({str(self._transport.peer_id): self.span} if self.span else {})
+
+    def _say_changes(self) -> None:
+        """Report which servers came, left or moved since the last report, and whether each stage has a server."""
+        now = self._held()
+        if found := changes(self._known, now):
+            self._known = now
+            self._say(f"{', '.join(found)}. {coverage(self.stage_bytes, list(now.values()))}")
 
     async def _measure(self, peer: PeerId) -> None:
         """Measure the link to another server."""
@@ -329,8 +396,8 @@ class ModelHost:
 
 def _cut_model(
     folder: PretrainedFolder, options: ServeOptions, say: Callable[[str], None]
-) -> tuple[PretrainedModel, ModelCard]:
-    """On the first server: build the model without weights, and return it with a card that says how it is cut."""
+) -> tuple[PretrainedModel, list[range], ModelForm]:
+    """On the first server: build the model without weights; return it, the blocks of each stage, and its form."""
     dtype = options.dtype or folder.dtype
     config = with_quantization(folder.config, options.quantize, dtype)
     given = ModelForm(config=config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks)
@@ -350,10 +417,14 @@ def _cut_model(
             "`--stages`."
         )
     cuts = [index * num_blocks // num_stages for index in range(num_stages + 1)]
-    ranges = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
+    return model, [range(begin, end) for begin, end in itertools.pairwise(cuts)], form
+
+
+def _card(folder: PretrainedFolder, model: PretrainedModel, ranges: Sequence[range], form: ModelForm) -> ModelCard:
+    """On the first server: read all weights, and return the model's card."""
     card = folder.card(model, ranges)
     release_free_memory()
-    return model, msgspec.structs.replace(card, config=form.config, generation_config=form.generation_config)
+    return msgspec.structs.replace(card, config=form.config, generation_config=form.generation_config)
 
 
 def _parts(model: PretrainedModel, stages: Mapping[int, StageModule], folder: PretrainedFolder | None) -> ServedParts:

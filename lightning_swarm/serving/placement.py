@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import size_text
 
 
 def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[float]) -> range:
@@ -25,9 +26,10 @@ def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[floa
     if not any(fitting):
         assert capacity is not None
         raise ConfigError(
-            f"a server must have room for one stage at least, got {capacity} bytes for weights, and the smallest stage "
-            f"has {min(sizes)}: {min(sizes) - capacity} more are missing. Give it more by `--memory`; or, where the "
-            "model is first served, cut it into more stages by `--stages`, or quantise it by `--quantize nf4`."
+            f"a server must have room for one stage at least, got {size_text(capacity)} for weights. The smallest of "
+            f"{len(sizes)} stages has {size_text(min(sizes))}: {size_text(min(sizes) - capacity)} are missing. Give it "
+            "more by `--memory`; or, where the model is first served, cut it into more stages by `--stages`, or "
+            "quantise it by `--quantize nf4`."
         )
 
     def served(span: range) -> list[float]:

@@ -25,6 +25,7 @@ from lightning_swarm import cli
 from lightning_swarm.cli import SwarmCLI, simulate
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.monitor.membership import Membership
+from lightning_swarm.monitor.model_report import coverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.entry import entry_of
@@ -321,6 +322,11 @@ def member_changes(block: Block) -> None:
     assert f"{line.text}\n" == block.text
 
 
+def model_needs(block: Block) -> None:
+    """Compare the line about memory of a server of a model."""
+    assert coverage([578_125_000] * 16, [range(7), range(7, 14)]) == block.text.rstrip()
+
+
 SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/quickstart.md", "Peers of this machine only"): peers_can_join,
     ("docs/quickstart.md", "Peer vsCUEo"): member_changes,
@@ -329,6 +335,7 @@ SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/notebooks.md", "in a notebook"): devices_refused,
     ("docs/join.md", "Peers can join this run"): peers_can_join,
     ("docs/two_machines.md", "Peers can join this run"): peers_can_join,
+    ("docs/serving.md", "The model needs"): model_needs,
     ("docs/simulate.md", "rule   samples"): simulated,
     ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches", rel=0.05),
     ("docs/planning.md", "1416.5M parameters"): planned,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -147,6 +148,47 @@ def test_a_model_is_served_by_processes_of_which_one_is_killed(servers: Servers)
     left = servers.runs["b"]
     left.process.send_signal(signal.SIGTERM)
     assert left.wait() == 0, "".join(left.output)
+
+
+def test_printed_lines_work_as_they_stand(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three users: the model's owner, a server without files that joins by a printed line, and a client."""
+
+    def run_as(user: str, words: list[str]) -> Run:
+        home = tmp_path / user
+        home.mkdir(exist_ok=True)
+        monkeypatch.chdir(home)
+        run = servers.runs[f"{user} {words[0]}"] = WarmRun(
+            *words, program=COMMAND, modules=SERVING, environment={"XDG_CONFIG_HOME": str(home)}
+        )
+        return run
+
+    def printed(line: str) -> list[str]:
+        return shlex.split(line.partition(": lightning-swarm ")[2])
+
+    size = sum(file.stat().st_size for file in servers.folder.glob("*.safetensors"))
+    small = ["--memory", str(size // 2 + TEXTS), "--texts", str(TEXTS), "--trust", "invited", "--stay"]
+    owner = run_as("owner", ["serve", "--weights", str(servers.folder), *small])
+    assert "are missing" in owner.wait_for("The model needs")
+    joining, writing = printed(owner.wait_for("Others can join")), printed(owner.wait_for("To write a text"))
+    address, secret = joining[-1], writing[writing.index("--invite") + 1]
+    joined = run_as("server", joining)
+    assert "of memory, of which" in joined.wait_for("Taking ")
+    assert "each stage has a server" in joined.wait_for("The model needs")
+    other = joined.wait_for("Others can join here, too, by invitations").split()[-1]
+    assert "each stage has a server" in owner.wait_for("came with stages")
+    client = run_as("client", [*writing[:-1], PROMPT])
+    assert client.wait() == 0, "".join(client.output)
+    assert "tokens, " in "".join(client.output)
+    for user, words in (("owner", ["status", address]), ("client", ["status", other, "--invite", secret])):
+        shown = run_as(user, words)
+        assert shown.wait() == 0, "".join(shown.output)
+        table = "".join(shown.output)
+        assert f"{other[-6:]}  127.0.0.1:" in table
+        assert f"{address[-6:]}  127.0.0.1:" in table
+        assert "has the files" in table
+    stranger = run_as("stranger", ["status", address])
+    assert stranger.wait() == 1
+    assert "answers only peers with a certificate" in "".join(stranger.output)
 
 
 def test_texts_of_many_at_once_and_texts_that_nobody_closes(servers: Servers) -> None:

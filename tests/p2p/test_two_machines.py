@@ -216,19 +216,23 @@ def test_a_model_is_served_and_tuned(machines: list[Machine]) -> None:
     for machine in machines:
         save(machine.folder / "my-llama")
     typed = [words for words in commands("docs/serving.md") if words[0] == "lightning-swarm"]
-    serve_first, serve_second, serve_third = [words for words in typed if words[1] == "serve"][:3]
+    serve_first, serve_second = [words for words in typed if words[1] == "serve"][:2]
     generate = next(words for words in typed if words[1] == "generate")
     serving = first.type_in(serve_first)
     joining = shlex.split(wait_for(serving, "Others can join: ").partition(": ")[2])
+    writing = shlex.split(wait_for(serving, "To write a text: ").partition(": ")[2])
     address = joining[-1]
-    assert joining == with_address(serve_third, address)
+    assert with_invitation(joining, serve_second) == with_address(serve_second, address)
+    assert with_invitation(writing, generate) == with_address(generate, address)
+    guest = second.type_in(joining)
+    wait_for(guest, "Others can join ")
+    said = second.run([*writing[:-1], "a b c"])
+    assert re.search(r"\d+ tokens, ", said), said
+    said = first.run(["lightning-swarm", "status", address])
+    assert said.count("0-3") == 2, said
     for words in typed:
         if words[1] == "invite":
             invite(first, second, shlex.join(words))
-    guest = second.type_in(with_address(serve_second, address))
-    wait_for(guest, "Others can join: ")
-    said = second.run([*with_address(generate, address)[:-1], "a b c"])
-    assert re.search(r"\d+ tokens, ", said), said
 
     script = (ROOT / "examples" / "tuning" / "tune.py").read_text()
     invited = script.replace("AttachStrategy(address)", 'AttachStrategy(address, invite="writer.invite")')
@@ -250,6 +254,13 @@ def invite(first: Machine, second: Machine, command: str) -> None:
     words = shlex.split(command)
     first.run(words)
     shutil.copy(first.folder / words[-1], second.folder)
+
+
+def with_invitation(printed: list[str], typed: list[str]) -> list[str]:
+    """Return a printed command with the page's invitation in place of its own."""
+    place = printed.index("--invite") + 1
+    assert len(printed[place]) > 300
+    return [*printed[:place], typed[place], *printed[place + 1 :]]
 
 
 def with_address(words: list[str], address: str) -> list[str]:

@@ -20,6 +20,7 @@ from lightning_swarm.protocol.messages.wire import (
 )
 
 MAX_SERVED_STAGES: Final = 1024
+MAX_LISTED_SERVERS: Final = 128  # so many offers fit into an answer
 MAX_FILE_BYTES: Final = 64 << 20
 MAX_STAY_S: Final = 3600.0
 _MAX_CONFIG: Final = 512 << 10
@@ -84,6 +85,7 @@ class ServerOffer(WireMessage, frozen=True):
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVED_STAGES)]
     step_s: Seconds  # average time of one session's token at a stage; 0: not measured
     num_sessions: Count  # open sessions
+    tokens_per_s: NotNegative  # tokens of prompts and of new text lately, mean of its stages
     free_bytes: Count  # memory for further sessions
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]  # limit of one step, all rows together
     has_files: bool  # the server has the whole model, also weights outside the blocks and files
@@ -99,6 +101,18 @@ class ServerOffer(WireMessage, frozen=True):
 
 class CardRequest(WireMessage, frozen=True):
     """A peer asks a server for the card of the model that it serves."""
+
+
+class ModelServers(WireMessage, frozen=True):
+    """A served model and its servers, as one of them knows them."""
+
+    model: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # the card's id
+    kind: ShortText  # as in config.json, such as ``llama``
+    weights: ShortText  # dtype, or kind of quantisation
+    stage_bytes: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]], msgspec.Meta(min_length=1, max_length=MAX_SERVED_STAGES)
+    ]
+    servers: Annotated[dict[PeerId, ServerOffer], msgspec.Meta(max_length=MAX_LISTED_SERVERS)]
 
 
 class StayRequest(WireMessage, frozen=True):

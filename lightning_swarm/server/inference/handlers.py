@@ -72,6 +72,7 @@ class SessionHandlers:
         self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # least recently used first
         self._forgetting = False  # whether `_forget_idle` runs
         self.num_steps = 0  # computed so far
+        self.num_tokens = 0  # likewise, in all rows of these steps
         self._busy_s = MovingAverage(_SMOOTHING)
         max_bytes, admit = limits.max_message_bytes, self._check_caller
         rpc.SESSION_STEP.serve(transport, self._handle_step, max_bytes=max_bytes, admit=admit)
@@ -248,6 +249,7 @@ class SessionHandlers:
                 held.drop_older()
             held.done = step.number
             self.num_steps += 1
+            self.num_tokens += _num_tokens(hidden)
             if step.number > 1 and busy_s:
                 self._busy_s.measure(busy_s)
         await held.grow()
@@ -421,13 +423,16 @@ def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, di
     return tree
 
 
+def _num_tokens(hidden: Any) -> int:
+    """Return the number of tokens in all rows of a step's hidden state."""
+    return math.prod(serialization.leaves(hidden)[0].shape[:2])
+
+
 def _check_tokens(hidden: Any, stage: SessionStage) -> None:
     """Refuse a step that would keep other sessions waiting for too long, in any form of its hidden state."""
     if stage.max_tokens is None:
         return
-    leaves = serialization.leaves(hidden)
-    rows, tokens = leaves[0].shape[:2]
-    number = max(rows * tokens, *(math.prod(leaf.shape[:-1]) for leaf in leaves))
+    number = max(_num_tokens(hidden), *(math.prod(leaf.shape[:-1]) for leaf in serialization.leaves(hidden)))
     if number > stage.max_tokens:
         raise ProtocolError(
             f"a step of a text must have at most {stage.max_tokens} tokens in all rows here (`Limits.step_tokens`), "

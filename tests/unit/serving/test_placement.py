@@ -31,7 +31,7 @@ def test_a_newcomer_goes_where_the_model_is_served_worst(capacity: int | None, r
 def test_where_no_stage_fits_the_error_says_how_much_is_needed() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"got 9 bytes for weights, and the smallest stage has 10: 1 more are missing.*--memory.*--quantize",
+        match=r"got 9 bytes for weights. The smallest of 4 stages has 10 bytes: 1 bytes are.*--memory.*--quantize",
     ):
         choose_span(SIZES, 9, [0.0] * 4)
 

@@ -1,0 +1,78 @@
+"""Measures the memory that a server may take, and divides it between weights and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.readable import size_text
+
+_KEPT: Final = 0.2  # share of the free memory that stays for steps and for the rest of the machine
+_GROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device, *, groups: Path = _GROUPS) -> int:
+    """Return the bytes that are free on a device: of the GPU, or of this machine's memory and of its containers."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return max(0, min([int(psutil.virtual_memory().available), *_left_in_groups(groups)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield the bytes that each control group of this process may still take, if it has a limit."""
+    own = ""
+    with suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next((line.partition("::")[2] for line in lines if line.startswith("0::")), "")
+    folder = root / own.strip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(root):
+            return
+        with suppress(OSError, ValueError):  # a group without a limit says "max"
+            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield limit - used + int(stat["inactive_file"])  # the page cache is given back
+
+
+def shares(memory: int | None, texts: int | None, device: torch.device, say: Callable[[str], None]) -> tuple[int, int]:
+    """Return the bytes for weights and the bytes for texts.
+
+    Args:
+        memory: Bytes for both; None: what is free on the device, less a fifth.
+        texts: Bytes for texts; None: a quarter.
+        device: The device that computes.
+        say: Receives a sentence about a measured `memory`.
+
+    Raises:
+        ConfigError: Nothing is left for weights.
+    """
+    free = free_bytes(device) if memory is None else 0
+    total = int((1 - _KEPT) * free) if memory is None else memory
+    for_texts = total // 4 if texts is None else texts
+    if not 0 < for_texts < total:
+        raise ConfigError(
+            f"`--memory` is for weights and texts, got {size_text(total)} with {size_text(for_texts)} for texts. "
+            "Lower `--texts`, or raise `--memory`."
+        )
+    if memory is None:
+        say(
+            f"Taking {size_text(total)} of memory, of which {size_text(for_texts)} for texts: {size_text(free)} are "
+            f"free on {device}, and a fifth stays for the computation and other programs. Set it by `--memory`."
+        )
+    return total - for_texts, for_texts
+
+
+def check_fits(num_bytes: int, device: torch.device) -> None:
+    """Refuse weights that are larger than the free memory of their device, before they are loaded."""
+    if (free := free_bytes(device)) < num_bytes:
+        raise ConfigError(
+            f"weights must fit into the free memory of {device}, got {size_text(num_bytes)} where {size_text(free)} "
+            f"are free. Lower `--memory`, or leave it out: that takes what is free."
+        )
