@@ -17,7 +17,7 @@ from typing import Any, Final
 from lightning_swarm.cli.arguments import Command, add_identity
 from lightning_swarm.cli.given_invitation import INVITE_HELP, invitation_file
 from lightning_swarm.cli.output import say
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.process import collecting_rarely, leaving_on_signals
 from lightning_swarm.network.access import Role
@@ -48,10 +48,15 @@ once, and other servers continue these texts.
 """
 
 GENERATE: Final = """\
-Write a text with a served model, token by token.
+Write a text with a served model, token by token; or with a run that trains, between two of its steps.
 
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Once upon a time"
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Hi" --sample --temperature 0.8 --max-new-tokens 200
+    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Hi" --version pin     of a run that trains
+
+With `--version pin`, one step's weights write the whole text, and training waits meanwhile. With `--version follow`,
+each step's weights write up to 16 more tokens, and training goes on in between. The run must allow both, by
+`SampleText(answers=True)`.
 
 The servers see hidden states, from which a prompt can be reconstructed.
 """
@@ -271,6 +276,11 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample", action="store_true", help="draw tokens (default: the likeliest)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="with --sample (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="with --sample (default: another text each time)")
+    parser.add_argument(
+        "--version",
+        choices=("pin", "follow"),
+        help="for a run that trains: the whole text by one step's weights, or each piece by the newest weights",
+    )
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="folder of the model, if it is on this machine")
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="an adapter of the model, as peft saves it")
     parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
@@ -407,6 +417,10 @@ def run_generate(arguments: argparse.Namespace) -> int:
             "`generate` needs a prompt that is not empty, at least 1 new token and a temperature above 0, got "
             f"{arguments.prompt!r}, {arguments.max_new_tokens} and {arguments.temperature:g}."
         )
+    if arguments.version is not None:
+        with collecting_rarely():
+            from lightning_swarm.cli.run_text import write_with_run
+        return write_with_run(arguments)
     say("Importing torch and transformers.")
     with collecting_rarely():
         import torch
@@ -415,8 +429,14 @@ def run_generate(arguments: argparse.Namespace) -> int:
         from lightning_swarm.serving.remote_model import prefill_in_chunks, remote_model
 
     say(f"Connecting to {arguments.address}.")
-    with invitation_file(arguments.invite) as invite:
-        model = remote_model(arguments.address, invite=invite, weights=arguments.weights, adapter=arguments.adapter)
+    try:
+        with invitation_file(arguments.invite) as invite:
+            model = remote_model(arguments.address, invite=invite, weights=arguments.weights, adapter=arguments.adapter)
+    except ProtocolError as error:  # the peer has no such method
+        raise ConfigError(
+            f"`generate` needs a server of a finished model, and {arguments.address} is none: {error} If it is in a "
+            "run that trains, add `--version pin`."
+        ) from error
     try:
         tokenizer = model.swarm.tokenizer()
         if arguments.seed is not None:

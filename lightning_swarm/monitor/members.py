@@ -1,7 +1,8 @@
-"""Reads the members of a run and their invitations from its peers, and sends the owner's bans to all peers."""
+"""Asks the peers of a run for its members and for texts, and sends the owner's bans to all peers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol.bans import bans_in
 from lightning_swarm.protocol.keepers import is_certified_keeper
+from lightning_swarm.protocol.messages.inference import RunText, RunTextRequest
 from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.protocol.queries import ask_view
-from lightning_swarm.protocol.rpc import BAN
+from lightning_swarm.protocol.rpc import BAN, RUN_TEXT
 
 _START_TIMEOUT_S: Final = 30.0
 _HEADS: Final = ("peer", "role", "invitation", "uses", "in the run")
@@ -72,6 +74,14 @@ class Members:
                 if view is not None:
                     return view
         return None
+
+    def ask_lead(self, request: RunTextRequest, *, timeout: float) -> RunText:
+        """Send a prompt to the run's lead, and return its continuation."""
+        leads = [one.report.server.lead for one in self._sightings if one.report is not None and one.report.server]
+        if not leads:
+            raise ConfigError("no peer that answers is in a run, so nothing trains there. Ask when the run has begun.")
+        lead = PeerId(Counter(leads).most_common(1)[0][0])
+        return self._runtime.run(RUN_TEXT.ask(self._transport, lead, request, timeout=timeout))
 
     def members(self) -> list[RunMember]:
         """Return the run's members; see `members_of`."""

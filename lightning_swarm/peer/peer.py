@@ -29,6 +29,7 @@ from lightning_swarm.peer.follower import Follower
 from lightning_swarm.peer.lead import Lead, RunSpec
 from lightning_swarm.peer.network import start_network
 from lightning_swarm.peer.server_host import ServerHost
+from lightning_swarm.peer.text_requests import TextRequests
 from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol import bans, queries
 from lightning_swarm.protocol.events import EventLog
@@ -75,6 +76,7 @@ class Peer:
         queries.answer_greetings(transport)
         bans.answer_bans(transport, self._members, self._spawn)
         survey.answer(transport, self._report, self._known_servers)
+        self.text_requests = TextRequests(transport, runtime.post)
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self._host = ServerHost(
             self._directory,

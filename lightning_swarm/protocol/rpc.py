@@ -279,6 +279,8 @@ SESSION_REPLAY: Final = Call("session.replay", inference.SessionReplay, by=_TRAI
 SESSION_CLOSE: Final = Call("session.close", inference.SessionClose, by=_TRAINER)
 SESSION_OUTPUT: Final = Upload("session.output", inference.SessionOutput, by=_SERVER, of=_TRAINER)
 SESSION_FAILED: Final = Call("session.failed", inference.SessionFailed, by=_SERVER, of=_TRAINER)
+RUN_TEXT: Final = Call("run.text", inference.RunTextRequest, inference.RunText, by=_OBSERVER, of=_TRAINER)
+
 MODEL_CARD: Final = Call("model.card", serving.CardRequest, serving.ModelCard, by=_SERVER)
 MODEL_PART: Final = Download("model.part", serving.PartRequest, by=_SERVER)
 MODEL_SERVERS: Final = Call("model.servers", None, serving.ModelServers, by=_OBSERVER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, ProtocolError, StageError, SwarmError
 from lightning_swarm.core.rebase import written_once
+from lightning_swarm.peer.text_requests import TextRequests, WaitingPrompt
+from lightning_swarm.protocol.messages.inference import RunText
 
 if TYPE_CHECKING:
     _Callback = Callback
@@ -28,6 +31,9 @@ else:
 __all__ = ["Sample", "SampleText"]
 
 _COLUMNS: Final = ("step", "prompt", "text", "tokens_per_s")
+_AT_ONCE: Final = 4  # prompts of other peers that are continued after one step
+_LONGEST: Final = 4096  # tokens of such a prompt and its text, which all servers compute with
+_FOLLOWING: Final = 16  # tokens after one step of a text that follows the weights
 _NUM_BYTES: Final = 256  # tokens that are bytes, if there is no tokenizer; a model may have further tokens
 
 
@@ -58,6 +64,9 @@ class SampleText(_Callback):
         every_n_steps: Optimizer steps between texts of the same prompt.
         max_new_tokens: Most tokens of each text. Training waits while it is generated.
         seed: Seed of the random draws, if `options` request sampling. Each text starts from this seed.
+        answers: Also continue the prompts that other peers of the run send by ``lightning-swarm generate --version``,
+            in the lead of a swarm, after each step. Training waits meanwhile, for at most four texts of
+            `max_new_tokens`. `prompts` may then be empty.
         generate: Called with the LightningModule and a prompt; returns the continuation. It replaces
             ``model.generate`` of Hugging Face, and `tokenizer`, `max_new_tokens` and `options`.
         options: Further arguments of ``model.generate``, such as ``do_sample=True, temperature=0.8``.
@@ -77,6 +86,7 @@ class SampleText(_Callback):
         every_n_steps: int = 100,
         max_new_tokens: int = 64,
         seed: int = 0,
+        answers: bool = False,
         generate: Callable[[LightningModule, str], str] | None = None,
         **options: Any,
     ) -> None:
@@ -84,15 +94,19 @@ class SampleText(_Callback):
         for name, value in {"every_n_steps": every_n_steps, "max_new_tokens": max_new_tokens}.items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"`{name}` of `SampleText` must be a whole number of at least 1, got {value!r}.")
-        if isinstance(prompts, str) or not prompts or not all(type(one) is str and one for one in prompts):
+        if isinstance(prompts, str) or not (prompts or answers) or not all(type(one) is str and one for one in prompts):
             raise ConfigError(f"`prompts` of `SampleText` must be texts that are not empty, got {prompts!r}.")
-        if generate is not None and (options or tokenizer is not None):
-            raise ConfigError("`generate` of `SampleText` writes the text itself: leave `tokenizer` and options out.")
+        if generate is not None and (options or answers or tokenizer is not None):
+            raise ConfigError(
+                "`generate` of `SampleText` writes the text itself: leave `tokenizer`, `answers` and options out."
+            )
         self.prompts, self.every_n_steps = list(prompts), every_n_steps
         self.samples: list[Sample] = []
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._generate, self._options = generate, options
-        self._done = 0  # the newest step at which texts were generated
+        self._answers = answers
+        self._requests: TextRequests | None = None  # of the peer that leads the swarm here
+        self._done = 0  # the newest step that has ended
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,15 +118,38 @@ class SampleText(_Callback):
         # The fit's first step is known here. After a rollback, texts of later steps are generated again.
         self._done = trainer.global_step
         self.samples = [sample for sample in self.samples if sample.step <= self._done]
+        peer = getattr(trainer.strategy, "peer", None)  # None in a plain Trainer
+        if self._answers and trainer.is_global_zero and peer is not None:
+            self._requests = peer.text_requests
+            self._requests.is_open = True
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close_requests()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close_requests()
+
+    def _close_requests(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if not trainer.is_global_zero or step == self._done or step % self.every_n_steps:
+        if not trainer.is_global_zero or step == self._done:
             return
         self._done = step
+        if self._requests is not None and (waiting := self._requests.waiting(_AT_ONCE)):
+            with _untouched(pl_module):
+                for one in waiting:
+                    self._answer(pl_module, step, one)
+        if step % self.every_n_steps or not self.prompts:
+            return
         with _untouched(pl_module):
             found = [self._write(pl_module, step, prompt) for prompt in self.prompts]
         self.samples += found
@@ -134,6 +171,61 @@ class SampleText(_Callback):
             text, num_tokens = self._decode(found), len(found)
         took_s = max(time.perf_counter() - begin_s, 1e-9)
         return Sample(step, prompt, text, num_tokens / took_s)
+
+    def _answer(self, module: LightningModule, step: int, waiting: WaitingPrompt) -> None:
+        """Continue another peer's text after a step; nothing that the peer has sent ends the training."""
+        assert self._requests is not None
+        try:
+            found = self._continue(module, step, waiting)
+        except SwarmError as error:
+            self._requests.finish(waiting, error)
+        except Exception as error:  # noqa: BLE001 - the model may fail on a stranger's prompt in any way
+            self._requests.finish(waiting, StageError(f"the model cannot continue this prompt: {error!r}"))
+        else:
+            if found is not None:
+                self._requests.finish(waiting, found)
+
+    def _continue(self, module: LightningModule, step: int, waiting: WaitingPrompt) -> RunText | None:
+        """Continue a text after a step; return the whole text once it is done."""
+        request, model = waiting.request, _generator_of(module)
+        if not waiting.tokens:
+            waiting.tokens = self._encode(request.prompt)[0].tolist()
+            waiting.num_prompt = len(waiting.tokens)
+            self._check(model, waiting)
+        left = waiting.num_prompt + request.max_new_tokens - len(waiting.tokens)
+        number = min(left, _FOLLOWING, self._max_new_tokens) if request.follows else left
+        drawn: dict[str, Any] = {"do_sample": False}
+        if request.seed is not None:
+            drawn = {"do_sample": True, "temperature": request.temperature}
+            torch.manual_seed(request.seed + len(waiting.steps))  # later pieces draw other numbers
+        tokens = torch.tensor([waiting.tokens], device=module.device)
+        options = {**self._options, **drawn, "max_new_tokens": number, "attention_mask": torch.ones_like(tokens)}
+        found = model.generate(tokens, **options)
+        before, waiting.tokens = len(waiting.tokens), getattr(found, "sequences", found)[0].tolist()
+        waiting.steps.append(step)
+        num_new = len(waiting.tokens) - waiting.num_prompt
+        if num_new < request.max_new_tokens and len(waiting.tokens) - before == number:  # no end token came
+            return None
+        text = self._decode(torch.tensor(waiting.tokens[waiting.num_prompt :]))
+        return RunText(text=text, num_tokens=num_new, steps=waiting.steps)
+
+    def _check(self, model: Any, waiting: WaitingPrompt) -> None:
+        """Refuse a text that is too long, or whose tokens the model does not have: on a GPU, they would end it."""
+        request, config = waiting.request, getattr(model, "config", None)
+        if not request.follows and request.max_new_tokens > self._max_new_tokens:
+            raise ProtocolError(
+                f"between two steps, this run writes at most {self._max_new_tokens} tokens of a text (`max_new_tokens` "
+                f"of `SampleText`), got {request.max_new_tokens}. Lower it, or follow the weights of several steps."
+            )
+        limit = min(_LONGEST, getattr(config, "max_position_embeddings", None) or _LONGEST)
+        if waiting.num_prompt + request.max_new_tokens > limit:
+            raise ProtocolError(
+                f"prompt and text must have at most {limit} tokens together, got {waiting.num_prompt} of the prompt "
+                f"and {request.max_new_tokens} new ones. Shorten one of them."
+            )
+        size = getattr(config, "vocab_size", None) or math.inf
+        if not waiting.tokens or max(waiting.tokens) >= size:
+            raise ProtocolError(f"a prompt must have tokens, each below the model's {size}. Write another prompt.")
 
     def _encode(self, prompt: str) -> Tensor:
         if self._tokenizer is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from typing_extensions import override
 
-from lightning_swarm import SwarmStrategy
+from lightning_swarm import SampleText, SwarmStrategy
 from lightning_swarm.client.inference.session import InferenceSession
 from lightning_swarm.core.limits import Limits
-from tests.p2p.warm import LIMITS, SERVING, Server, Zygote, shared_zygote, wait_until
+from tests.features.test_generation import Letters, Quiet
+from tests.p2p.processes import COMMAND
+from tests.p2p.warm import LIMITS, SERVING, Server, WarmRun, Zygote, shared_zygote, wait_until
 from tests.parity.harness import QUIET, run_plain
 from tests.parity.test_generation import FAMILIES, Writing, made, write
 from tests.parity.test_hugging_face import loader
@@ -133,3 +136,54 @@ def test_servers_are_killed_while_a_text_is_generated(
         f"\nkilled {stages}: stalled for {max(stalls):.2f} s, of a median of {sorted(stalls)[len(stalls) // 2]:.3f} s"
     )
     wait_until(lambda: not any(one.alive for one in servers), "a server outlived its run")
+
+
+class Asks(L.Callback):
+    """Runs commands beside the training, which ends when they have ended."""
+
+    def __init__(self, *commands: list[str]) -> None:
+        self.commands = commands
+        self.runs: list[WarmRun] = []
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if not self.runs:
+            self.runs = [WarmRun(*one, program=COMMAND, modules=SERVING) for one in self.commands]
+        if all(run.process.poll() is not None for run in self.runs):
+            trainer.should_stop = True
+
+
+@pytest.mark.thorough
+def test_commands_beside_a_run_have_it_write_texts(zygote: Zygote) -> None:
+    servers: list[Server] = []
+    for _ in range(NUM_SERVERS):
+        known = [one.address for one in servers[:1]]
+        servers.append(zygote.begin(known, num_stages=2, model="writer", pipeline=LAYERS))
+    words = ["generate", servers[0].address, "--prompt", "abc"]
+    asks = Asks(
+        [*words, "--version", "pin", "--max-new-tokens", "8"],
+        [*words, "--version", "follow", "--max-new-tokens", "40"],
+        words,
+    )
+    strategy = Strategy(
+        role="trainer", num_stages=2, pipeline=LAYERS, initial_peers=[servers[0].address], limits=Limits(**LIMITS)
+    )
+    torch.manual_seed(0)
+    answers = SampleText([], tokenizer=Letters(), max_new_tokens=8, answers=True)
+    options = {**QUIET, "callbacks": [asks, answers]}
+    try:
+        L.Trainer(strategy=strategy, devices=1, max_steps=-1, max_epochs=-1, **options).fit(
+            made("llama", "greedy", Quiet), loader()
+        )
+    finally:
+        for run in asks.runs:
+            run.end()
+        for server in servers:
+            if server.alive:
+                os.kill(server.pid, signal.SIGKILL)
+    pin, follow, without = ("".join(run.output) for run in asks.runs)
+    assert re.search(r"^abc[a-z]{8}$", pin, re.MULTILINE), pin
+    assert re.search(r"8 tokens, written with the weights of step \d+$", pin, re.MULTILINE), pin
+    assert re.search(r"40 tokens, written with the weights of steps \d+ to \d+$", follow, re.MULTILINE), follow
+    assert "is none" in without
+    assert "add `--version pin`" in without

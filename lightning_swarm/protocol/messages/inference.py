@@ -146,3 +146,22 @@ class SessionClose(WireMessage, frozen=True):
     """A client notifies a server that a session is over."""
 
     session: SessionId
+
+
+class RunTextRequest(WireMessage, frozen=True):
+    """A peer asks the lead of a run to continue a prompt with the weights that train."""
+
+    prompt: Annotated[str, msgspec.Meta(min_length=1, max_length=1 << 16)]
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
+    follows: bool  # pieces of the text are written after several steps; otherwise all of it after one step
+    # Seed and temperature of the draws; a seed of None: the likeliest tokens.
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None
+    temperature: Annotated[float, msgspec.Meta(gt=0.0, le=1e3)]
+
+
+class RunText(WireMessage, frozen=True):
+    """The continuation of a prompt."""
+
+    text: str
+    num_tokens: Count
+    steps: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 14)]  # whose weights wrote it

@@ -224,3 +224,20 @@ def test_who_waits_for_a_served_model_is_told_what_for(
         f"Connecting to {HERE}.",
         "lightning-swarm: error: nobody is there",
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--weights", "."], "`--weights` is for served models, and `--version` for runs that train"),
+        (["--adapter", "."], "`--adapter` is for served models"),
+        (["--max-new-tokens", "99999"], "a run does not write such a text"),
+        (["--sample", "--seed", "-1"], "a run does not write such a text"),
+        (["--invite", "swarm-invite-1.x"], "got 'the text of `--invite`': it was cut"),
+    ],
+)
+def test_a_run_is_not_asked_for_what_it_cannot_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert command(monkeypatch, "generate", HERE, "--prompt", "Hi", "--version", "pin", *more) == 2
+    assert said in capsys.readouterr().err

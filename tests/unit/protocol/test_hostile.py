@@ -806,7 +806,7 @@ def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
     left = {(CALL, method) for method in (CERTIFY, EXAMINE.name, AVOID.name, ORDER_AUDITS.name, RESULTS.name)}
     assert (calls | streams) - left == {(sample.kind, sample.method) for sample in SAMPLES}
     # Trainers and servers of served models answer the other methods; their own tests have malformed messages.
-    elsewhere = [rpc.BAN, rpc.CLAIM, rpc.LEADS, rpc.LOOP, rpc.REPLAY, rpc.REPORT, rpc.REPORT_METRICS]
+    elsewhere = [rpc.BAN, rpc.CLAIM, rpc.LEADS, rpc.LOOP, rpc.REPLAY, rpc.REPORT, rpc.REPORT_METRICS, rpc.RUN_TEXT]
     elsewhere += [one for one in RPCS if one.name.startswith(("model.", "tune."))]
     elsewhere += [rpc.SESSION_FAILED, rpc.SESSION_OUTPUT]
     named = {method for _, method in left} | {one.name for one in elsewhere} | {sample.method for sample in SAMPLES}

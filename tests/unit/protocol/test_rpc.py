@@ -70,13 +70,14 @@ def test_what_decides_over_a_run_needs_the_role_that_it_takes() -> None:
     ]
     assert {BY_NAME[method].by for method in [*coordinates, *reads]} == {Role.SERVER}
     assert {"transport.certify", "transport.introduce", "transport.ping"} == OPEN_METHODS
-    assert Counter(one.by for one in RPCS) == {Role.OBSERVER: 6, Role.SERVER: 51, Role.TRAINER: 33}
+    assert Counter(one.by for one in RPCS) == {Role.OBSERVER: 7, Role.SERVER: 51, Role.TRAINER: 33}
 
 
 def test_only_trainers_answer_what_a_lead_answers() -> None:
     asked = {one.name for one in RPCS if one.of is Role.TRAINER}
     assert asked == {
         "run.claim",
+        "run.text",
         "session.failed",
         "session.output",
         "snapshot.keep_loop",

@@ -147,7 +147,7 @@ def test_a_function_of_ones_own() -> None:
         ({"prompts": [""]}, "`prompts` of `SampleText` must be texts"),
         ({"every_n_steps": 0}, "`every_n_steps` of `SampleText` must be a whole number of at least 1, got 0"),
         ({"max_new_tokens": 2.5}, "`max_new_tokens` of `SampleText` must be a whole number"),
-        ({"generate": str, "do_sample": True}, "leave `tokenizer` and options out"),
+        ({"generate": str, "do_sample": True}, "leave `tokenizer`, `answers` and options out"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], refusal: str) -> None:
