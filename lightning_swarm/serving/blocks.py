@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from lightning_swarm.client.inference.forwards import SessionForwards
 from lightning_swarm.client.inference.session import SessionWeights
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.inference.attention_cache import CacheHandle, is_in_session
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.serving import ModelCard
-from lightning_swarm.serving.routes import ServedRoutes
 
 if TYPE_CHECKING:
     from lightning_swarm.client.inference.adapters import FoundAdapters
@@ -59,8 +57,7 @@ class ServedBlocks:
 
     def __init__(
         self,
-        runtime: Runtime,
-        routes: ServedRoutes,
+        forwards: SessionForwards,
         card: ModelCard,
         blocks: Sequence[nn.Module],
         *,
@@ -70,9 +67,7 @@ class ServedBlocks:
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._blocks = blocks
         self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
-        self._forwards = SessionForwards(
-            runtime, routes, codec=None, device=device, num_blocks=sum(stage.num_blocks for stage in card.stages)
-        )
+        self._forwards = forwards
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import json
 import random
@@ -18,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from lightning_swarm.client.inference.adapters import check_kind, find_adapters
+from lightning_swarm.client.inference.forwards import SessionForwards
 from lightning_swarm.client.pipeline.interception import BlockChain, Interception
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.event_loop import Runtime
@@ -131,35 +133,39 @@ class ServedModelClient:
         check_version(self.card)
         self._models = ModelDirectory(transport, directory, self.card)
         runtime.run(self._models.refresh())
+        self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
+        blocks = sum(stage.num_blocks for stage in self.card.stages)
+        self._forwards = SessionForwards(runtime, self.routes, codec=None, device=device, num_blocks=blocks)
+        self._new_adapted = functools.partial(
+            AdaptedBlocks,
+            runtime,
+            self._models,
+            device=device,
+            timeout=timeout,
+            microbatch_size=microbatch_size,
+            rng=rng,
+        )
+        self._device = device
+        self._build(lambda model: self._fill(model, weights, device), adapts=adapts)
+        runtime.run(self._begin())
+
+    def _build(self, fill: Callable[[PretrainedModel], object], *, adapts: bool) -> None:
+        """Build the Hugging Face model, whose blocks are on servers. `fill` loads the weights around the blocks."""
         card = self.card
         form = card.config, card.generation_config
         pretrained = PretrainedModel(*form, dtype=card.dtype, blocks=card.blocks, computes_blocks=False)
-        self._fill(pretrained, weights, device)
+        fill(pretrained)
         self.model: Any = pretrained.module
         self.model.swarm = self
-        self.blocks = pretrained.blocks.modules
+        blocks, device = pretrained.blocks, self._device
+        self.blocks = blocks.modules
         refuse_changes(pretrained.module, self.model.dtype, device, moves=adapts)
-        self.routes = ServedRoutes(self._models, timeout=timeout, rng=rng)
-        adapted = None
-        self.places: list[torch.Tensor] = []  # placeholders for the weights on servers
-        if adapts:
-            blocks = pretrained.blocks
-            self.places = pretrained.hold_places(device)
-            adapted = AdaptedBlocks(
-                runtime,
-                self._models,
-                blocks.modules,
-                blocks.names,
-                device=device,
-                timeout=timeout,
-                microbatch_size=microbatch_size,
-                rng=rng,
-            )
-        served = self.served = ServedBlocks(runtime, self.routes, card, self.blocks, device=device, adapted=adapted)
+        # Placeholders for the weights on servers.
+        self.places: list[torch.Tensor] = pretrained.hold_places(device) if adapts else []
+        adapted = self._new_adapted(blocks.modules, blocks.names) if adapts else None
+        served = self.served = ServedBlocks(self._forwards, card, self.blocks, device=device, adapted=adapted)
         vars(pretrained.module)["generate"] = _writing(self.model, served, self.model.generate)
-        chain = BlockChain(pretrained.blocks, served, served.generate, device.type)
-        self._interception = Interception(pretrained.blocks, chain)
-        runtime.run(self._begin())
+        self._interception = Interception(blocks, BlockChain(blocks, served, served.generate, device.type))
 
     async def _begin(self) -> None:
         await self._tasks.start()
@@ -230,6 +236,23 @@ class ServedModelClient:
                 f"got {str(folder)!r}: {shorten(str(error))}"
             ) from error
         return model
+
+    def with_lora(self, folder: str | Path) -> Any:
+        """Return another model, with a LoRA adapter that peft has saved; `ConfigError` if it does not belong here.
+
+        The models share this connection, which this client closes, and the memory of the weights around the blocks.
+        Several threads may write texts with each.
+        """
+        other = copy.copy(self)
+        other._closed = True
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        other._build(lambda model: model.fill(model.around, own.__getitem__, self._device), adapts=True)
+        if other.adapted(folder).active_peft_config.is_prompt_learning:  # peft would write one text at a time
+            raise ConfigError(
+                f"an endpoint serves LoRA adapters, got tuned prompts in {str(folder)!r}. Use them by "
+                "`lightning-swarm generate --adapter FOLDER`."
+            )
+        return other.model
 
     def close(self) -> None:
         """Leave the swarm. The model computes nothing any more. May be called twice."""

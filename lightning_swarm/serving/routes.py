@@ -43,6 +43,7 @@ class ServedRoutes:
         self._ejected: dict[PeerId, tuple[float, float]] = {}  # peer -> (its end, its length in seconds)
         self._unreachable: set[PeerId] = set()  # ejected peers that did not answer
         self._own: Counter[PeerId] = Counter()  # sessions of this client, which servers may not have announced yet
+        self.num_replaced = 0  # times that a stage of a text got another server
 
     def begin(self, rows: int) -> list[PeerId]:
         """See `SessionRoutes`."""
@@ -76,6 +77,7 @@ class ServedRoutes:
                 + views[peer].step_s * (1 + views[peer].num_sessions)
             ),
         )
+        self.num_replaced += 1
         # A session counts once at each server of its route.
         if chosen not in route:
             self._own[chosen] += 1

@@ -52,8 +52,8 @@ def write(model: Any, mode: str, **options: Any) -> Tensor:
 def save_adapter(family: str, folder: Path, *, seed: int = 1, **options: Any) -> Path:
     """Write an adapter with random weights: peft's initial ones would not change the text."""
     config = peft.LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": LAYERS[family], **options})
-    torch.manual_seed(seed)
     model = peft.get_peft_model(make_model(family), config)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for name, one in model.named_parameters():
             if "lora_" in name:
