@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from lightning_swarm import __version__
-from lightning_swarm.cli import arguments, invite, programs, serving
+from lightning_swarm.cli import arguments, http, invite, programs, serving
 from lightning_swarm.cli.arguments import Command
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.import_hook import import_path
@@ -46,7 +46,7 @@ _COMMANDS: Final = (
     Command("plan", arguments.PLAN, arguments.add_plan_arguments, "plan:run"),
     Command("export", arguments.EXPORT, arguments.add_export_arguments, "export:run"),
     Command("generate", serving.GENERATE, serving.add_generate_arguments, "serving:run_generate"),
-    Command("http", serving.HTTP, serving.add_http_arguments, "serving:run_http"),
+    Command("http", http.HTTP, http.add_http_arguments, "http:run_http"),
     Command("simulate", arguments.SIMULATE, arguments.add_simulate_arguments, "simulate:run"),
     Command("completion", arguments.COMPLETION, arguments.add_completion_arguments, "completion:run"),
 )

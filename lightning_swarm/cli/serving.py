@@ -1,10 +1,9 @@
-"""The commands `serve --weights`, `generate` and `http`: serve a finished model, and write texts with it."""
+"""The commands `serve --weights` and `generate`: serve a finished model, and write texts with it."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 import shlex
 import time
@@ -284,130 +283,6 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="folder of the model, if it is on this machine")
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="an adapter of the model, as peft saves it")
     parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
-
-
-HTTP: Final = """\
-Answer OpenAI's HTTP protocol for served models. It serves completions and chats, whole or streamed.
-
-    lightning-swarm http 203.0.113.7:31337/12D3... --port 8000
-    lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...
-
-Clients name a model as the command line does; the default name is its config's model type. /health has each
-model write a token, and answers 200 if all of them did. Where other machines reach the port, requests must bring an API
-key as a bearer token.
-"""
-
-API_KEY_FILE: Final = "SWARM_API_KEY_FILE"
-_MIN_KEY_CHARACTERS: Final = 16
-
-
-def add_http_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `http`."""
-    from lightning_swarm.serving.tool_formats import FORMATS
-
-    parser.add_argument(
-        "models",
-        nargs="+",
-        metavar="[NAME=]ADDRESS",
-        help="any server of a model, as HOST:PORT/ID (repeatable, for several models)",
-    )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="IP", help="where to listen (default: this machine only)"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="(default: %(default)d)")
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another name that clients may use for this endpoint, such as that of a proxy (repeatable)",
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="FILE",
-        help="file with the key that requests must bring; needed if other machines reach the endpoint "
-        f"(default: the file that {API_KEY_FILE} names)",
-    )
-    parser.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="another site whose pages may use the endpoint, such as https://chat.example.org (repeatable)",
-    )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the model, if there is one model and it is on this machine",
-    )
-    parser.add_argument(
-        "--tool-parser",
-        choices=tuple(FORMATS),
-        help="format in which the model calls tools (default: that of its chat template)",
-    )
-    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
-
-
-def _api_key(arguments: argparse.Namespace) -> str | None:
-    """Read the API key; raises a ConfigError if an endpoint that other machines could reach has none."""
-    from lightning_swarm.serving.http_limits import is_local
-
-    file = arguments.api_key or os.environ.get(API_KEY_FILE)
-    if not file:
-        if is_local(arguments.host):
-            return None
-        raise ConfigError(
-            f"an endpoint that other machines reach must have an API key, and `--host {arguments.host}` came without. "
-            "Write one into a file, by `openssl rand -hex 32 > FILE`, and name it by `--api-key FILE`."
-        )
-    try:
-        key = Path(file).read_text().strip()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"`--api-key` must name a file with a key, got {file!r}: {error}.") from error
-    if len(key) < _MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(
-            f"an API key has at least {_MIN_KEY_CHARACTERS} ASCII characters without spaces, and that in {file!r} has "
-            "not. Make one by `openssl rand -hex 32`."
-        )
-    return key
-
-
-def run_http(arguments: argparse.Namespace) -> int:
-    """Run `http`; returns the exit status."""
-    for option, value in (("--weights", arguments.weights), ("--tool-parser", arguments.tool_parser)):
-        if value is not None and len(arguments.models) > 1:
-            raise ConfigError(f"`{option}` is for one model, got {len(arguments.models)} models. Leave it out.")
-    key = _api_key(arguments)
-    say("Importing torch and transformers.")
-    with collecting_rarely():
-        from lightning_swarm.serving import http_server
-        from lightning_swarm.serving.remote_model import remote_model
-        from lightning_swarm.serving.texts import ServedText
-
-    served: list[ServedText] = []
-    with contextlib.ExitStack() as closing:
-        invite = closing.enter_context(invitation_file(arguments.invite))
-        for text in arguments.models:
-            name, _, address = text.rpartition("=")
-            say(f"Connecting to {address}.")
-            model = remote_model(address, invite=invite, weights=arguments.weights)
-            name = name or model.config.model_type
-            closing.callback(model.swarm.close)
-            served.append(ServedText(name, model, model.swarm.tokenizer(), arguments.tool_parser))
-            if [one.name for one in served].count(name) > 1:
-                raise ConfigError(f"each model must have a name of its own, got {name!r} twice. Write NAME=ADDRESS.")
-        names = ", ".join(one.name for one in served)
-        _print_result(f"Answering at http://{arguments.host}:{arguments.port}/v1 for {names}.")
-        http_server.run(
-            served,
-            host=arguments.host,
-            port=arguments.port,
-            key=key,
-            allowed_hosts=arguments.allow_host,
-            allowed_origins=arguments.allow_origin,
-        )
-    return 0
 
 
 def run_generate(arguments: argparse.Namespace) -> int:

@@ -3,60 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.serving.grammar import Grammar, grammar_of
+from lightning_swarm.serving.http_access import UNRESTRICTED, Access, Guarded, client_of, names_of
 from lightning_swarm.serving.http_answers import AnswerForm, Choice, error_answer, status_of
-from lightning_swarm.serving.http_fields import Chat, Completion, RequestError, TextFields, read
-from lightning_swarm.serving.http_limits import RequestLimits, names_of
+from lightning_swarm.serving.http_fields import Chat, Completion, RequestError, TextFields, read, short
+from lightning_swarm.serving.http_limits import RequestLimits
+from lightning_swarm.serving.http_metrics import EndpointMetrics
 from lightning_swarm.serving.http_prompts import Prompt, tokens_of_chat, tokens_of_prompt
-from lightning_swarm.serving.pieces import TextPiece
+from lightning_swarm.serving.http_queue import DEFAULT_LIMITS, QueueLimits, TextQueue
+from lightning_swarm.serving.http_streams import STREAM_STATUS, ClientGone, EventStream, event, kept_alive, unless_gone
+from lightning_swarm.serving.http_texts import PlannedText, RequestTexts
 from lightning_swarm.serving.texts import PromptScores, ServedText, TextWriter
-from lightning_swarm.serving.tool_calls import CallReader, ToolUse, tool_use, with_calls
+from lightning_swarm.serving.tool_calls import ToolUse, tool_use
 
 if TYPE_CHECKING:
     from lightning_swarm.serving.grammar_masks import CompiledGrammar
 
 _HEALTH_S: Final = 10.0  # seconds for which a health check is valid, and its timeout
-_MAX_CONNECTIONS: Final = 512
+_SPARE_CONNECTIONS: Final = 192  # connections beside one for each text and each waiting request
+_RETRY_S: Final = "10"  # seconds after which a refused client may try again
+_INSTEAD: Final = {"/v1/responses": ". Use /v1/chat/completions: this endpoint keeps no state of a client"}
+_ARRIVED_S: Final = "swarm.arrived_s"  # entry of an ASGI scope
 _REQUEST_S: Final = 10.0  # seconds within which a request's headers must arrive
-
-
-@dataclass(frozen=True)
-class Access:
-    """The restrictions on the endpoint's use.
-
-    Args:
-        key: The bearer token that requests of `/v1` must bring. None: no token.
-        hosts: The host names by which clients may address the endpoint; `("*",)`: any.
-        origins: The origins of other sites whose pages may use the endpoint from a browser.
-    """
-
-    key: str | None = None
-    hosts: Sequence[str] = ("*",)
-    origins: Sequence[str] = ()
 
 
 class TextEndpoint:
     """Answers HTTP requests about served models: their texts, their list, their health."""
 
-    def __init__(self, served: Sequence[ServedText]) -> None:
+    def __init__(self, served: Sequence[ServedText], limits: QueueLimits = DEFAULT_LIMITS) -> None:
         self._served = {one.name: one for one in served}
         self._health: tuple[float, str] = (float("-inf"), "")  # time of the last check, and its problem
         self._looking = asyncio.Lock()  # held during a health check
         self._probe: TextWriter | None = None  # the text of the last health check
         self._limits = RequestLimits()
+        self._queue = TextQueue(limits)
+        self._metrics = EndpointMetrics(served)
 
-    def app(self, access: Access = Access()) -> Any:
+    def app(self, access: Access = UNRESTRICTED) -> Any:
         """Return the ASGI application."""
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
@@ -69,42 +61,49 @@ class TextEndpoint:
         origins = [
             Middleware(CORSMiddleware, allow_origins=list(access.origins), allow_methods=["*"], allow_headers=["*"])
         ]
+        paths = {
+            "/health": self._answer_health,
+            "/metrics": self._answer_metrics,
+            "/v1/models": self._answer_models,
+        }
+        texts = {"/v1/completions": self._answer_completion, "/v1/chat/completions": self._answer_chat}
         return Starlette(
             middleware=[
-                Middleware(_Numbered),
+                Middleware(_Counted, metrics=self._metrics, paths={*paths, *texts}),
                 Middleware(TrustedHostMiddleware, allowed_hosts=list(access.hosts), www_redirect=False),
                 *(origins if access.origins else []),
-                Middleware(_Guarded, access=access),
+                Middleware(Guarded, access=access),
             ],
             routes=[
-                Route("/health", self._answer_health),
-                Route("/v1/models", self._answer_models),
+                *(Route(path, answer) for path, answer in paths.items()),
                 Route("/v1/models/{name:path}", self._answer_model),
-                Route("/v1/completions", self._answer_completion, methods=["POST"]),
-                Route("/v1/chat/completions", self._answer_chat, methods=["POST"]),
+                *(Route(path, answer, methods=["POST"]) for path, answer in texts.items()),
             ],
             exception_handlers={
                 RequestError: self._answer_error,
                 HTTPException: self._answer_other,
                 ClientDisconnect: self._answer_nobody,
+                ClientGone: self._answer_nobody,
                 Exception: self._answer_failure,
             },
         )
 
     async def _answer_error(self, _: Any, error: Exception) -> Any:
         assert isinstance(error, RequestError)
-        return _json(error_answer(str(error), error.status, error.code, error.param), error.status)
+        later = {"retry-after": _RETRY_S} if error.status == 429 else None
+        return _json(error_answer(str(error), error.status, error.code, error.param), error.status, later)
 
     async def _answer_other(self, request: Any, error: Any) -> Any:
         """Answer a request without a matching route or method."""
-        message = f"{error.detail}: {request.method} {request.url.path}"
+        path = request.url.path
+        message = f"{error.detail}: {request.method} {short(path)}{_INSTEAD.get(path, '')}"
         return _json(error_answer(message, error.status_code), error.status_code, error.headers)
 
     async def _answer_nobody(self, _: Any, error: Exception) -> Any:
         """Answer a client that left, only so that the server logs no failure of its own."""
         from starlette.responses import Response
 
-        return Response(status_code=400)
+        return Response(status_code=499)  # as nginx has it
 
     async def _answer_failure(self, _: Any, error: Exception) -> Any:
         return _json(error_answer(str(error), status_of(error)), status_of(error))
@@ -124,6 +123,8 @@ class TextEndpoint:
         if self._probe is not None and not self._probe.is_done:
             return f"{self._probe.served.name}: a token that was asked for before has not come yet"
         for served in self._served.values():
+            if served.parent is not None:
+                continue  # its servers are those of its model
             given = {
                 "input_ids": torch.zeros(1, 1, dtype=torch.long),
                 "attention_mask": torch.ones(1, 1, dtype=torch.long),
@@ -151,31 +152,39 @@ class TextEndpoint:
             return self._served[name]
         raise RequestError(
             404,
-            f"there is no model {name!r} here; there is {sorted(self._served)}",
+            f"there is no model {short(name)!r} here; there is {sorted(self._served)}",
             code="model_not_found",
             param="model",
         )
 
+    async def _answer_metrics(self, _: Any) -> Any:
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
     async def _answer_completion(self, request: Any) -> Any:
-        async with self._limits.body(request) as body:
+        with ExitStack() as held:
+            body = await self._limits.body(request, held)
             asked = read(body, Completion)
             served = self._model(asked.model)
             given = [
                 await self._limits.tokenized(partial(tokens_of_prompt, served, asked, prompt), len(body))
                 for prompt in asked.prompts
             ]
-        grammar = await self._compiled(served, grammar_of(asked))
-        return await self._answer(request, asked, served, given, _TextKind(grammar=grammar))
+            grammar = await self._compiled(served, grammar_of(asked))
+            return await self._answer(request, asked, served, given, _TextKind(grammar=grammar), held)
 
     async def _answer_chat(self, request: Any) -> Any:
-        async with self._limits.body(request) as body:
+        with ExitStack() as held:
+            body = await self._limits.body(request, held)
             asked = read(body, Chat)
             served = self._model(asked.model)
             given = await self._limits.tokenized(partial(tokens_of_chat, served, asked), len(body))
-        answer = grammar_of(asked)
-        use = tool_use(served, asked, given.text, answer)
-        grammar = await self._compiled(served, answer if use is None else use.grammar)
-        return await self._answer(request, asked, served, [given], _TextKind(is_chat=True, grammar=grammar, use=use))
+            answer = grammar_of(asked)
+            use = tool_use(served, asked, given.text, answer)
+            grammar = await self._compiled(served, answer if use is None else use.grammar)
+            kind = _TextKind(is_chat=True, grammar=grammar, use=use)
+            return await self._answer(request, asked, served, [given], kind, held)
 
     async def _compiled(self, served: ServedText, grammar: Grammar | None) -> CompiledGrammar | None:
         """Compile a grammar before any token of its texts is computed. Raises RequestError if none can follow it."""
@@ -184,66 +193,53 @@ class TextEndpoint:
         return await self._limits.compiled(lambda: served.grammars.compile(grammar))
 
     async def _answer(
-        self, request: Any, asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
+        self,
+        request: Any,
+        asked: TextFields,
+        served: ServedText,
+        given: Sequence[Prompt],
+        kind: _TextKind,
+        held: ExitStack,  # the share of memory of the request's body
     ) -> Any:
         """Write the texts of a request, `asked.n` for each prompt, and return the whole answer or a stream of it."""
         from lightning_swarm.serving.sampling import check_tokens
 
         check_tokens(asked, served.model.config.get_text_config().vocab_size)
-        begun = self._begin(_client_of(request), asked, served, given, kind)
-        texts, pieces = [text for text, _ in begun], [piece for _, piece in begun]
-        held = ExitStack()
-        for text in texts:
-            held.callback(text.abort)
+        planned, num_new = _planned(asked, served, given, kind)
+        ticket = self._queue.enter(client_of(request), len(planned), num_new)
+        arrived_s = request.scope[_ARRIVED_S]
+        texts = RequestTexts(planned, ticket, self._metrics, served.name, arrived_s=arrived_s, held=held.pop_all())
         form = AnswerForm(served.name, kind.is_chat, has_scores=asked.num_logprobs is not None)
-        if asked.stream:
+        choices = [Choice(index) for index in range(len(planned))]
+        with ExitStack() as closing:
+            closing.callback(texts.close)
+            if not asked.stream:
+                return _json(await unless_gone(request.receive, _whole(texts, form, choices, asked.n)))
             with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return _stream(_events(pieces, form, partial(_usage, texts, asked.n) if with_usage else None), held)
-        choices = [Choice(index) for index in range(len(texts))]
-        watching = asyncio.ensure_future(_until_gone(request))
-        watching.add_done_callback(lambda _: held.close())  # aborts the texts when the client leaves
-        try:
-            async for index, piece in _merged(pieces):
-                choices[index].add(piece)
-        finally:
-            watching.cancel()
-            held.close()
-        return _json(form.whole(choices, _usage(texts, asked.n)))
+            events = _events(texts, form, choices, partial(texts.usage, asked.n) if with_usage else None)
+            events = kept_alive(events, lambda: "queued" if texts.is_waiting else "waiting")
+            first = await unless_gone(request.receive, anext(events))
+            return EventStream(first, events, closing.pop_all())
 
-    def _begin(
-        self, client: str, asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
-    ) -> list[tuple[TextWriter, AsyncIterator[TextPiece]]]:
-        """Begin all texts of a request, or none; return each with its pieces."""
-        wanted, texts = list[tuple[Callable[[], TextWriter], CallReader | None]](), list[TextWriter]()
-        places = list[ExitStack]()  # each text keeps its place until its thread ends, even if the request ends earlier
-        try:
-            for one in given:
-                num_prompt = one.tokens["input_ids"].shape[1]
-                num_new = served.num_new(num_prompt, asked.num_tokens)
-                scores = None
-                if asked.echo and asked.num_logprobs is not None:
-                    served.check_scored(num_prompt)
-                    scores = PromptScores(served, one.tokens, asked.num_logprobs)
-                for choice in range(asked.n):
-                    places.append(ExitStack())
-                    places[-1].enter_context(self._limits.text(num_new, client))
-                    make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text)
-                    make = partial(make, grammar=kind.grammar, kept_tokens=kind.use.kept_tokens if kind.use else ())
-                    begin = partial(make, choice=choice, prompt_scores=scores, on_end=places[-1].close)
-                    wanted.append((begin, kind.use.new_reader() if kind.use else None))
-            for new_text, _ in wanted:
-                texts.append(new_text())
-        except BaseException:
-            for text in texts:
-                text.abort()
-            for place in places[len(texts) :]:
-                place.close()
-            raise
-        readers = [reader for _, reader in wanted]
-        return [
-            (text, text.pieces() if reader is None else with_calls(text.pieces(), reader))
-            for text, reader in zip(texts, readers, strict=True)
-        ]
+
+def _planned(
+    asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
+) -> tuple[list[PlannedText], int]:
+    """Plan all texts of a request; return them, and the most new tokens that one of them may have."""
+    planned, longest = list[PlannedText](), 0
+    for one in given:
+        num_prompt = one.tokens["input_ids"].shape[1]
+        num_new = served.num_new(num_prompt, asked.num_tokens)
+        longest = max(longest, num_new)
+        scores = None
+        if asked.echo and asked.num_logprobs is not None:
+            served.check_scored(num_prompt)
+            scores = PromptScores(served, one.tokens, asked.num_logprobs)
+        make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text, grammar=kind.grammar)
+        make = partial(make, prompt_scores=scores, kept_tokens=kind.use.kept_tokens if kind.use else ())
+        for choice in range(asked.n):
+            planned.append(PlannedText(partial(make, choice=choice), kind.use.new_reader() if kind.use else None))
+    return planned, longest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,78 +251,24 @@ class _TextKind:
     use: ToolUse | None = None
 
 
-def _usage(texts: Sequence[TextWriter], num_choices: int) -> dict[str, int]:
-    """Count the tokens of the prompts, each prompt once, and of all texts so far."""
-    prompts = sum(text.num_prompt for text in texts[::num_choices])
-    written = sum(text.num_tokens for text in texts)
-    return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
-
-
-async def _merged(texts: Sequence[AsyncIterator[TextPiece]]) -> AsyncIterator[tuple[int, TextPiece]]:
-    """Yield the pieces of several texts as they arrive, with the texts' indices."""
-    pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
-
-    async def read_one(index: int) -> None:
-        try:
-            async for piece in texts[index]:
-                pieces.put_nowait((index, piece))
-        except Exception as error:  # noqa: BLE001 - raised below, from the queue
-            pieces.put_nowait((index, error))
-        else:
-            pieces.put_nowait((index, None))
-
-    readers = [asyncio.ensure_future(read_one(index)) for index in range(len(texts))]
-    try:
-        left = len(texts)
-        while left:
-            index, piece = await pieces.get()
-            if isinstance(piece, BaseException):
-                raise piece
-            if piece is None:
-                left -= 1
-            else:
-                yield index, piece
-    finally:
-        for reader in readers:
-            reader.cancel()
-
-
-async def _until_gone(request: Any) -> None:
-    """Wait until the client has closed its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _stream(events: AsyncIterator[str], held: ExitStack) -> Any:
-    """Return a response of server-sent events. `held` is closed after it, even if the client leaves first."""
-    from starlette.responses import StreamingResponse
-
-    class EventStream(StreamingResponse):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            with held:
-                await super().__call__(scope, receive, send)
-
-    return EventStream(events, media_type="text/event-stream")
+async def _whole(texts: RequestTexts, form: AnswerForm, choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
+    """Return the answer with all texts."""
+    async for index, piece in texts.pieces():
+        choices[index].add(piece)
+    return form.whole(choices, texts.usage(num_choices))
 
 
 async def _events(
-    texts: Sequence[AsyncIterator[TextPiece]], form: AnswerForm, usage: Callable[[], dict[str, int]] | None
-) -> AsyncIterator[str]:
+    texts: RequestTexts, form: AnswerForm, choices: Sequence[Choice], usage: Callable[[], dict[str, int]] | None
+) -> AsyncGenerator[str]:
     """Yield texts as server-sent events. `usage` counts the tokens at the end; None: they are not reported."""
-    choices = [Choice(index) for index in range(len(texts))]
-    try:
-        async for index, piece in _merged(texts):
-            yield _event(form.chunk(choices[index], piece))
+    async with aclosing(texts.pieces()) as pieces:
+        async for index, piece in pieces:
+            yield event(form.chunk(choices[index], piece))
             choices[index].add(piece)
-        if usage is not None:
-            yield _event(form.usage_chunk(usage()))
-        yield "data: [DONE]\n\n"
-    except Exception as error:  # noqa: BLE001 - the status was sent already
-        yield _event(error_answer(str(error), status_of(error)))
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
+    if usage is not None:
+        yield event(form.usage_chunk(usage()))
+    yield "data: [DONE]\n\n"
 
 
 def _json(content: dict[str, Any], status: int = 200, headers: Any = None) -> Any:
@@ -337,56 +279,51 @@ def _json(content: dict[str, Any], status: int = 200, headers: Any = None) -> An
 
 def _described(served: ServedText) -> dict[str, Any]:
     length = {} if served.context is None else {"max_model_len": served.context}
-    return {"id": served.name, "object": "model", "created": 0, "owned_by": "swarm", **length}
+    own = {"id": served.name, "object": "model", "created": 0, "owned_by": "swarm", "parent": served.parent}
+    return own | length
 
 
-def _client_of(request: Any) -> str:
-    return request.client.host if request.client is not None else ""
+class _Counted:
+    """Counts requests, and adds an id to each answer, by which it can be found in logs, such as a proxy's."""
 
-
-class _Numbered:
-    """Adds an id to each answer, by which it can be found in logs, such as a proxy's."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self, app: Any, metrics: EndpointMetrics, paths: Collection[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        number = f"req-{uuid.uuid4().hex}".encode()
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        number, status = f"req-{uuid.uuid4().hex}".encode(), 499
+        scope[_ARRIVED_S] = time.monotonic()
 
         async def send_with_number(message: Any) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", number)]}
             await send(message)
 
-        await self._app(scope, receive, send_with_number if scope["type"] == "http" else send)
+        try:
+            await self._app(scope, receive, send_with_number)
+        except Exception as error:
+            status = status_of(error)  # a middleware outside of this one sends it
+            raise
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.requests.labels(path, str(scope.get(STREAM_STATUS, status))).inc()
 
 
-class _Guarded:
-    """Requires the key, if one is set, for `/v1`. Refuses pages of other sites that `Access.origins` does not name."""
-
-    def __init__(self, app: Any, access: Access) -> None:
-        self._app, self._access = app, access
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
-            await _json(error_answer(str(problem), problem.status, problem.code), problem.status)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _problem(self, scope: Any) -> RequestError | None:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        origin = headers.get("origin")  # sent by browsers, with the site of the page that asks
-        is_own = origin is None or origin.partition("://")[2] == headers.get("host")
-        if not is_own and not {"*", origin} & {*self._access.origins}:
-            return RequestError(403, f"pages of {origin} may not use this endpoint: allow it by `--allow-origin`")
-        if self._access.key is None or not scope["path"].startswith("/v1/"):
-            return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._access.key.encode()):
-            return None
-        return RequestError(
-            401, "this endpoint takes requests with its API key as a bearer token", code="invalid_api_key"
-        )
+def require_packages() -> None:
+    """Raise a ConfigError if a package that the endpoint needs is not installed."""
+    try:
+        import llguidance  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the HTTP endpoint needs uvicorn, starlette, llguidance and prometheus-client. Run: "
+            'pip install "lightning-swarm[http]"'
+        ) from error
 
 
 def run(
@@ -394,7 +331,8 @@ def run(
     *,
     host: str,
     port: int,
-    key: str | None = None,
+    limits: QueueLimits = DEFAULT_LIMITS,
+    keys: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
 ) -> None:
@@ -402,16 +340,13 @@ def run(
 
     If only this machine reaches the endpoint, requests must address it by a name of this machine or an allowed name.
     """
-    try:
-        import llguidance  # noqa: F401 - texts with grammars import it
-        import uvicorn
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            'the HTTP endpoint needs uvicorn, starlette and llguidance. Run: pip install "lightning-swarm[http]"'
-        ) from error
-    access = Access(key, names_of(host, allowed_hosts), allowed_origins)
-    app = TextEndpoint(served).app(access)
-    uvicorn.run(app, host=host, port=port, http=_connections(), log_level="warning", limit_concurrency=_MAX_CONNECTIONS)
+    require_packages()
+    import uvicorn
+
+    access = Access(keys, names_of(host, allowed_hosts), allowed_origins)
+    app = TextEndpoint(served, limits).app(access)
+    most = limits.texts + limits.waiting + _SPARE_CONNECTIONS
+    uvicorn.run(app, host=host, port=port, http=_connections(), log_level="warning", limit_concurrency=most)
 
 
 def _connections() -> Any:

@@ -37,6 +37,7 @@ class ServedText:
     model: Any
     tokenizer: Any
     tool_parser: str | None = None  # name of the format of calls; None: found in the chat template
+    parent: str | None = None  # name of the model whose adapter this is
 
     @cached_property
     def turn(self) -> AbstractContextManager[Any]:

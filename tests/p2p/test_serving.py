@@ -27,6 +27,7 @@ from lightning_swarm.serving.tuning_client import Chain
 from tests.p2p.processes import COMMAND, Run, free_port
 from tests.p2p.warm import SERVING, WarmRun
 from tests.parity import test_attach as tuning
+from tests.parity.test_adapted_texts import plain, save_adapter
 from tests.served import calling, make_model
 
 # Cold starts of peers in this file: none; all are forked from a process that has imported everything.
@@ -231,19 +232,19 @@ def memory_bytes(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
-def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # caused by peft
+def test_the_stock_client_of_openai_writes_and_chats(servers: Servers, tmp_path: Path) -> None:
     import openai
 
-    model = make_model("llama")
+    model, adapter = make_model("llama"), save_adapter("llama", tmp_path / "adapter")
     servers.start("a", "--weights", servers.folder)
     written = WarmRun(
         "generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, program=COMMAND, modules=SERVING
     )
     servers.runs["written"] = written
     port = free_port()
-    endpoint = servers.runs["http"] = WarmRun(
-        "http", f"small={servers.address}", "--port", port, program=COMMAND, modules=SERVING
-    )
+    served = ("http", f"small={servers.address}", "--adapter", f"poems={adapter}", "--port", port)
+    endpoint = servers.runs["http"] = WarmRun(*served, program=COMMAND, modules=SERVING)
     endpoint.wait_for("Answering at")
     base = f"http://127.0.0.1:{port}"
     deadline_s = time.monotonic() + 60.0
@@ -264,13 +265,17 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers) -> None:
     assert expected in "".join(written.output)
     expected = f" {expected}"  # the separator from the prompt comes first
     client = openai.OpenAI(base_url=f"{base}/v1", api_key="-")
-    assert [one.id for one in client.models.list()] == ["small"]
+    assert [one.id for one in client.models.list()] == ["small", "poems"]
     options: dict[str, Any] = {"model": "small", "temperature": 0.0, "max_tokens": NUM_NEW}
     whole = client.completions.create(prompt=PROMPT, **options)
     assert whole.choices[0].text == expected
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(given["input_ids"][0]), NUM_NEW)
+    tokens = plain("llama", adapter).generate(**given, max_new_tokens=NUM_NEW, do_sample=False)[0]
+    poem = tokenizer.decode(tokens[given["input_ids"].shape[1] :], skip_special_tokens=True)
+    found = client.completions.create(prompt=PROMPT, **{**options, "model": "poems"}).choices[0].text
+    assert found == f" {poem}" != expected
     pieces = [part.choices[0].text for part in client.completions.create(prompt=PROMPT, stream=True, **options)]
     assert "".join(pieces) == expected
     assert len(pieces) > 3

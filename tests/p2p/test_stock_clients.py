@@ -1,4 +1,7 @@
-"""Stock clients of OpenAI's protocol, each in a process, with an endpoint whose server is killed during a text."""
+"""Stock clients of OpenAI's protocol, each in a process, with an endpoint whose server is killed during a text.
+
+Until another server goes on, the stream is kept alive by comments, which each client must ignore.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import transformers
 
 from lightning_swarm import remote_model
 from lightning_swarm.network import PeerId
-from lightning_swarm.serving import http_server
+from lightning_swarm.serving import http_server, http_streams
 from lightning_swarm.serving.texts import ServedText
 from tests.p2p.processes import Run, free_port
 from tests.p2p.test_serving import PROMPT, Servers, save
@@ -44,12 +47,23 @@ KILL_AT = 4  # pieces
 class Endpoint:
     """A live endpoint in this process, so that the test knows which server has a text."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, patch: pytest.MonkeyPatch) -> None:
         self.servers = servers
+        self.sent: list[str] = []  # comments and events, and the moments at which a server was killed
+        kept_alive = http_server.kept_alive
+
+        async def recorded(*args: Any) -> AsyncGenerator[str]:
+            async with aclosing(kept_alive(*args)) as events:
+                async for one in events:
+                    self.sent.append(one)
+                    yield one
+
+        patch.setattr(http_server, "kept_alive", recorded)
+        patch.setattr(http_streams, "_KEEP_ALIVE_S", 0.02)
         self.model = remote_model(servers.address)
         port = free_port()
         served = ServedText("small", self.model, self.model.swarm.tokenizer())
-        options = {"host": "127.0.0.1", "port": port, "key": None, "allowed_hosts": [], "allowed_origins": []}
+        options = {"host": "127.0.0.1", "port": port, "keys": [], "allowed_hosts": [], "allowed_origins": []}
         self.thread = threading.Thread(target=http_server.run, args=([served],), kwargs=options, daemon=True)
         self.thread.start()
         self.url = f"http://127.0.0.1:{port}/v1"
@@ -66,6 +80,7 @@ class Endpoint:
         (session,) = self.model.swarm.served._forwards._sessions._open.values()
         peer = session._route[0]
         os.kill(self.servers.runs[self.servers.names[peer]].process.pid, signal.SIGKILL)
+        self.sent.append("killed")
         return PeerId(peer)
 
     def is_avoided(self, peer: PeerId) -> bool:
@@ -81,9 +96,10 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     try:
         for name in "abcdef":
             servers.start(name, "--weights", folder, "--stay")
-        made = Endpoint(servers)
-        with closing(made.model.swarm):
-            yield made
+        with pytest.MonkeyPatch.context() as patch:
+            made = Endpoint(servers, patch)
+            with closing(made.model.swarm):
+                yield made
     finally:
         servers.end()
 
@@ -119,6 +135,9 @@ def test_a_text_is_streamed_on_although_its_server_is_killed(endpoint: Endpoint,
         running.end()
     assert killed is not None, "the fault is due"
     assert endpoint.is_avoided(killed), "the text was written before the server died"
+    after = "".join(endpoint.sent[endpoint.sent.index("killed") :])
+    assert 5 * ": waiting\n\n" in after, "nothing kept the stream alive while the server was dead"
+    endpoint.sent.clear()
     assert "".join(pieces) == expected_text(endpoint)
 
 

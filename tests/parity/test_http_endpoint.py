@@ -13,6 +13,7 @@ import httpx2 as httpx
 import openai
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 from lightning_swarm.serving import http_server
@@ -306,6 +307,11 @@ def test_errors_have_openais_form(served: ServedText) -> None:
         assert [one.id for one in (await client.models.list()).data] == ["tiny"]
         with pytest.raises(openai.NotFoundError, match="Not Found: POST /v1/embeddings"):
             await client.embeddings.create(model="tiny", input="a")
+        with pytest.raises(openai.NotFoundError, match="Use /v1/chat/completions"):
+            await client.responses.create(model="tiny", input="a")
+        with pytest.raises(openai.NotFoundError) as huge:
+            await chat(client, model="<script>" * 100_000)
+        assert len(huge.value.message) < 1000
         with pytest.raises(openai.BadRequestError, match="`functions` is not supported here") as refused:
             await chat(client, functions=[{"name": "f"}])
         assert refused.value.param == "functions"
@@ -313,28 +319,79 @@ def test_errors_have_openais_form(served: ServedText) -> None:
     ask(served, act)
 
 
+def test_metrics_count_exactly(served: ServedText) -> None:
+    async def act() -> Any:
+        async with http(served, Access()) as own:
+            client = openai.AsyncOpenAI(api_key="-", base_url="http://swarm/v1", http_client=own, max_retries=0)
+            create: Any = client.completions.create
+            await create(model="tiny", prompt=PROMPT, max_tokens=8, n=2)
+            end = {"stop_token_ids": [served.tokenizer.convert_tokens_to_ids(text_of(served)[4])]}
+            ended = await create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, extra_body=end)
+            async for _ in await chat(client, max_tokens=5, stream=True):
+                pass
+            for wrong in ({"model": "other"}, {"max_tokens": 59}):
+                with pytest.raises(openai.APIStatusError):
+                    await chat(client, **wrong)
+            assert (await own.get("/nothing")).status_code == 404
+            while True:
+                values = metrics((await own.get("/metrics")).text)
+                if not values["num_requests_running", "tiny"]:  # all threads have ended
+                    return values, 2 * 8 + ended.usage.completion_tokens + 5
+
+    values, num_tokens = asyncio.run(act())
+    assert values["generation_tokens_total", "tiny"] == num_tokens
+    assert values["inter_token_latency_seconds_count", "tiny"] == num_tokens - 4
+    assert values["prompt_tokens_total", "tiny"] == 3 * 6 + 7  # a chat's template adds a letter
+    assert values["num_requests_waiting", "tiny"] == 0
+    histograms = ["time_to_first_token", "e2e_request_latency", "request_queue_time"]
+    assert [values[f"{name}_seconds_count", "tiny"] for name in histograms] == [4, 4, 3]
+    assert (values["request_success_total", "length tiny"], values["request_success_total", "stop tiny"]) == (3, 1)
+    answered = {key: value for (name, key), value in values.items() if name == "http_requests_total"}
+    answered.pop("/metrics 200", None)
+    assert answered == {
+        "/v1/completions 200": 2,
+        "/v1/chat/completions 200": 1,
+        "/v1/chat/completions 404": 1,
+        "/v1/chat/completions 400": 1,
+        "other 404": 1,
+    }
+
+
+def metrics(text: str) -> dict[tuple[str, str], float]:
+    """Return values by their names and their labels."""
+    return {
+        (sample.name.partition(":")[2], " ".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
 def test_the_key(served: ServedText) -> None:
     list_models: Any = lambda client: client.models.list()  # noqa: E731 - for both
-    assert ask(served, list_models, key="k" * 16).data[0].id == "tiny"
+    assert ask(served, list_models, keys=["k" * 16]).data[0].id == "tiny"
+    assert ask(served, list_models, keys=["K" * 16, "k" * 16]).data[0].id == "tiny"
     with pytest.raises(openai.AuthenticationError, match="with its API key"):
-        ask(served, list_models, key="K" * 16)
+        ask(served, list_models, keys=["K" * 16])
 
 
 @pytest.mark.parametrize(
-    ("headers", "access", "status"),
+    ("path", "headers", "access", "status"),
     [
-        ({}, {}, 200),
-        ({"origin": "http://swarm"}, {}, 200),
-        ({"origin": "https://evil.example"}, {}, 403),
-        ({"origin": "https://chat.example"}, {"origins": ["https://chat.example"]}, 200),
-        ({"host": "evil.example"}, {"hosts": ["swarm"]}, 400),
-        ({"authorization": "Basic aaaa"}, {"key": "k" * 16}, 401),
+        ("/v1/models", {}, {}, 200),
+        ("/v1/models", {"origin": "http://swarm"}, {}, 200),
+        ("/v1/models", {"origin": "https://evil.example"}, {}, 403),
+        ("/v1/models", {"origin": "https://chat.example"}, {"origins": ["https://chat.example"]}, 200),
+        ("/v1/models", {"host": "evil.example"}, {"hosts": ["swarm"]}, 400),
+        ("/v1/models", {"authorization": "Basic aaaa"}, {"keys": ["k" * 16]}, 401),
+        ("/metrics", {}, {"keys": ["k" * 16]}, 401),
     ],
 )
-def test_who_may_ask(served: ServedText, headers: dict[str, str], access: dict[str, Any], status: int) -> None:
+def test_who_may_ask(
+    served: ServedText, path: str, headers: dict[str, str], access: dict[str, Any], status: int
+) -> None:
     async def run() -> httpx.Response:
         async with http(served, Access(**access)) as client:
-            return await client.get("/v1/models", headers=headers)
+            return await client.get(path, headers=headers)
 
     found = asyncio.run(run())
     assert found.status_code == status

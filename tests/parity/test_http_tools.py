@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib.util
 import json
+import os
 import runpy
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -235,7 +238,9 @@ def test_a_template_without_tools(served: ServedText) -> None:
         ask(plain, lambda client: chat(client, tools=TOOLS))  # type: ignore[arg-type, return-value]
 
 
-def test_the_example(served: ServedText, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def address(served: ServedText) -> str:
+    """Start an endpoint, and return its address."""
     port = free_port()
     options = {"host": "127.0.0.1", "port": port}
     server = threading.Thread(target=http_server.run, args=([served],), kwargs=options, daemon=True)
@@ -244,7 +249,11 @@ def test_the_example(served: ServedText, monkeypatch: pytest.MonkeyPatch, capsys
         with socket.socket() as trying:
             if not trying.connect_ex(("127.0.0.1", port)):
                 break
-    monkeypatch.setattr(sys, "argv", ["tools.py", f"http://127.0.0.1:{port}/v1"])
+    return f"http://127.0.0.1:{port}/v1"
+
+
+def test_the_example(address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools.py", address])
     runpy.run_path(str(EXAMPLES / "serving" / "tools.py"), run_name="__main__")
     found = ast.literal_eval(capsys.readouterr().out)
     assert isinstance(found["is_warm"], bool)
@@ -280,3 +289,18 @@ def test_langchains_tools(served: ServedText) -> None:
     assert {call["name"] for call in whole} == {"Trip"}
     for call in whole:
         Trip.model_validate(call["args"])
+
+
+@pytest.mark.thorough
+def test_litellms_tools(address: str) -> None:
+    if importlib.util.find_spec("litellm") is None:
+        pytest.skip("litellm is not installed")
+    program = Path(__file__).parents[1] / "p2p" / "clients" / "litellm_tools.py"
+    offline = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise it would be downloaded
+    command = [sys.executable, str(program), address, json.dumps(TOOLS)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120.0, env=offline)
+    whole, streamed = map(json.loads, shown.stdout.splitlines())
+    assert whole == streamed
+    for name, arguments in whole:
+        assert name in ("train", "plane")
+        Trip.model_validate_json(arguments)

@@ -1,0 +1,165 @@
+"""The places of texts at the HTTP endpoint, and the fair, bounded queue of requests that wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_swarm.serving.http_fields import MAX_TEXTS, RequestError
+
+_SHORT_TOKENS: Final = 512  # most new tokens of a short text
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueLimits:
+    """Limits on texts and on requests that wait.
+
+    Args:
+        texts: Number of texts at once.
+        waiting: Number of waiting requests. 0: no request waits.
+        wait_s: The longest wait, in seconds.
+    """
+
+    texts: int = 64
+    waiting: int = 256
+    wait_s: float = 60.0
+
+    @property
+    def three_quarters(self) -> int:
+        """The most long texts, and texts of one client, so that places are left for short texts and other clients."""
+        return max(1, self.texts - self.texts // 4)
+
+
+DEFAULT_LIMITS: Final = QueueLimits()
+
+
+class TextQueue:
+    """Gives places to requests, to each client in turn. A client's long and short requests wait in separate lines."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self._lines: dict[tuple[str, bool], deque[Ticket]] = {}  # (client, is long) -> its requests; in turn
+        self._waiting = Counter[str]()  # client -> requests
+        self._running = Counter[str]()  # client -> texts
+        self._num_long = 0  # long texts among them
+        self._numbers = itertools.count()
+
+    def enter(self, client: str, num_texts: int, num_tokens: int) -> Ticket:
+        """Ask for the places of a request's texts, of up to `num_tokens` new tokens each.
+
+        If the queue is full, the newest request of the client with most waiting requests is refused.
+
+        Raises:
+            RequestError: This request is refused, or its texts are more than may be written at once.
+        """
+        ticket = Ticket(self, next(self._numbers), client, num_texts, is_long=num_tokens > _SHORT_TOKENS)
+        most = min(self._of_client(client), self._limits.three_quarters if ticket.is_long else self._limits.texts)
+        if num_texts > most:
+            raise RequestError(400, f"a request like this has at most {most} texts at this endpoint, got {num_texts}")
+        self._lines.setdefault(ticket.line, deque()).append(ticket)
+        self._waiting[client] += 1
+        self.admit()
+        if self._waiting.total() > self._limits.waiting:
+            longest = max(self._waiting, key=lambda one: (self._waiting[one], one == client))
+            newest = max(
+                (line[-1] for (one, _), line in self._lines.items() if one == longest), key=lambda it: it.number
+            )
+            newest.refuse(f"this endpoint is busy, and {self._limits.waiting} requests wait already")
+        if ticket.admitted.done():
+            ticket.admitted.result()
+        else:
+            late = f"no place became free within {self._limits.wait_s:g} s"
+            ticket.timer = asyncio.get_running_loop().call_later(self._limits.wait_s, ticket.refuse, late)
+        return ticket
+
+    def admit(self) -> None:
+        """Give the free places to the requests whose turn has come."""
+        while (ticket := self._next()) is not None:
+            self.remove(ticket)
+            if (line := self._lines.pop(ticket.line, None)) is not None:
+                self._lines[ticket.line] = line  # the last in turn
+            self._running[ticket.client] += ticket.num_texts
+            self._num_long += ticket.num_texts * ticket.is_long
+            ticket.stop_timer()
+            ticket.admitted.set_result(None)
+
+    def _next(self) -> Ticket | None:
+        """Return the next request that gets places; None: no request gets any now."""
+        is_long_blocked = False
+        for (client, is_long), (ticket, *_) in self._lines.items():
+            if (is_long and is_long_blocked) or self._running[client] + ticket.num_texts > self._of_client(client):
+                continue
+            # Later requests do not overtake, because a request for many places might otherwise never get them.
+            if self._running.total() + ticket.num_texts > self._limits.texts:
+                return None
+            if not is_long or self._num_long + ticket.num_texts <= self._limits.three_quarters:
+                return ticket
+            is_long_blocked = True
+        return None
+
+    def remove(self, ticket: Ticket) -> None:
+        """Remove a request from its line."""
+        self._lines[ticket.line].remove(ticket)
+        if not self._lines[ticket.line]:
+            del self._lines[ticket.line]
+        self._waiting -= Counter([ticket.client])
+
+    def release(self, ticket: Ticket) -> None:
+        """Take back one place of an admitted request."""
+        self._running -= Counter([ticket.client])
+        self._num_long -= ticket.is_long
+        self.admit()
+
+    def _of_client(self, client: str) -> int:
+        # Requests without an address have an empty `client`, and share no limit.
+        return min(MAX_TEXTS, self._limits.three_quarters) if client else self._limits.texts
+
+
+class Ticket:
+    """A request that waits for its places, or has them."""
+
+    def __init__(self, queue: TextQueue, number: int, client: str, num_texts: int, *, is_long: bool) -> None:
+        self._queue, self.number, self.client, self.num_texts, self.is_long = queue, number, client, num_texts, is_long
+        self.line = client, is_long
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        self._has_left = False
+
+    async def until_admitted(self) -> None:
+        """Wait for the places; raises RequestError if the request is refused."""
+        await asyncio.wait([self.admitted])  # unlike `await self.admitted`, never cancels it
+        self.admitted.result()
+
+    def refuse(self, reason: str) -> None:
+        """Refuse a waiting request."""
+        self.stop_timer()
+        self._queue.remove(self)
+        self.admitted.set_exception(RequestError(429, f"{reason}. Try again later"))
+        self._queue.admit()
+
+    def leave(self, *, num_begun: int) -> None:
+        """Leave the queue, or return the places of all texts but the first `num_begun`, of which each returns its own.
+
+        May be called several times.
+        """
+        if not self.admitted.done():
+            self.stop_timer()
+            self._queue.remove(self)
+            self.admitted.cancel()
+            self._queue.admit()
+        elif not self.admitted.cancelled() and self.admitted.exception() is None and not self._has_left:
+            for _ in range(self.num_texts - num_begun):
+                self.release()
+        self._has_left = True
+
+    def release(self) -> None:
+        """Return the place of one text."""
+        self._queue.release(self)
+
+    def stop_timer(self) -> None:
+        """End the limit on the wait."""
+        if self.timer is not None:
+            self.timer.cancel()

@@ -1,0 +1,120 @@
+"""The texts of one HTTP request: they wait for their places, and are then written together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+
+from lightning_swarm.serving.http_metrics import EndpointMetrics, TextMeter
+from lightning_swarm.serving.http_queue import Ticket
+from lightning_swarm.serving.pieces import TextPiece
+from lightning_swarm.serving.texts import TextWriter
+from lightning_swarm.serving.tool_calls import CallReader, with_calls
+
+
+@dataclass(frozen=True)
+class PlannedText:
+    """A text that has not begun."""
+
+    begin: Callable[..., TextWriter]  # takes `on_end`
+    reader: CallReader | None  # separates its calls
+
+
+class RequestTexts:
+    """Writes a request's texts, as soon as the queue has given it places. `close` gives everything back."""
+
+    def __init__(
+        self,
+        planned: Sequence[PlannedText],
+        ticket: Ticket,
+        metrics: EndpointMetrics,
+        model: str,
+        *,
+        arrived_s: float,  # of the request
+        held: ExitStack,  # closed when the texts have left the queue
+    ) -> None:
+        self._planned, self._ticket, self._held = planned, ticket, held
+        self._metrics, self._model, self._arrived_s = metrics, model, arrived_s
+        self._entered_s = time.monotonic()
+        self._writers: list[TextWriter] = []
+        self._set_waiting = ExitStack()
+        metrics.waiting.labels(model).inc(len(planned))
+        self._set_waiting.callback(metrics.waiting.labels(model).dec, len(planned))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the texts wait for their places."""
+        return not self._ticket.admitted.done()
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
+        """Yield the texts' pieces as they come, with the texts' indices. Raises the first error of any text."""
+        await self._ticket.until_admitted()
+        self._held.close()
+        self._set_waiting.close()
+        self._metrics.queued.labels(self._model).observe(time.monotonic() - self._entered_s)
+        async with aclosing(merged([self._begin(planned) for planned in self._planned])) as pieces:
+            async for index, piece in pieces:
+                yield index, piece
+
+    def _begin(self, planned: PlannedText) -> AsyncIterator[TextPiece]:
+        """Begin one text. It keeps its place until its thread ends, even if the request ends earlier."""
+        ended, meter = ExitStack(), TextMeter(self._metrics, self._model, self._arrived_s)
+        writer = planned.begin(on_end=ended.close)
+        self._writers.append(writer)
+        meter.begin(writer)
+        ended.callback(self._ticket.release)
+        ended.callback(meter.end, writer)
+        pieces = _metered(writer, meter)
+        return pieces if planned.reader is None else with_calls(pieces, planned.reader)
+
+    def close(self) -> None:
+        """End the texts, or leave the queue. May be called several times."""
+        self._ticket.leave(num_begun=len(self._writers))
+        for writer in self._writers:
+            writer.abort()
+        self._set_waiting.close()
+        self._held.close()
+
+    def usage(self, num_choices: int) -> dict[str, int]:
+        """Count the tokens of the prompts, each prompt once, and of all texts so far."""
+        prompts = sum(text.num_prompt for text in self._writers[::num_choices])
+        written = sum(text.num_tokens for text in self._writers)
+        return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+
+
+async def _metered(writer: TextWriter, meter: TextMeter) -> AsyncIterator[TextPiece]:
+    async for piece in writer.pieces():
+        meter.take(writer, piece.finish_reason)
+        yield piece
+
+
+async def merged(texts: Sequence[AsyncIterator[TextPiece]]) -> AsyncGenerator[tuple[int, TextPiece]]:
+    """Yield the pieces of several texts as they arrive, with the texts' indices."""
+    pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
+
+    async def read_one(index: int) -> None:
+        try:
+            async for piece in texts[index]:
+                pieces.put_nowait((index, piece))
+        except Exception as error:  # noqa: BLE001 - raised below, from the queue
+            pieces.put_nowait((index, error))
+        else:
+            pieces.put_nowait((index, None))
+
+    readers = [asyncio.ensure_future(read_one(index)) for index in range(len(texts))]
+    try:
+        left = len(texts)
+        while left:
+            index, piece = await pieces.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is None:
+                left -= 1
+            else:
+                yield index, piece
+    finally:
+        for reader in readers:
+            reader.cancel()
