@@ -25,9 +25,9 @@ Answer OpenAI's HTTP protocol for served models. It serves completions and chats
     lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...
     lightning-swarm http 203.0.113.7:31337/12D3... --adapter poems=adapter/
 
-Clients name a model or an adapter as the command line does; a model's default name is its config's model type.
-/health has each model write a token, and answers 200 if all of them did. /metrics is for Prometheus. Where other
-machines reach the port, requests must bring an API key as a bearer token.
+Clients name a model or an adapter as the command line does; a model's default name is its config's model type. / is a
+page to try them. /health has each model write a token, and answers 200 if all of them did. /metrics is for Prometheus.
+Where other machines reach the port, requests must bring an API key as a bearer token.
 """
 
 API_KEY_FILE: Final = "SWARM_API_KEY_FILE"
@@ -216,7 +216,8 @@ def run_http(arguments: argparse.Namespace) -> int:
             for name, folder in adapters
         ]
         names = ", ".join(one.name for one in served)
-        print(f"Answering at http://{arguments.host}:{arguments.port}/v1 for {names}.", flush=True)  # noqa: T201
+        place = f"http://{arguments.host}:{arguments.port}"
+        print(f"Answering at {place}/v1 for {names}. A page to try them: {place}/", flush=True)  # noqa: T201
         http_server.run(
             served,
             host=arguments.host,

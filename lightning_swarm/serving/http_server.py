@@ -18,6 +18,7 @@ from lightning_swarm.serving.http_answers import AnswerForm, Choice, error_answe
 from lightning_swarm.serving.http_fields import Chat, Completion, RequestError, TextFields, read, short
 from lightning_swarm.serving.http_limits import RequestLimits
 from lightning_swarm.serving.http_metrics import EndpointMetrics
+from lightning_swarm.serving.http_page import page
 from lightning_swarm.serving.http_prompts import Prompt, tokens_of_chat, tokens_of_prompt
 from lightning_swarm.serving.http_queue import DEFAULT_LIMITS, QueueLimits, TextQueue
 from lightning_swarm.serving.http_streams import STREAM_STATUS, ClientGone, EventStream, event, kept_alive, unless_gone
@@ -62,6 +63,7 @@ class TextEndpoint:
             Middleware(CORSMiddleware, allow_origins=list(access.origins), allow_methods=["*"], allow_headers=["*"])
         ]
         paths = {
+            "/": self._answer_page,
             "/health": self._answer_health,
             "/metrics": self._answer_metrics,
             "/v1/models": self._answer_models,
@@ -161,6 +163,12 @@ class TextEndpoint:
         from starlette.responses import PlainTextResponse
 
         return PlainTextResponse(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _answer_page(self, _: Any) -> Any:
+        from starlette.responses import HTMLResponse
+
+        text, headers = page()
+        return HTMLResponse(text, headers=headers)
 
     async def _answer_completion(self, request: Any) -> Any:
         with ExitStack() as held:

@@ -381,9 +381,10 @@ def test_the_key(served: ServedText) -> None:
         ("/v1/models", {"origin": "http://swarm"}, {}, 200),
         ("/v1/models", {"origin": "https://evil.example"}, {}, 403),
         ("/v1/models", {"origin": "https://chat.example"}, {"origins": ["https://chat.example"]}, 200),
-        ("/v1/models", {"host": "evil.example"}, {"hosts": ["swarm"]}, 400),
+        ("/", {"host": "evil.example"}, {"hosts": ["swarm"]}, 400),
         ("/v1/models", {"authorization": "Basic aaaa"}, {"keys": ["k" * 16]}, 401),
         ("/metrics", {}, {"keys": ["k" * 16]}, 401),
+        ("/", {}, {"keys": ["k" * 16]}, 200),
     ],
 )
 def test_who_may_ask(
