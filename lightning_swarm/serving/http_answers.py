@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.serving.http_fields import RequestError
@@ -45,22 +45,58 @@ def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
     return [*found.values()]
 
 
+class Form(Protocol):
+    """The form of an answer, whole or as events of a stream."""
+
+    end_mark: str  # what ends a stream
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the events before the texts."""
+
+    def take(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+        """Return the events of a text's next piece."""
+
+    def end(self, usage: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Return the events after the texts."""
+
+    def whole(self, usage: Mapping[str, int]) -> dict[str, Any]:
+        """Return the whole answer."""
+
+
 @dataclass
 class AnswerForm:
     """The form of the answers to a completion or a chat."""
 
     model: str
     chat: bool
+    num_texts: int
     has_scores: bool  # log probabilities were requested
+    has_usage: bool  # a stream reports its usage
+    end_mark: str = "data: [DONE]\n\n"
 
     def __post_init__(self) -> None:
+        self._choices = [Choice(index) for index in range(self.num_texts)]
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
-    def whole(self, choices: Sequence[Choice], usage: Mapping[str, int]) -> dict[str, Any]:
-        """Return the answer with all of the texts."""
+    def begin(self) -> list[dict[str, Any]]:
+        """See `Form`."""
+        return []
+
+    def take(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+        """See `Form`."""
+        found = self._of_piece(self._choices[index], piece)
+        self._choices[index].add(piece)
+        return [found]
+
+    def end(self, usage: Mapping[str, int]) -> list[dict[str, Any]]:
+        """See `Form`."""
+        return [{**self._chunk([]), "usage": usage}] if self.has_usage else []
+
+    def whole(self, usage: Mapping[str, int]) -> dict[str, Any]:
+        """See `Form`."""
         return {
-            **self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, choices)),
+            **self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, self._choices)),
             "usage": usage,
         }
 
@@ -73,7 +109,7 @@ class AnswerForm:
             text = {"message": message}
         return {**self._common_fields(choice.index, choice.finish_reason, choice.scores, 0), **text}
 
-    def chunk(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
+    def _of_piece(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
         """Return the chunk of a text's next piece, which `choice` does not contain yet."""
         text: dict[str, Any] = {"text": piece.text}
         if self.chat:
@@ -86,10 +122,6 @@ class AnswerForm:
         choice.has_begun = True
         own = self._common_fields(choice.index, piece.finish_reason, piece.scores, len(choice.text))
         return self._chunk([{**own, **text}])
-
-    def usage_chunk(self, usage: Mapping[str, int]) -> dict[str, Any]:
-        """Return the last chunk of a stream that reports its usage."""
-        return {**self._chunk([]), "usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._answer("chat.completion.chunk" if self.chat else _TEXT, choices)

@@ -282,6 +282,11 @@ _Request = TypeVar("_Request", bound=TextFields)
 
 def read(body: bytes, kind: type[_Request]) -> _Request:
     """Read a request; raises RequestError with the name of a field that is not honoured."""
+    return converted(fields_of(body, MISSING), kind)
+
+
+def fields_of(body: bytes, missing: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the fields of a request that may have an effect; refuse unsupported fields, which `missing` lists."""
     try:
         sent = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -289,11 +294,16 @@ def read(body: bytes, kind: type[_Request]) -> _Request:
     if not isinstance(sent, dict):
         raise RequestError(400, f"a request is a JSON object, got a {type(sent).__name__}")
     given = {name: value for name, value in sent.items() if value is not None and name not in WITHOUT_EFFECT}
-    for name in MISSING.keys() & given.keys():
+    for name in missing.keys() & given.keys():
         value = given.pop(name)
-        if not any(value == one and type(value) is type(one) for one in MISSING[name]):
+        if not any(value == one and type(value) is type(one) for one in missing[name]):
             remedy = _INSTEAD.get(name, "leave it out")
             raise RequestError(400, f"`{name}` is not supported here, got {short(value)}: {remedy}", param=name)
+    return given
+
+
+def converted(given: Mapping[str, Any], kind: type[_Request]) -> _Request:
+    """Return a request of its fields."""
     if unknown := sorted(given.keys() - set(kind.__struct_fields__)):
         raise RequestError(400, f"there is no field `{short(unknown[0])}` in this request", param=unknown[0][:100])
     try:

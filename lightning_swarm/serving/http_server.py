@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.serving.grammar import Grammar, grammar_of
 from lightning_swarm.serving.http_access import UNRESTRICTED, Access, Guarded, client_of, names_of
-from lightning_swarm.serving.http_answers import AnswerForm, Choice, error_answer, status_of
+from lightning_swarm.serving.http_answers import AnswerForm, Form, error_answer, status_of
 from lightning_swarm.serving.http_fields import Chat, Completion, RequestError, TextFields, read, short
 from lightning_swarm.serving.http_limits import RequestLimits
 from lightning_swarm.serving.http_metrics import EndpointMetrics
 from lightning_swarm.serving.http_page import page
 from lightning_swarm.serving.http_prompts import Prompt, tokens_of_chat, tokens_of_prompt
 from lightning_swarm.serving.http_queue import DEFAULT_LIMITS, QueueLimits, TextQueue
+from lightning_swarm.serving.http_responses import ResponseForm, read_response
 from lightning_swarm.serving.http_streams import STREAM_STATUS, ClientGone, EventStream, event, kept_alive, unless_gone
 from lightning_swarm.serving.http_texts import PlannedText, RequestTexts
 from lightning_swarm.serving.texts import PromptScores, ServedText, TextWriter
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 _HEALTH_S: Final = 10.0  # seconds for which a health check is valid, and its timeout
 _SPARE_CONNECTIONS: Final = 192  # connections beside one for each text and each waiting request
 _RETRY_S: Final = "10"  # seconds after which a refused client may try again
-_INSTEAD: Final = {"/v1/responses": ". Use /v1/chat/completions: this endpoint keeps no state of a client"}
 _ARRIVED_S: Final = "swarm.arrived_s"  # entry of an ASGI scope
 _REQUEST_S: Final = 10.0  # seconds within which a request's headers must arrive
 
@@ -68,7 +68,11 @@ class TextEndpoint:
             "/metrics": self._answer_metrics,
             "/v1/models": self._answer_models,
         }
-        texts = {"/v1/completions": self._answer_completion, "/v1/chat/completions": self._answer_chat}
+        texts = {
+            "/v1/completions": self._answer_completion,
+            "/v1/chat/completions": self._answer_chat,
+            "/v1/responses": self._answer_response,
+        }
         return Starlette(
             middleware=[
                 Middleware(_Counted, metrics=self._metrics, paths={*paths, *texts}),
@@ -97,8 +101,7 @@ class TextEndpoint:
 
     async def _answer_other(self, request: Any, error: Any) -> Any:
         """Answer a request without a matching route or method."""
-        path = request.url.path
-        message = f"{error.detail}: {request.method} {short(path)}{_INSTEAD.get(path, '')}"
+        message = f"{error.detail}: {request.method} {short(request.url.path)}"
         return _json(error_answer(message, error.status_code), error.status_code, error.headers)
 
     async def _answer_nobody(self, _: Any, error: Exception) -> Any:
@@ -185,14 +188,22 @@ class TextEndpoint:
     async def _answer_chat(self, request: Any) -> Any:
         with ExitStack() as held:
             body = await self._limits.body(request, held)
-            asked = read(body, Chat)
-            served = self._model(asked.model)
-            given = await self._limits.tokenized(partial(tokens_of_chat, served, asked), len(body))
-            answer = grammar_of(asked)
-            use = tool_use(served, asked, given.text, answer)
-            grammar = await self._compiled(served, answer if use is None else use.grammar)
-            kind = _TextKind(is_chat=True, grammar=grammar, use=use)
-            return await self._answer(request, asked, served, [given], kind, held)
+            return await self._chat(request, read(body, Chat), len(body), held)
+
+    async def _answer_response(self, request: Any) -> Any:
+        with ExitStack() as held:
+            body = await self._limits.body(request, held)
+            asked, echo = read_response(body)
+            return await self._chat(request, asked, len(body), held, ResponseForm(asked.model, echo))
+
+    async def _chat(self, request: Any, asked: Chat, num_bytes: int, held: ExitStack, form: Form | None = None) -> Any:
+        served = self._model(asked.model)
+        given = await self._limits.tokenized(partial(tokens_of_chat, served, asked), num_bytes)
+        answer = grammar_of(asked)
+        use = tool_use(served, asked, given.text, answer)
+        grammar = await self._compiled(served, answer if use is None else use.grammar)
+        kind = _TextKind(is_chat=True, grammar=grammar, use=use, form=form)
+        return await self._answer(request, asked, served, [given], kind, held)
 
     async def _compiled(self, served: ServedText, grammar: Grammar | None) -> CompiledGrammar | None:
         """Compile a grammar before any token of its texts is computed. Raises RequestError if none can follow it."""
@@ -217,15 +228,18 @@ class TextEndpoint:
         ticket = self._queue.enter(client_of(request), len(planned), num_new)
         arrived_s = request.scope[_ARRIVED_S]
         texts = RequestTexts(planned, ticket, self._metrics, served.name, arrived_s=arrived_s, held=held.pop_all())
-        form = AnswerForm(served.name, kind.is_chat, has_scores=asked.num_logprobs is not None)
-        choices = [Choice(index) for index in range(len(planned))]
+        form: Form = kind.form or AnswerForm(
+            served.name,
+            kind.is_chat,
+            len(planned),
+            has_scores=asked.num_logprobs is not None,
+            has_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        )
         with ExitStack() as closing:
             closing.callback(texts.close)
             if not asked.stream:
-                return _json(await unless_gone(request.receive, _whole(texts, form, choices, asked.n)))
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = _events(texts, form, choices, partial(texts.usage, asked.n) if with_usage else None)
-            events = kept_alive(events, lambda: "queued" if texts.is_waiting else "waiting")
+                return _json(await unless_gone(request.receive, _whole(texts, form, asked.n)))
+            events = kept_alive(_events(texts, form, asked.n), lambda: "queued" if texts.is_waiting else "waiting")
             first = await unless_gone(request.receive, anext(events))
             return EventStream(first, events, closing.pop_all())
 
@@ -257,26 +271,28 @@ class _TextKind:
     is_chat: bool = False
     grammar: CompiledGrammar | None = None
     use: ToolUse | None = None
+    form: Form | None = None  # None: that of completions and chats
 
 
-async def _whole(texts: RequestTexts, form: AnswerForm, choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
+async def _whole(texts: RequestTexts, form: Form, num_choices: int) -> dict[str, Any]:
     """Return the answer with all texts."""
     async for index, piece in texts.pieces():
-        choices[index].add(piece)
-    return form.whole(choices, texts.usage(num_choices))
+        form.take(index, piece)
+    return form.whole(texts.usage(num_choices))
 
 
-async def _events(
-    texts: RequestTexts, form: AnswerForm, choices: Sequence[Choice], usage: Callable[[], dict[str, int]] | None
-) -> AsyncGenerator[str]:
-    """Yield texts as server-sent events. `usage` counts the tokens at the end; None: they are not reported."""
+async def _events(texts: RequestTexts, form: Form, num_choices: int) -> AsyncGenerator[str]:
+    """Yield texts as server-sent events."""
+    first = form.begin()  # sent with the first piece, so that an error before has a status of its own
     async with aclosing(texts.pieces()) as pieces:
         async for index, piece in pieces:
-            yield event(form.chunk(choices[index], piece))
-            choices[index].add(piece)
-    if usage is not None:
-        yield event(form.usage_chunk(usage()))
-    yield "data: [DONE]\n\n"
+            for content in (*first, *form.take(index, piece)):
+                yield event(content)
+            first = []
+    for content in form.end(texts.usage(num_choices)):
+        yield event(content)
+    if form.end_mark:
+        yield form.end_mark
 
 
 def _json(content: dict[str, Any], status: int = 200, headers: Any = None) -> Any:

@@ -54,8 +54,9 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
 
 
 def event(content: dict[str, Any]) -> str:
-    """Return an event with a JSON object."""
-    return f"data: {json.dumps(content)}\n\n"
+    """Return an event with a JSON object, whose type, if it has one, is also the event's."""
+    kind = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{kind}data: {json.dumps(content)}\n\n"
 
 
 async def kept_alive(events: AsyncGenerator[str], comment: Callable[[], str]) -> AsyncGenerator[str]:

@@ -1,0 +1,262 @@
+"""Requests and answers of OpenAI's Responses API, as chats: this endpoint keeps no response for a later request."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from lightning_swarm.serving.http_fields import Chat, RequestError, converted, fields_of, short
+from lightning_swarm.serving.pieces import TextPiece
+
+_SAME: Final = frozenset(
+    {
+        *("model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "seed", "stop", "parallel_tool_calls", "chat_template_kwargs"),
+    }
+)
+"""Fields that a chat has, too."""
+
+_MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
+    "store": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "include": ([],),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "reasoning": ({},),
+    "context_management": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "top_logprobs": (0,),
+}
+"""Unsupported fields, each with the values that request nothing."""
+
+_ECHO: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("instructions", "temperature", "top_p", "max_output_tokens", "text")),
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
+"""Fields that the response repeats, with their defaults."""
+
+_NAMES: Final = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+_ITEM: Final = frozenset({"id", "status", "type"})  # fields of all items, which do not change the text
+_REASONED: Final = ("role", "content", "reasoning_content")  # fields of a message that begins with reasoning
+_ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def read_response(body: bytes) -> tuple[Chat, dict[str, Any]]:
+    """Read a request as a chat; return it with the fields that the response repeats.
+
+    Raises:
+        RequestError: A field is not honoured.
+    """
+    given = fields_of(body, _MISSING)
+    echo = {name: given.get(name, value) for name, value in _ECHO.items()}
+    chat = {name: given.pop(name) for name in [*given] if name in _SAME}
+    instructions, asked = given.pop("instructions", ""), given.pop("input", None)
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if not isinstance(items, list) or not items or not isinstance(instructions, str):
+        raise RequestError(400, "`input` is a text or a list of items, and `instructions` are a text", param="input")
+    chat["messages"] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        _add(item, chat["messages"])
+    if "max_output_tokens" in given:
+        chat["max_completion_tokens"] = given.pop("max_output_tokens")
+    chat["tools"] = [_nested(tool, "tools") for tool in _list_of(given.pop("tools", []), "tools")]
+    choice = given.pop("tool_choice", "auto")
+    chat["tool_choice"] = choice if isinstance(choice, str) else _nested(choice, "tool_choice")
+    chat |= _format(given.pop("text", {}))
+    if given:
+        unknown = min(given)
+        raise RequestError(400, f"there is no field `{short(unknown)}` in this request", param=unknown[:100])
+    try:
+        return converted(chat, Chat), echo
+    except RequestError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
+
+
+def _list_of(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise RequestError(400, f"`{name}` is a list, got {short(value)}", param=name)
+    return value
+
+
+def _nested(tool: Any, param: str) -> dict[str, Any]:
+    """Return a function or its choice in the form of chats."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise RequestError(400, f"tools have the type 'function', got {short(tool)}", param=param)
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _format(text: Any) -> dict[str, Any]:
+    """Return the format of the answer in the form of chats."""
+    given = dict(text) if isinstance(text, dict) else {"": text}
+    form = given.pop("format", None) or {"type": "text"}
+    if given or not isinstance(form, dict):
+        raise RequestError(400, f"`text` has a `format` only, got {short(text)}", param="text")
+    own = {name: value for name, value in form.items() if name != "type"}
+    return {"response_format": {"type": form.get("type"), **({"json_schema": own} if own else {})}}
+
+
+def _add(item: Any, messages: list[dict[str, Any]]) -> None:
+    """Append an item of the input to a chat. An assistant's reasoning, text and calls are one message there."""
+    given = {name: value for name, value in item.items() if value is not None} if isinstance(item, dict) else {}
+    kind, own = given.get("type", "message"), {name: value for name, value in given.items() if name not in _ITEM}
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+    match kind, own:
+        case "reasoning", {"content": [{"type": "reasoning_text", "text": text}], **rest} if not any(rest.values()):
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        case "message", {"role": str(role), "content": content, **rest} if role in _ROLES and not rest:
+            if role == "assistant" and last.keys() == {*_REASONED} and not last["content"]:
+                last["content"] = _plain(content)
+            else:
+                messages.append({"role": _ROLES[role], "content": _plain(content)})
+        case "function_call", {"call_id": number, "name": name, "arguments": arguments, **rest} if not rest:
+            if not last:
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": name, "arguments": arguments}
+            messages[-1].setdefault("tool_calls", []).append({"id": number, "type": "function", "function": function})
+        case "function_call_output", {"call_id": number, "output": output, **rest} if not rest:
+            messages.append({"role": "tool", "tool_call_id": number, "content": _plain(output)})
+        case _:
+            raise RequestError(
+                400,
+                "items of `input` are messages with a role and a content, reasoning in plain text, function calls with "
+                f"their call_id, name and arguments, and their outputs, got {short(item)}",
+                param="input",
+            )
+
+
+def _plain(content: Any) -> Any:
+    """Return a content in the form of chats; `conversation` refuses parts that are no text."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+    known = all(kind in ("input_text", "output_text", "text") for kind in kinds)
+    return [{"type": "text", "text": text} for text in texts] if known else content
+
+
+class ResponseForm:
+    """The form of a response, which implements `Form`. Events and the whole answer have the same items."""
+
+    end_mark = ""  # a stream of events ends without one
+
+    def __init__(self, model: str, echo: Mapping[str, Any]) -> None:
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._fixed = {**echo, "object": "response", "model": model, "error": None, "metadata": {}}
+        self._items = list[dict[str, Any]]()  # all but the last are complete
+        self._num_events = 0
+        self._call = -1  # index of the text's call that the last item is
+        self._reason = "stop"
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the events before the text."""
+        return [self._whole_event(f"response.{kind}", "in_progress") for kind in ("created", "in_progress")]
+
+    def take(self, _: int, piece: TextPiece) -> list[dict[str, Any]]:
+        """Return the events of a piece."""
+        found = list[dict[str, Any]]()
+        for kind, text in (("reasoning", piece.reasoning), ("message", piece.text)):
+            if text:
+                found += self._open(kind)
+                (part,) = self._items[-1]["content"]
+                part["text"] += text
+                found.append(self._event(f"response.{part['type']}.delta", content_index=0, delta=text, logprobs=[]))
+        for call in piece.calls:
+            if call.index != self._call:
+                self._call = call.index
+                found += self._open("function_call", call_id=call.id, name=call.name, arguments="")
+            if call.arguments:
+                self._items[-1]["arguments"] += call.arguments
+                found.append(self._event("response.function_call_arguments.delta", delta=call.arguments))
+        self._reason = piece.finish_reason or self._reason
+        return found
+
+    def end(self, usage: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Return the events after the text; the last one has the whole response."""
+        status = "incomplete" if self._reason == "length" else "completed"
+        found = self._close(status)
+        return [*found, self._whole_event(f"response.{status}", status, usage)]
+
+    def whole(self, usage: Mapping[str, int]) -> dict[str, Any]:
+        """Return the whole response."""
+        response: dict[str, Any] = self.end(usage)[-1]["response"]
+        return response
+
+    def _open(self, kind: str, **own: Any) -> list[dict[str, Any]]:
+        """Begin an item of a kind, unless the last item is of this kind and no call."""
+        if self._items and self._items[-1]["type"] == kind != "function_call":
+            return []
+        found = self._close("completed")
+        item: dict[str, Any] = {"type": kind, "id": f"{kind}_{uuid.uuid4().hex}", "status": "in_progress", **own}
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+        self._items.append(item)
+        found.append(self._event("response.output_item.added", item=_copy(item)))
+        if kind != "function_call":
+            part = {"type": "output_text" if kind == "message" else "reasoning_text", "text": ""}
+            item["content"] = [part | ({"annotations": []} if kind == "message" else {})]
+            found.append(self._event("response.content_part.added", content_index=0, part=dict(item["content"][0])))
+        return found
+
+    def _close(self, status: str) -> list[dict[str, Any]]:
+        """End the last item."""
+        if not self._items:
+            return []
+        item, found = self._items[-1], list[dict[str, Any]]()
+        item["status"] = status
+        if item["type"] == "function_call":
+            own = {"arguments": item["arguments"], "name": item["name"]}
+            found.append(self._event("response.function_call_arguments.done", **own))
+        else:
+            (part,) = item["content"]
+            name = f"response.{part['type']}.done"
+            found.append(self._event(name, content_index=0, text=part["text"], logprobs=[]))
+            found.append(self._event("response.content_part.done", content_index=0, part=dict(part)))
+        return [*found, self._event("response.output_item.done", item=_copy(item))]
+
+    def _event(self, kind: str, **own: Any) -> dict[str, Any]:
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        if "item" in own:
+            del place["item_id"]
+        return self._numbered({"type": kind, **place, **own})
+
+    def _whole_event(self, kind: str, status: str, usage: Mapping[str, int] | None = None) -> dict[str, Any]:
+        response = {
+            **self._fixed,
+            "id": self._id,
+            "created_at": self._created,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [_copy(item) for item in self._items],
+            "usage": None if usage is None else _usage(usage),
+        }
+        return self._numbered({"type": kind, "response": response})
+
+    def _numbered(self, content: dict[str, Any]) -> dict[str, Any]:
+        self._num_events += 1
+        return {**content, "sequence_number": self._num_events - 1}
+
+
+def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
+    content: Sequence[dict[str, Any]] | None = item.get("content")
+    return {**item, **({} if content is None else {"content": [dict(part) for part in content]})}
+
+
+def _usage(usage: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
