@@ -106,9 +106,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(FORMATS),
         help="format in which the model calls tools (default: that of its chat template)",
     )
-    parser.add_argument(
-        "--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered"
-    )
+    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
 
 
 def _keys(arguments: argparse.Namespace) -> list[str]:
