@@ -274,10 +274,10 @@ SNAPSHOT: Final = Download("snapshot.read", state.SnapshotRequest, state.Snapsho
 HELD: Final = Call("snapshot.held", None, state.HeldSnapshots, by=_SERVER)
 
 # Inference and tuning.
-SESSION_STEP: Final = Upload("session.step", inference.SessionStep, by=_SERVER)
+SESSION_STEPS: Final = Upload("session.steps", inference.SessionSteps, inference.SessionStepsReply, by=_SERVER)
 SESSION_REPLAY: Final = Call("session.replay", inference.SessionReplay, by=_TRAINER)
 SESSION_CLOSE: Final = Call("session.close", inference.SessionClose, by=_TRAINER)
-SESSION_OUTPUT: Final = Upload("session.output", inference.SessionOutput, by=_SERVER, of=_TRAINER)
+SESSION_OUTPUTS: Final = Upload("session.outputs", inference.SessionOutputs, by=_SERVER, of=_TRAINER)
 SESSION_FAILED: Final = Call("session.failed", inference.SessionFailed, by=_SERVER, of=_TRAINER)
 RUN_TEXT: Final = Call("run.text", inference.RunTextRequest, inference.RunText, by=_OBSERVER, of=_TRAINER)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.client.inference.forwards import SessionForwards
+from lightning_swarm.client.inference.forwards import SessionForwards, TextStep
 from lightning_swarm.client.inference.session import SessionWeights
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
@@ -63,7 +64,9 @@ class ServedBlocks:
         *,
         device: torch.device,
         adapted: AdaptedBlocks | None = None,  # set if blocks may have adapters
+        exact: bool = False,  # servers compute each text alone
     ) -> None:
+        self._exact = exact
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._blocks = blocks
         self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
@@ -84,27 +87,50 @@ class ServedBlocks:
         If a text is written, the forward is a step of a session. If gradients are needed, or an adapter trains outside
         of `writing`, it is a forward for tuning, which uses no cache, and refuses one that holds a text.
         """
-        _check_not_empty(hidden)
         found = self._adapters(hidden, extras)
-        if self._adapted is None or found is None:
-            modes = self._modes(training=self._trains)
-            return self._forwards.step(hidden, extras, cache, weights=_WEIGHTS, modes=modes)
+        if (step := self._text_step(hidden, extras, cache, found)) is not None:
+            return self._forwards.step(step)
+        assert self._adapted is not None
+        assert found is not None
         handle = CacheHandle.of(cache)
-        # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation. `is_trained`
-        # is true if an adapter has parameters that train, even if gradients are off.
-        is_text = self._num_writing > 0 or handle.session is not None or not found.is_trained
-        if is_text and not _leads_to_gradients(found, hidden):
-            packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
-            modes = self._modes(training=found.trains)
-            return self._forwards.step(
-                hidden, extras, cache, weights=_WEIGHTS, modes=modes, adapters=packed, drops=drops
-            )
         if handle.length or handle.session is not None:
             raise ConfigError(_NO_CACHE)
         # A forward for tuning: forbid any later use of the cache, and compute without it.
         handle.refuse_use(_NO_CACHE)
         extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
         return self._adapted(hidden, extras, found)
+
+    def step_many(self, steps: Sequence[tuple[Any, dict[str, Any], Any]]) -> list[Any]:
+        """Compute the blocks' outputs for steps of texts with different caches; return each output, or its error.
+
+        Args:
+            steps: The hidden state ``[rows, tokens, ...]``, the blocks' other arguments and the cache of each text.
+        """
+        found: list[Any] = []
+        for hidden, extras, cache in steps:
+            try:
+                step = self._text_step(hidden, extras, cache, self._adapters(hidden, extras))
+                found.append(ConfigError(_NO_CACHE) if step is None else step)
+            except ConfigError as error:
+                found.append(error)
+        outputs = iter(self._forwards.step_many([one for one in found if isinstance(one, TextStep)]))
+        return [next(outputs) if isinstance(one, TextStep) else one for one in found]
+
+    def _text_step(
+        self, hidden: Any, extras: dict[str, Any], cache: Any, found: FoundAdapters | None
+    ) -> TextStep | None:
+        """Return a text's step; None if the forward is for tuning."""
+        _check_not_empty(hidden)
+        make = partial(TextStep, hidden=hidden, extras=extras, cache=cache, weights=_WEIGHTS, exact=self._exact)
+        if self._adapted is None or found is None:
+            return make(modes=self._modes(training=self._trains))
+        # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation. `is_trained`
+        # is true if an adapter has parameters that train, even if gradients are off.
+        is_text = self._num_writing > 0 or CacheHandle.of(cache).session is not None or not found.is_trained
+        if not is_text or _leads_to_gradients(found, hidden):
+            return None
+        packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
+        return make(modes=self._modes(training=found.trains), adapters=packed, drops=drops)
 
     def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
         """Compute a forward without a cache. `carried` are inputs beside the hidden state that require a gradient."""

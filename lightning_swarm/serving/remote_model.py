@@ -123,6 +123,7 @@ class ServedModelClient:
         timeout: float,
         rng: random.Random,  # draws routes
         adapts: bool = False,  # the blocks may get adapters
+        exact: bool = False,  # servers compute each text alone
         microbatch_size: int | None = None,  # rows; None: chosen
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -145,7 +146,7 @@ class ServedModelClient:
             microbatch_size=microbatch_size,
             rng=rng,
         )
-        self._device = device
+        self._device, self._exact = device, exact
         self._build(lambda model: self._fill(model, weights, device), adapts=adapts)
         runtime.run(self._begin())
 
@@ -163,7 +164,9 @@ class ServedModelClient:
         # Placeholders for the weights on servers.
         self.places: list[torch.Tensor] = pretrained.hold_places(device) if adapts else []
         adapted = self._new_adapted(blocks.modules, blocks.names) if adapts else None
-        served = self.served = ServedBlocks(self._forwards, card, self.blocks, device=device, adapted=adapted)
+        served = self.served = ServedBlocks(
+            self._forwards, card, self.blocks, device=device, adapted=adapted, exact=self._exact
+        )
         vars(pretrained.module)["generate"] = _writing(self.model, served, self.model.generate)
         self._interception = Interception(blocks, BlockChain(blocks, served, served.generate, device.type))
 
@@ -274,6 +277,7 @@ def remote_model(
     adapter: str | Path | None = None,
     device: str | torch.device = "cpu",
     timeout: float = 300.0,
+    exact: bool = False,
 ) -> Any:
     """Return a Hugging Face model whose blocks are computed by the servers of a swarm.
 
@@ -291,6 +295,8 @@ def remote_model(
             compute with it for this client alone, and it is no part of what they serve.
         device: The device of embeddings, head and inputs.
         timeout: Seconds that a step may take.
+        exact: Have servers compute each text alone. Otherwise they compute texts of all clients together, which is
+            faster, and rounding then depends on the other texts.
 
     Returns:
         The model; with an adapter, peft's model around it. ``model.swarm`` has ``tokenizer()``, the served model's
@@ -309,7 +315,7 @@ def remote_model(
     """
     where = device_of(device)
     adapts = adapter is not None
-    client = connect(address, invite=invite, weights=weights, device=where, timeout=timeout, adapts=adapts)
+    client = connect(address, invite=invite, weights=weights, device=where, timeout=timeout, adapts=adapts, exact=exact)
     if adapter is None:
         return client.model
     try:
@@ -327,6 +333,7 @@ def connect(
     device: torch.device,
     timeout: float,
     adapts: bool = False,
+    exact: bool = False,
     microbatch_size: int | None = None,
 ) -> ServedModelClient:
     """Connect to a served model; see `remote_model`, and for the rest `ServedModelClient`."""
@@ -351,6 +358,7 @@ def connect(
             timeout=timeout,
             rng=random.Random(secrets.randbits(64)),
             adapts=adapts,
+            exact=exact,
             microbatch_size=microbatch_size,
             on_close=leave,
         )

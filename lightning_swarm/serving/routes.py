@@ -20,8 +20,8 @@ from lightning_swarm.core.errors import PeerError, StageLost, Unreachable
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.protocol.rpc import SESSION_STEP
+from lightning_swarm.protocol.messages.inference import SessionSteps, SessionStepsReply
+from lightning_swarm.protocol.rpc import SESSION_STEPS
 from lightning_swarm.serving.directory import ModelDirectory
 
 _log = logging.getLogger(__name__)
@@ -153,6 +153,6 @@ class ServedRoutes:
         """See `SessionRoutes`."""
         await self._model.uploads.send(peer, adapter, timeout=self.timeout, again=again)
 
-    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
+    async def send(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
         """See `SessionRoutes`."""
-        await send(self.transport, peer, SESSION_STEP, step, tensors, timeout=self.timeout)
+        return await send(self.transport, peer, SESSION_STEPS, request, tensors, timeout=self.timeout)

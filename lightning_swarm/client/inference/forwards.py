@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +27,22 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextStep:
+    """The next tokens of a text."""
+
+    hidden: Any  # ``[rows, tokens, ...]``
+    extras: dict[str, Any]  # the blocks' other arguments
+    cache: Any  # the forward's own
+    weights: SessionWeights
+    modes: Sequence[ComputeMode]  # one for each stage
+    adapters: Sequence[PackedAdapter | None] = ()  # one for each stage; empty: none
+    drops: Sequence[bool] = ()  # one for each stage: its adapter's dropout is on; empty: all off
+    exact: bool = False  # see `InferenceSession`; the text's first step counts
+
 
 class SessionForwards:
     """Runs the steps of texts. The rows of a text stay together, and are not cut into microbatches."""
@@ -37,24 +55,42 @@ class SessionForwards:
         self._num_blocks = num_blocks
         self._sessions: InferenceSessions | None = None  # created with the first session
 
-    def step(
-        self,
-        hidden: Any,
-        extras: dict[str, Any],
-        cache: Any,
-        *,
-        weights: SessionWeights,
-        modes: Sequence[ComputeMode],
-        adapters: Sequence[PackedAdapter | None] = (),  # one for each stage; empty: none
-        drops: Sequence[bool] = (),  # one for each stage: its adapter's dropout is on; empty: all off
-    ) -> Any:
-        """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
-        handle = CacheHandle.of(cache)
-        session = self._session_of(cache, handle, weights, adapters)
+    def step(self, step: TextStep) -> Any:
+        """Compute the next tokens of a text, and return the blocks' output."""
+        (found,) = self.step_many([step])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def step_many(self, steps: Sequence[TextStep]) -> list[Any]:
+        """Compute the next tokens of texts with different caches; return each text's output, or its error.
+
+        The steps go to servers together as far as the texts' routes agree.
+        """
+        found = [_caught(self._begun, step) for step in steps]
+        begun = [one for one in found if not isinstance(one, Exception)]
+
+        async def compute() -> list[Any]:
+            return await asyncio.gather(*(session.step(own) for session, own in begun), return_exceptions=True)
+
+        results = iter(self._runtime.run(compute()) if begun else ())
+        found = [one if isinstance(one, Exception) else next(results) for one in found]
+        return [
+            one if isinstance(one, Exception) else _caught(self._end, step, one)
+            for step, one in zip(steps, found, strict=True)
+        ]
+
+    def _begun(self, step: TextStep) -> tuple[InferenceSession, SessionInput]:
+        """Return a step's session, which the text's first step opens, and its input."""
+        handle = CacheHandle.of(step.cache)
+        session = self._session_of(step, handle)
         handle.in_step = True  # stays set if the step fails or is interrupted
-        session_input, (rows, length) = self._session_input(hidden, extras, handle, modes, drops)
-        found = self._runtime.run(session.step(session_input))
-        output = self._received(found.output, cache)
+        return session, self._session_input(step.hidden, step.extras, handle, step.modes, step.drops)
+
+    def _end(self, step: TextStep, found: SessionResult) -> Any:
+        """Return a step's output, and extend the lengths of its cache."""
+        cache, (rows, length) = step.cache, serialization.leaves(step.hidden)[0].shape[:2]
+        handle, output = CacheHandle.bound_to(cache), self._received(found.output, cache)
         handle.grow(cache, rows=rows, length=length, num_layers=self._num_blocks)
         if found.length != handle.length:
             raise ConfigError(
@@ -68,7 +104,7 @@ class SessionForwards:
         self, hidden: Any, extras: dict[str, Any], *, weights: SessionWeights, modes: Sequence[ComputeMode]
     ) -> Any:
         """Compute a forward without a cache, as a session of one step."""
-        session_input, _ = self._session_input(hidden, extras, None, modes)
+        session_input = self._session_input(hidden, extras, None, modes)
 
         async def compute() -> SessionResult:
             sessions = self._opened()
@@ -87,8 +123,8 @@ class SessionForwards:
         handle: CacheHandle | None,
         modes: Sequence[ComputeMode],
         drops: Sequence[bool] = (),
-    ) -> tuple[SessionInput, Sequence[int]]:
-        """Return a step's input, and the rows and tokens of the hidden state; refuse inputs that require a gradient."""
+    ) -> SessionInput:
+        """Return a step's input; refuse inputs that require a gradient."""
         if torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in serialization.flatten((hidden, extras))[1]
         ):
@@ -99,49 +135,44 @@ class SessionForwards:
             )
         with _any_thread():
             # Copied, because a step may be sent again, and the forward may overwrite its arguments.
-            session_input = SessionInput(
+            return SessionInput(
                 hidden=on_cpu(encoded(hidden, self._codec), copy=True),
                 extras=on_cpu(extras, copy=True),
                 operations=[] if handle is None else handle.take_operations(),
                 modes=modes,
                 drops=drops,
             )
-        return session_input, serialization.leaves(hidden)[0].shape[:2]
 
     def _received(self, found: serialization.Tree, cache: Any) -> Any:
         """Decode an output, in which `cache` takes the place of the servers' cache."""
         with _any_thread():
             return with_cache(decoded(on_cpu(found, copy=True), self._codec, self._device), cache)
 
-    def _session_of(
-        self, cache: Any, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
-    ) -> InferenceSession:
+    def _session_of(self, step: TextStep, handle: CacheHandle) -> InferenceSession:
         """Return the session of a cache; its first step opens one."""
         session: InferenceSession | None = handle.session
         if session is None:
-            session = handle.session = self._runtime.run(self._open(handle, weights, adapters))
-            weakref.finalize(cache, self._end, session).atexit = False
+            session = handle.session = self._runtime.run(self._open(step, handle))
+            weakref.finalize(step.cache, self._close, session).atexit = False
         if handle.in_step:
             raise ConfigError(
                 "a cache is of no use any more once a step of its text has failed. Begin with a new cache."
             )
-        if session.weights != weights or self._sessions is None or not self._sessions.has(session):
+        if session.weights != step.weights or self._sessions is None or not self._sessions.has(session):
             raise ConfigError(
                 f"a text is generated with the same weights from beginning to end: this cache is of {session.weights}, "
-                f"and the run is at {weights}. Begin with a new cache."
+                f"and the run is at {step.weights}. Begin with a new cache."
             )
-        if names_of(session.adapters) != names_of(adapters):
+        if names_of(session.adapters) != names_of(step.adapters):
             raise ConfigError(
                 "a text is generated with the same adapter from beginning to end: since this cache was begun, the "
                 "adapter has trained, or another one is active. Begin with a new cache."
             )
         return session
 
-    async def _open(
-        self, handle: CacheHandle, weights: SessionWeights, adapters: Sequence[PackedAdapter | None]
-    ) -> InferenceSession:
+    async def _open(self, step: TextStep, handle: CacheHandle) -> InferenceSession:
         """On the loop: open a session for a cache."""
-        return self._opened().open(handle.recipe, weights, adapters)
+        return self._opened().open(handle.recipe, step.weights, step.adapters, exact=step.exact)
 
     def _opened(self) -> InferenceSessions:
         """On the loop: return the client's sessions, which receive messages from the first call on."""
@@ -149,11 +180,18 @@ class SessionForwards:
             self._sessions = InferenceSessions(self._routes)
         return self._sessions
 
-    def _end(self, session: InferenceSession) -> None:
+    def _close(self, session: InferenceSession) -> None:
         """Close the session of a cache that was garbage-collected, on any thread."""
         sessions = self._sessions
         if sessions is not None:
             self._runtime.post(lambda: sessions.close_soon(session))
+
+
+def _caught(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
+    try:
+        return function(*arguments)
+    except Exception as error:  # noqa: BLE001 - it concerns one text of several
+        return error
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_swarm.client.inference.forwards import SessionForwards
+from lightning_swarm.client.inference.forwards import SessionForwards, TextStep
 from lightning_swarm.client.inference.routes import RunRoutes
 from lightning_swarm.client.inference.session import SessionWeights
 from lightning_swarm.client.pipeline.call_factory import by_stage
@@ -65,7 +65,8 @@ class TextGeneration:
             generation=factory.generation, version=factory.version, number=factory.evaluation_number
         )
         mode = capture(pipeline.config.device.type, training=training, grad=False, input_grad=False)
-        return self._forwards.step(hidden, extras, cache, weights=weights, modes=by_stage(mode, states))
+        step = TextStep(hidden=hidden, extras=extras, cache=cache, weights=weights, modes=by_stage(mode, states))
+        return self._forwards.step(step)
 
     def _check_generates(self, *, training: bool) -> None:
         if torch.is_grad_enabled() and trained(self._weights):

@@ -13,8 +13,8 @@ from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import PeerError
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.messages.inference import SessionStep
-from lightning_swarm.protocol.rpc import SESSION_STEP
+from lightning_swarm.protocol.messages.inference import SessionSteps, SessionStepsReply
+from lightning_swarm.protocol.rpc import SESSION_STEPS
 
 
 class SessionRoutes(Protocol):
@@ -58,8 +58,8 @@ class SessionRoutes(Protocol):
         """Send a server an adapter unless it was sent before; with `again`, in any case."""
         ...
 
-    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
-        """Send a step; raise `Refusal` if the server answers with an error that no server should answer with."""
+    async def send(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
+        """Send steps; raise `Refusal` if the server answers with an error that no server should answer with."""
         ...
 
 
@@ -113,6 +113,6 @@ class RunRoutes:
         """Not supported: sessions of a run have no adapters."""
         raise NotImplementedError
 
-    async def send(self, peer: PeerId, step: SessionStep, tensors: Sequence[Tensor]) -> None:
+    async def send(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
         """See `SessionRoutes`."""
-        await self.context.send(peer, SESSION_STEP, step, tensors)
+        return await self.context.send(peer, SESSION_STEPS, request, tensors)

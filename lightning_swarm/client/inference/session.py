@@ -13,13 +13,15 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from lightning_swarm.client.inference.adapters import PackedAdapter, names_of
 from lightning_swarm.client.inference.routes import SessionRoutes
-from lightning_swarm.client.pipeline.context import Refusal
+from lightning_swarm.client.pipeline.context import AnswersOf, Refusal
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
     AdapterMissing,
@@ -45,9 +47,11 @@ from lightning_swarm.protocol.messages.inference import (
     SessionClose,
     SessionFailed,
     SessionOutput,
+    SessionOutputs,
     SessionReplay,
     SessionStep,
 )
+from lightning_swarm.protocol.outbox import StepOutbox
 
 _LOOK_S: Final = 0.5  # seconds without output before a liveness check of the route's servers
 _MAX_CLOSING_S: Final = 5.0
@@ -96,16 +100,18 @@ class InferenceSession:
     def __init__(
         self,
         routes: SessionRoutes,
+        outbox: StepOutbox,
         recipe: CacheRecipe | None,
         weights: SessionWeights,
         adapters: Sequence[PackedAdapter | None] = (),  # one for each stage; empty: none
         *,
         seed: int = 0,  # key of all random draws in train mode
+        exact: bool = False,  # servers compute its steps alone, so that rounding is independent of other texts
     ) -> None:
         self.id = secrets.token_hex(16)
         self._seed = seed
         self.weights, self.adapters = weights, adapters
-        self._routes, self._recipe = routes, recipe
+        self._routes, self._outbox, self._recipe, self._exact = routes, outbox, recipe, exact
         self._log: list[SessionInput] = []  # all steps so far, to send them to new servers
         self._route: list[PeerId] = []  # server of each stage; empty before the first step
         self._attempt = 0  # counts the rebuilds of the route
@@ -180,12 +186,12 @@ class InferenceSession:
 
     # ------------------------------------------------------------------ incoming messages
 
-    def take_output(self, caller: PeerId, message: Message, head: SessionOutput) -> None:
+    def take_output(self, caller: PeerId, head: SessionOutput, tensors: Sequence[Tensor]) -> None:
         """Accept a step's output from the last stage's server; ignore repeated outputs of older steps."""
         if not self._route or caller != self._route[-1]:
             raise ProtocolError(f"a session's output comes from its last server, not from {caller}")
         if head.number == self.num_steps and self._output is not None and not self._output.done():
-            tree = serialization.unflatten(head.structure, list(message.tensors))
+            tree = serialization.unflatten(head.structure, tensors)
             self._output.set_result(SessionResult(tree, head.length))
             self._news.set()
 
@@ -349,13 +355,13 @@ class InferenceSession:
         first = 1
         while first <= self.num_steps:  # the first step alone, because it begins the session there
             numbers = range(first, 2 if first == 1 else min(first + WINDOW, self.num_steps + 1))
-            for broken in await gather(self._send(number, resume=resume) for number in numbers):
+            for broken in await gather(self._send(number, resume=resume, alone=True) for number in numbers):
                 if broken:
                     return broken
             first = numbers.stop
         return set()
 
-    async def _send(self, number: int, *, resume: int) -> set[int]:
+    async def _send(self, number: int, *, resume: int, alone: bool = False) -> set[int]:
         """Send a step to the first stage's server; return that stage if the server does not accept it.
 
         Servers pass on their outputs of the steps from `resume` on.
@@ -379,10 +385,14 @@ class InferenceSession:
             seed=self._seed if session_input.draws else None,
             recipe=self._recipe,
             operations=list(session_input.operations),
+            exact=self._exact,
             structure=structure,
+            num_tensors=len(tensors),
         )
+        peer = self._route[0]
         try:
-            await self._routes.send(self._route[0], step, tensors)
+            with AnswersOf(peer):
+                await self._outbox.send(peer, step, tensors, alone=alone)
         except SessionLost:
             return {0}
         except AdapterMissing:
@@ -410,18 +420,23 @@ class InferenceSessions:
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        transport = self.routes.transport
-        rpc.SESSION_OUTPUT.serve(transport, self._handle_output, admit=self._check_server)
+        transport, self._outbox = self.routes.transport, StepOutbox(self.routes.send)
+        rpc.SESSION_OUTPUTS.serve(transport, self._handle_outputs, admit=self._check_server)
         rpc.SESSION_FAILED.serve(transport, self._handle_failed)
 
     def open(
-        self, recipe: CacheRecipe | None, weights: SessionWeights, adapters: Sequence[PackedAdapter | None] = ()
+        self,
+        recipe: CacheRecipe | None,
+        weights: SessionWeights,
+        adapters: Sequence[PackedAdapter | None] = (),
+        *,
+        exact: bool = False,
     ) -> InferenceSession:
         """Open a session; `recipe` is None if the blocks take no cache. The first step chooses its servers."""
         # Texts in train mode depend on `seed_everything`, and on the number of texts before them in this process.
         seed = key_seed(torch.initial_seed(), self._num_opened)
         self._num_opened += 1
-        session = InferenceSession(self.routes, recipe, weights, adapters, seed=seed)
+        session = InferenceSession(self.routes, self._outbox, recipe, weights, adapters, seed=seed, exact=exact)
         self._open[session.id] = session
         return session
 
@@ -446,8 +461,20 @@ class InferenceSessions:
         if not any(session.is_served_by(caller) for session in self._open.values()):
             raise ProtocolError(f"{caller} is no server of a session of this client")
 
-    async def _handle_output(self, caller: PeerId, head: SessionOutput, message: Message) -> None:
-        self._find(head.session).take_output(caller, message, head)
+    async def _handle_outputs(self, caller: PeerId, request: SessionOutputs, message: Message) -> None:
+        """Accept outputs of several sessions; an error concerns one of them, and is raised after the others' turn."""
+        ends = list(accumulate(output.num_tensors for output in request.outputs))
+        if ends[-1] != len(message.tensors):
+            raise ProtocolError(f"outputs with {ends[-1]} tensors came with {len(message.tensors)}")
+        errors = []
+        for output, end in zip(request.outputs, ends, strict=True):
+            try:
+                tensors = message.tensors[end - output.num_tensors : end]
+                self._find(output.session).take_output(caller, output, tensors)
+            except SwarmError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     async def _handle_failed(self, caller: PeerId, failed: SessionFailed) -> None:
         self._find(failed.session).take_failure(caller, failed)

@@ -104,6 +104,12 @@ class CacheHandle:
             )
         return handle
 
+    @staticmethod
+    def bound_to(cache: Any) -> CacheHandle:
+        """Return the handle of a cache that is bound."""
+        handle: CacheHandle = vars(cache)[_HANDLE]
+        return handle
+
     def refuse_use(self, reason: str) -> None:
         """Make all later uses of the cache raise `ConfigError` with this reason, as its contents are incomplete."""
         self._refused = self._refused or reason

@@ -9,15 +9,18 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.serving import Digest
-from lightning_swarm.protocol.messages.wire import Count, WireMessage
+from lightning_swarm.protocol.messages.wire import Count, ShortText, WireMessage
 
 MAX_STAGES: Final = 1024
+MAX_TOGETHER: Final = 64
+"""Most steps or outputs in one message."""
 
 WINDOW: Final = 16
 """Most steps of a session that a server takes ahead of its computation, and most that are sent to it at once."""
 
 _MAX_LAYERS: Final = 4096
 _MAX_ROWS: Final = 1 << 16
+_MAX_REASON: Final = 1 << 16  # characters of an error
 
 SessionId = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
 """A secret drawn by the session's client and sent only to its servers, because it suffices to continue the session."""
@@ -82,7 +85,9 @@ class SessionStep(WireMessage, frozen=True):
     seed: Count | None  # seed of the session's random draws; None: no module is in train mode
     recipe: CacheRecipe | None  # None: the blocks take no cache, and the session has one step
     operations: Annotated[list[CacheOperation], msgspec.Meta(max_length=1024)]  # before the step
+    exact: bool  # compute it alone, because rounding may differ beside other texts
     structure: Any  # tree of (hidden state, extras of all blocks), whose tensors come with the message
+    num_tensors: Count  # in the structure; a message's tensors are in the order of its steps
 
     def __post_init__(self) -> None:
         """Refuse a number of modes or adapters that differs from the servers', and a train mode without a seed."""
@@ -112,13 +117,41 @@ class SessionStep(WireMessage, frozen=True):
         return self.modes[0].training or self.adapter_drops
 
 
+class SessionSteps(WireMessage, frozen=True):
+    """Steps that go to the same server at the same moment, most of them of different sessions."""
+
+    steps: Annotated[list[SessionStep], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
+
+
+class StepRefusal(WireMessage, frozen=True):
+    """The error of one step in a message."""
+
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOGETHER)]  # in `SessionSteps.steps`
+    is_early: bool  # it needs earlier steps, for which the server waits only if all steps are of this session
+    error: ShortText  # name of the error's class
+    reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
+
+
+class SessionStepsReply(WireMessage, frozen=True):
+    """A server has taken the steps, except those that it refuses."""
+
+    refused: Annotated[list[StepRefusal], msgspec.Meta(max_length=MAX_TOGETHER)]
+
+
 class SessionOutput(WireMessage, frozen=True):
-    """The server of the last stage sends the client the output of a step."""
+    """The output of a step."""
 
     session: SessionId
     number: Number
     length: Count | None  # length of the server's cache, in tokens
     structure: Any  # tree of the output, whose tensors come with the message
+    num_tensors: Count  # in the structure; a message's tensors are in the order of its outputs
+
+
+class SessionOutputs(WireMessage, frozen=True):
+    """The server of the last stage sends a client the outputs of its sessions' steps."""
+
+    outputs: Annotated[list[SessionOutput], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
 
 
 class SessionFailed(WireMessage, frozen=True):
@@ -129,7 +162,7 @@ class SessionFailed(WireMessage, frozen=True):
     attempt: Count
     stage_index: Count  # stage of the server at fault
     kind: FailureKind
-    reason: Annotated[str, msgspec.Meta(max_length=1 << 16)]
+    reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
 
 
 class SessionReplay(WireMessage, frozen=True):

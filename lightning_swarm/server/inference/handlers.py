@@ -13,13 +13,14 @@ import math
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import AdapterMissing, Busy, PeerError, ProtocolError, SessionLost, SwarmError
+from lightning_swarm.core.errors import AdapterMissing, Busy, PeerError, ProtocolError, SessionLost, SwarmError, to_wire
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.tasks import TaskOwner, gather
@@ -33,9 +34,14 @@ from lightning_swarm.protocol.messages.inference import (
     SessionClose,
     SessionFailed,
     SessionOutput,
+    SessionOutputs,
     SessionReplay,
     SessionStep,
+    SessionSteps,
+    SessionStepsReply,
+    StepRefusal,
 )
+from lightning_swarm.protocol.outbox import Outbox, StepOutbox
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.inference.batching import JointSteps, WaitingStep
 from lightning_swarm.server.inference.host import SessionHost, SessionStage
@@ -67,6 +73,8 @@ class SessionHandlers:
     ) -> None:
         self._transport, self._limits = transport, limits
         self._steps = JointSteps[KeptOutput](executor)
+        self._step_outbox = StepOutbox(self._push_steps)
+        self._output_outbox = Outbox[SessionOutput, None](self._give_outputs)
         self._spawn = tasks.spawn
         self._host, self._on_dropped = host, on_dropped
         self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # least recently used first
@@ -75,7 +83,7 @@ class SessionHandlers:
         self.num_tokens = 0  # likewise, in all rows of these steps
         self._busy_s = MovingAverage(_SMOOTHING)
         max_bytes, admit = limits.max_message_bytes, self._check_caller
-        rpc.SESSION_STEP.serve(transport, self._handle_step, max_bytes=max_bytes, admit=admit)
+        rpc.SESSION_STEPS.serve(transport, self._handle_steps, max_bytes=max_bytes, admit=admit)
         rpc.SESSION_REPLAY.serve(transport, self._handle_replay, admit=host.check_client)
         rpc.SESSION_CLOSE.serve(transport, self._handle_close, admit=host.check_client)
 
@@ -121,23 +129,50 @@ class SessionHandlers:
         if not self._host.is_server(caller):
             self._host.check_client(caller)
 
-    async def _handle_step(self, caller: PeerId, step: SessionStep, message: Message) -> None:
-        """Accept the next step of a session, or send on the output of the newest step again."""
+    async def _handle_steps(
+        self, caller: PeerId, request: SessionSteps, message: Message
+    ) -> tuple[SessionStepsReply, Sequence[Tensor]]:
+        """Accept steps of one or several sessions; report the error of each that is refused."""
+        steps, ends = request.steps, list(accumulate(step.num_tensors for step in request.steps))
+        if ends[-1] != len(message.tensors):
+            raise ProtocolError(f"steps with {ends[-1]} tensors came with {len(message.tensors)}")
+        is_alone = len({step.session for step in steps}) == 1
+        refused = []
+        for index, (step, end) in enumerate(zip(steps, ends, strict=True)):
+            tensors = message.tensors[end - step.num_tensors : end]
+            try:
+                if await self._accept(caller, step, tensors, waits=is_alone):
+                    continue
+                is_early, (name, reason) = True, ("", "")
+            except Exception as error:  # noqa: BLE001 - it concerns this step alone
+                if not isinstance(error, SwarmError):
+                    _log.exception("A step of a session could not be read.")
+                is_early, (name, reason) = False, to_wire(error)
+            refused.append(StepRefusal(index=index, is_early=is_early, error=name, reason=reason[:_MAX_REASON]))
+        return SessionStepsReply(refused=refused), ()
+
+    async def _accept(self, caller: PeerId, step: SessionStep, tensors: Sequence[Tensor], *, waits: bool) -> bool:
+        """Accept the next step of a session, or send on the output of the newest step again.
+
+        Return False if the step must wait for earlier steps, and `waits` forbids that.
+        """
         stage = self._stage_of(step, caller)
-        hidden, extras = _checked_tree(step, message.tensors)
+        hidden, extras = _checked_tree(step, tensors)
         _check_tokens(hidden, stage)
         held = self._held_for(step, stage)
         if step.attempt >= held.attempt:
             held.follow(step.attempt, step.route, step.resume)
         if not held.takes(step.number):
+            if not waits:
+                return False
             await self._until_taken(held, step, stage)
         if step.number == held.taken + 1:
             held.taken = step.number
-            size = len(message.body) + message.num_tensor_bytes
-            self._spawn(self._advance(held, stage, step, hidden, extras, size))
+            self._spawn(self._advance(held, stage, step, hidden, extras, num_bytes(tensors)))
             await held.grow()
         elif step.number == held.done:  # repeated for another server, or for a client that missed the output
             self._spawn(self._send_on(held, held.kept[step.number]))
+        return True
 
     async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
         """Wait for earlier steps, which this step may have overtaken, or until enough of them are computed."""
@@ -205,7 +240,7 @@ class SessionHandlers:
         step: SessionStep,
         hidden: Any,
         extras: dict[str, Any],
-        size: int,  # bytes of the received step
+        size: int,  # bytes of the received tensors
     ) -> None:
         """Compute a step after the steps before it, keep its output, and send it on; report a failure."""
         max_bytes = self._limits.session_bytes
@@ -295,12 +330,22 @@ class SessionHandlers:
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
         structure, tensors = serialization.flatten(output)
         said = SessionOutput(
-            session=kept.step.session, number=kept.step.number, length=kept.length, structure=structure
+            session=kept.step.session,
+            number=kept.step.number,
+            length=kept.length,
+            structure=structure,
+            num_tensors=len(tensors),
         )
-        timeout = self._limits.call_timeout
-        await rpc.SESSION_OUTPUT.ask(self._transport, held.client, said, tensors, timeout=timeout, max_bytes=0)
+        await self._output_outbox.put(held.client, said, tensors)
 
-    async def _push(self, held: StageSession, kept: KeptOutput) -> None:
+    async def _give_outputs(
+        self, client: PeerId, outputs: list[SessionOutput], tensors: list[Tensor]
+    ) -> Sequence[None]:
+        request, timeout = SessionOutputs(outputs=outputs), self._limits.call_timeout
+        await rpc.SESSION_OUTPUTS.ask(self._transport, client, request, tensors, timeout=timeout, max_bytes=0)
+        return [None] * len(outputs)
+
+    async def _push(self, held: StageSession, kept: KeptOutput, *, alone: bool = False) -> None:
         """Send the output of a step to the next stage's server."""
         step = replace(
             kept.step,
@@ -312,9 +357,14 @@ class SessionHandlers:
             adapters=kept.step.adapters[1:],
             drops=kept.step.drops[1:],
             structure=kept.structure,
+            num_tensors=len(kept.tensors),
         )
+        await self._step_outbox.send(held.route[1], step, kept.tensors, alone=alone)
+
+    async def _push_steps(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
         timeout = self._limits.call_timeout
-        await rpc.SESSION_STEP.ask(self._transport, held.route[1], step, kept.tensors, timeout=timeout, max_bytes=0)
+        reply, _ = await rpc.SESSION_STEPS.ask(self._transport, peer, request, tensors, timeout=timeout, max_bytes=0)
+        return reply
 
     async def _blame(
         self, held: StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
@@ -349,7 +399,7 @@ class SessionHandlers:
                 steps = [held.kept.get(one) for one in self._pushed_together(held, number)]
                 if None in steps:
                     raise SessionLost(f"step {number} of this session is not kept here any more")
-                await gather(self._push(held, kept) for kept in steps if kept is not None)
+                await gather(self._push(held, kept, alone=True) for kept in steps if kept is not None)
                 number += len(steps)
 
     def _pushed_together(self, held: StageSession, number: int) -> range:

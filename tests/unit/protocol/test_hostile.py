@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone
+from lightning_swarm.core.errors import ProtocolError, SwarmError, TicketGone, from_wire
 from lightning_swarm.model.inference.attention_cache import IN_SESSION
 from lightning_swarm.model.partition import CALLS
 from lightning_swarm.network import Message, PeerId, framing
@@ -61,6 +61,8 @@ from lightning_swarm.protocol.messages.inference import (
     SessionClose,
     SessionReplay,
     SessionStep,
+    SessionSteps,
+    SessionStepsReply,
 )
 from lightning_swarm.protocol.messages.membership import (
     DrainRequest,
@@ -175,7 +177,7 @@ from lightning_swarm.protocol.rpc import (
     RPCS,
     SESSION_CLOSE,
     SESSION_REPLAY,
-    SESSION_STEP,
+    SESSION_STEPS,
     SET_EVALUATION_WEIGHTS,
     SETTLE,
     SKETCH,
@@ -242,7 +244,11 @@ class Sample:
     def send(self, swarm: Swarm, message: Message) -> Message:
         transport = swarm.trainer if self.caller == LEAD else swarm.servers[self.caller]._transport
         if self.kind == STREAM:
-            return swarm.run(transport.stream(self.target, self.method, message, timeout=100.0))
+            answer = swarm.run(transport.stream(self.target, self.method, message, timeout=100.0))
+            if self.method == SESSION_STEPS.name:
+                for refusal in decode(answer.body, SessionStepsReply).refused:
+                    raise from_wire(refusal.error, refusal.reason)
+            return answer
         return Message(swarm.run(transport.call(self.target, self.method, message.body, timeout=100.0)))
 
     def prepared(self, make_swarm: MakeSwarm) -> Swarm:
@@ -267,7 +273,7 @@ class Sample:
         if self.phase == "idle":
             return swarm
         if self.phase == "generating":
-            swarm.run(swarm.trainer.stream(A, SESSION_STEP.name, in_session(swarm), timeout=1.0))
+            swarm.run(swarm.trainer.stream(A, SESSION_STEPS.name, in_session(swarm), timeout=1.0))
             swarm.run(asyncio.sleep(1.0))
             return swarm
         if self.phase == "joining":
@@ -536,9 +542,11 @@ def in_session(_: Swarm) -> Message:
         seed=None,
         recipe=CacheRecipe(layers=[CacheLayer(kind="full")], records_past=False),
         operations=[CacheOperation(kind="crop", values=[0])],
+        exact=False,
         structure=structure,
+        num_tensors=len(tensors),
     )
-    return Message(encode(step), tuple(tensors))
+    return Message(encode(SessionSteps(steps=[step])), tuple(tensors))
 
 
 SAMPLES = [
@@ -784,7 +792,7 @@ SAMPLES = [
         target=A,
     ),
     Sample(CALL, RENEW.name, lambda _: Message(), target=A),
-    Sample(STREAM, SESSION_STEP.name, in_session, target=A),
+    Sample(STREAM, SESSION_STEPS.name, in_session, target=A),
     Sample(
         CALL,
         SESSION_REPLAY.name,
@@ -808,7 +816,7 @@ def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
     # Trainers and servers of served models answer the other methods; their own tests have malformed messages.
     elsewhere = [rpc.BAN, rpc.CLAIM, rpc.LEADS, rpc.LOOP, rpc.REPLAY, rpc.REPORT, rpc.REPORT_METRICS, rpc.RUN_TEXT]
     elsewhere += [one for one in RPCS if one.name.startswith(("model.", "tune."))]
-    elsewhere += [rpc.SESSION_FAILED, rpc.SESSION_OUTPUT]
+    elsewhere += [rpc.SESSION_FAILED, rpc.SESSION_OUTPUTS]
     named = {method for _, method in left} | {one.name for one in elsewhere} | {sample.method for sample in SAMPLES}
     assert named == OPEN_METHODS - {INTRODUCE} | {one.name for one in RPCS}
 

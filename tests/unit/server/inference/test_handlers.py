@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from typing_extensions import override
 
-from lightning_swarm.core.errors import PeerError, ProtocolError, SessionLost, SwarmError
+from lightning_swarm.core.errors import PeerError, ProtocolError, SessionLost, SwarmError, from_wire
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.inference.attention_cache import IN_SESSION
 from lightning_swarm.model.partition import CALLS
@@ -29,12 +29,14 @@ from lightning_swarm.protocol.messages.inference import (
     CacheRecipe,
     SessionClose,
     SessionFailed,
-    SessionOutput,
+    SessionOutputs,
     SessionReplay,
     SessionStep,
+    SessionSteps,
+    SessionStepsReply,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.rpc import SESSION_CLOSE, SESSION_FAILED, SESSION_OUTPUT, SESSION_REPLAY, SESSION_STEP
+from lightning_swarm.protocol.rpc import SESSION_CLOSE, SESSION_FAILED, SESSION_OUTPUTS, SESSION_REPLAY, SESSION_STEPS
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, WIDTH, Swarm
 
@@ -76,12 +78,14 @@ class Client:
     def __init__(self, transport: Transport) -> None:
         self.outputs: dict[int, Tensor] = {}
         self.failures: list[SessionFailed] = []
-        transport.handle_stream(SESSION_OUTPUT.name, self._take)
+        transport.handle_stream(SESSION_OUTPUTS.name, self._take)
         transport.handle_call(SESSION_FAILED.name, self._fail)
 
     async def _take(self, caller: PeerId, message: Message) -> Message:
-        said = decode(message.body, SessionOutput)
-        self.outputs[said.number] = serialization.unflatten(said.structure, list(message.tensors))
+        tensors = list(message.tensors)
+        for said in decode(message.body, SessionOutputs).outputs:
+            own, tensors = tensors[: said.num_tensors], tensors[said.num_tensors :]
+            self.outputs[said.number] = serialization.unflatten(said.structure, own)
         return Message()
 
     async def _fail(self, caller: PeerId, body: bytes) -> bytes:
@@ -116,12 +120,26 @@ def message(hidden: Any, *route: PeerId, **changes: Any) -> Message:
         "operations": [],
         "structure": structure,
     }
-    return Message(encode(SessionStep(**{**fields, **changes})), tuple(tensors))
+    fields |= {"exact": False, "num_tensors": len(tensors), **changes}
+    return Message(encode(SessionSteps(steps=[SessionStep(**fields)])), tuple(tensors))
+
+
+def together(*sent: Message) -> Message:
+    """Join messages with steps to one."""
+    steps = [step for one in sent for step in decode(one.body, SessionSteps).steps]
+    return Message(encode(SessionSteps(steps=steps)), tuple(tensor for one in sent for tensor in one.tensors))
+
+
+async def ask(transport: Transport, peer: PeerId, sent: Message, *, timeout: float = 5.0) -> None:
+    """Send a message; raise the error of its first step that is refused."""
+    answer = await transport.stream(peer, SESSION_STEPS.name, sent, timeout=timeout, max_bytes=0)
+    for refusal in decode(answer.body, SessionStepsReply).refused:
+        raise from_wire(refusal.error, refusal.reason)
 
 
 def send(swarm: Swarm, sent: Message, *, by: Transport | None = None, to: PeerId | None = None) -> None:
-    peer = to or decode(sent.body, SessionStep).route[0]
-    swarm.run((by or swarm.trainer).stream(peer, SESSION_STEP.name, sent, timeout=5.0, max_bytes=0))
+    peer = to or decode(sent.body, SessionSteps).steps[0].route[0]
+    swarm.run(ask(by or swarm.trainer, peer, sent))
     swarm.run(asyncio.sleep(1.0))
 
 
@@ -265,7 +283,7 @@ def test_what_is_refused_changes_nothing(make_swarm: MakeSwarm, changes: dict[st
 def test_each_server_has_its_mode_and_its_adapter(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
     swarm = begun(make_swarm)
     sent = message(tokens(1), A, C)
-    fields = {**msgspec.msgpack.decode(sent.body), **changes}
+    fields = {"steps": [{**msgspec.msgpack.decode(sent.body)["steps"][0], **changes}]}
     with pytest.raises(ProtocolError, match=refusal):
         send(swarm, Message(msgspec.msgpack.encode(fields), sent.tensors), to=A)
     assert swarm.servers[A].sessions.num_open == 0
@@ -355,15 +373,8 @@ def test_texts_that_all_go_on_do_not_drive_each_other_out(make_swarm: MakeSwarm)
     sessions = [f"{number:032}" for number in range(2)]
     for number in (1, 2):
         for session in sessions:
-            swarm.run(
-                swarm.trainer.stream(
-                    A,
-                    SESSION_STEP.name,
-                    message(tokens(number, 50, 1), A, C, number=number, session=session),
-                    timeout=5.0,
-                    max_bytes=0,
-                )
-            )
+            sent = message(tokens(number, 50, 1), A, C, number=number, session=session)
+            swarm.run(ask(swarm.trainer, A, sent))
         swarm.run(asyncio.sleep(0.1))
     (failure,) = [one for one in client.failures if one.stage_index == 0]
     assert failure.kind == "busy"
@@ -381,23 +392,54 @@ def test_steps_that_overtake_each_other_are_put_in_order(make_swarm: MakeSwarm) 
     send(swarm, message(given[0], A, C))
 
     async def go() -> None:
-        later = [
-            swarm.trainer.stream(
-                A, SESSION_STEP.name, message(given[number - 1], A, C, number=number), timeout=5.0, max_bytes=0
-            )
-            for number in range(8, 1, -1)
-        ]
+        later = [ask(swarm.trainer, A, message(given[number - 1], A, C, number=number)) for number in range(8, 1, -1)]
         await asyncio.gather(*later)
         await asyncio.sleep(1.0)
 
     swarm.run(go())
     torch.testing.assert_close(client.outputs[8], expected(swarm, given)[-1], rtol=0.0, atol=1e-13)
     with pytest.raises(SessionLost, match="has 8 steps of this session here, got 10"):
-        swarm.run(
-            swarm.trainer.stream(A, SESSION_STEP.name, message(given[0], A, C, number=10), timeout=30.0, max_bytes=0)
-        )
+        swarm.run(ask(swarm.trainer, A, message(given[0], A, C, number=10), timeout=30.0))
     with pytest.raises(SessionLost, match="has 8 steps of this session here, got 90"):
         send(swarm, message(given[0], A, C, number=90))
+
+
+def test_a_step_that_is_refused_or_early_concerns_no_other_session(make_swarm: MakeSwarm) -> None:
+    """An early step is refused at once, because waiting for earlier steps would delay the others' next messages."""
+    swarm = begun(make_swarm)
+    client = Client(swarm.trainer)
+    sessions = [f"{number:032}" for number in range(4)]
+    for session in sessions:
+        send(swarm, message(tokens(1), A, C, session=session))
+    client.outputs.clear()
+    changes: list[dict[str, Any]] = [{"number": 2}, {"number": 3}, {"number": 2, "generation": 1}, {"number": 2}]
+    given = [tokens(2 + number) for number in range(4)]
+    sent = [
+        message(hidden, A, C, session=session, **own)
+        for hidden, session, own in zip(given, sessions, changes, strict=True)
+    ]
+
+    async def go() -> SessionStepsReply:
+        began_s = asyncio.get_running_loop().time()
+        stream = swarm.trainer.stream(A, SESSION_STEPS.name, together(*sent), timeout=5.0, max_bytes=0)
+        answer = decode((await stream).body, SessionStepsReply)
+        assert asyncio.get_running_loop().time() - began_s < 1.0
+        await asyncio.sleep(1.0)
+        return answer
+
+    early, refused = swarm.run(go()).refused
+    assert (early.index, early.is_early) == (1, True)
+    assert (refused.index, refused.is_early, refused.error) == (2, False, "ProtocolError")
+    assert [swarm.servers[C].sessions._held[session, 1].done for session in sessions] == [2, 1, 1, 2]
+    torch.testing.assert_close(client.outputs[2], expected(swarm, [tokens(1), given[3]])[1], rtol=0.0, atol=1e-13)
+
+
+def test_tensors_without_a_step_are_refused(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    sent = message(tokens(1), A, C)
+    with pytest.raises(ProtocolError, match="steps with 1 tensors came with 2"):
+        send(swarm, Message(sent.body, (*sent.tensors, tokens(1))))
+    assert swarm.servers[A].sessions.num_open == 0
 
 
 def test_a_server_takes_few_steps_before_it_has_computed_them(make_swarm: MakeSwarm) -> None:
@@ -410,7 +452,7 @@ def test_a_server_takes_few_steps_before_it_has_computed_them(make_swarm: MakeSw
 
     async def one(number: int) -> None:
         sent = message(tokens(number), A, C, number=number)
-        await swarm.trainer.stream(A, SESSION_STEP.name, sent, timeout=30.0, max_bytes=0)
+        await ask(swarm.trainer, A, sent, timeout=30.0)
         answered.append(number)
 
     async def go() -> None:
@@ -503,9 +545,7 @@ def test_mutated_steps_crash_nothing(make_swarm: MakeSwarm) -> None:
         for _ in range(rng.randint(1, 3)):
             body[rng.randrange(len(body))] = rng.randrange(256)
         try:
-            swarm.run(
-                swarm.trainer.stream(A, SESSION_STEP.name, Message(bytes(body), good.tensors), timeout=5.0, max_bytes=0)
-            )
+            swarm.run(ask(swarm.trainer, A, Message(bytes(body), good.tensors)))
         except SwarmError:
             refused += 1
     swarm.run(asyncio.sleep(1.0))
