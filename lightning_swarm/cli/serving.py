@@ -130,7 +130,7 @@ def _serve(chosen: argparse.Namespace) -> int:
         quantize=chosen.quantize,
         blocks=chosen.blocks,
         device=chosen.device,
-        batches_texts=not chosen.apart,
+        batches_texts=not chosen.exact,
         moves=None if chosen.stay else MovePolicy(),
     )
     runtime, transport, directory = start_network(config, entry, keeps_memory=False)
@@ -237,9 +237,9 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", metavar="NAME", help="name of the list of blocks in the model (default: found)")
     parser.add_argument("--device", default="cpu", help="device that computes (default: %(default)s)")
     parser.add_argument(
-        "--apart",
+        "--exact",
         action="store_true",
-        help="compute each text by itself, so that other texts do not change its rounding (slower)",
+        help="compute each text alone, so that other texts do not change its rounding (slower; default: together)",
     )
     parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
     parser.add_argument(

@@ -23,6 +23,7 @@ from lightning_swarm.client.inference.session import (
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.model.inference.attention_cache import CacheHandle, with_cache
+from lightning_swarm.model.partition import CALLS, packed_calls
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode
@@ -54,6 +55,7 @@ class SessionForwards:
         self._codec, self._device = codec, device  # codec of tensors in transit; device of outputs
         self._num_blocks = num_blocks
         self._sessions: InferenceSessions | None = None  # created with the first session
+        self._calls: tuple[Any, str] = (None, "")  # the newest step's calls of blocks, and their text
 
     def step(self, step: TextStep) -> Any:
         """Compute the next tokens of a text, and return the blocks' output."""
@@ -137,11 +139,21 @@ class SessionForwards:
             # Copied, because a step may be sent again, and the forward may overwrite its arguments.
             return SessionInput(
                 hidden=on_cpu(encoded(hidden, self._codec), copy=True),
-                extras=on_cpu(extras, copy=True),
+                extras=on_cpu(self._packed(extras), copy=True),
                 operations=[] if handle is None else handle.take_operations(),
                 modes=modes,
                 drops=drops,
             )
+
+    def _packed(self, extras: dict[str, Any]) -> dict[str, Any]:
+        """Return extras with the blocks' calls as text; most steps have the same."""
+        calls = extras.get(CALLS)
+        if calls is None:
+            return extras
+        before, text = self._calls
+        if calls != before:
+            self._calls = calls, (text := packed_calls(calls))
+        return {**extras, CALLS: text}
 
     def _received(self, found: serialization.Tree, cache: Any) -> Any:
         """Decode an output, in which `cache` takes the place of the servers' cache."""

@@ -312,8 +312,11 @@ def restorer_of(cache: Any) -> Callable[[], None]:
 
 
 def num_bytes(cache: Any) -> int:
-    """Return the size of a cache's tensors in bytes."""
-    return sum(tensor.nbytes for tensor in tensors(cache))
+    """Return the bytes that a cache's tensors hold, with the room of rows that are views of a larger tensor."""
+    return sum(
+        max(tensor.nbytes, len(tensor) * tensor.stride(0) * tensor.element_size()) if tensor.ndim else tensor.nbytes
+        for tensor in tensors(cache)
+    )
 
 
 def tensors(cache: Any) -> list[Tensor]:

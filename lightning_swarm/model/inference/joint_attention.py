@@ -99,7 +99,7 @@ def _implementation(name: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def join_rows(trees: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Join the arguments of several texts: concatenate rows, keep equal values once, make unlike masks `PerText`.
+    """Join copies of several texts' arguments: concatenate rows, keep equal values once, make unlike masks `PerText`.
 
     Args:
         trees: The arguments of each text, of one structure. The first dimension of tensors is the text's rows, or 1.
@@ -135,12 +135,12 @@ def _join_tensors(tensors: Sequence[Any], rows: Sequence[int]) -> Any:
         raise CannotJoin("tensors of different kinds cannot be rows of one")
     if first.ndim == 0 or any(len(one) not in (1, num) for one, num in zip(tensors, rows, strict=True)):
         if all(one.shape == first.shape and torch.equal(one, first) for one in tensors):
-            return first
+            return first.clone()
         raise CannotJoin("tensors that differ have no rows")
     if all(one.shape[1:] == first.shape[1:] for one in tensors):
         return torch.cat([one.expand(num, *one.shape[1:]) for one, num in zip(tensors, rows, strict=True)])
     if first.ndim == _MASK_DIMENSIONS and all(one.shape[1:-1] == first.shape[1:-1] for one in tensors):
-        return PerText(tensors)
+        return PerText(one.clone() for one in tensors)
     raise CannotJoin("tensors of different shapes cannot be rows of one")
 
 

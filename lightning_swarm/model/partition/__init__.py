@@ -12,6 +12,7 @@ from lightning_swarm.model.partition.call_binding import argument_of as argument
 from lightning_swarm.model.partition.call_binding import bind as bind
 from lightning_swarm.model.partition.call_binding import extras_after as extras_after
 from lightning_swarm.model.partition.call_binding import extras_for as extras_for
+from lightning_swarm.model.partition.call_binding import packed_calls as packed_calls
 from lightning_swarm.model.partition.checks import guard as guard
 from lightning_swarm.model.partition.split import build_stages as build_stages
 from lightning_swarm.model.partition.split import choose_ranges as choose_ranges

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import msgspec
 from torch import nn
 
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.protocol import serialization
 
 CALLS: Final = "calls of the blocks"
@@ -20,6 +22,8 @@ CARRIED: Final = "carried with the hidden state"
 After the last block, only the hidden state is returned.
 """
 
+_MAX_KEPT_CALLS: Final = 64  # texts of calls that are kept as values, because each step of a text has the same
+_MAX_KEPT_CHARS: Final = 1 << 16  # longer texts are read each time
 _NTH: Final = "#"  # stands between an argument's name and the number of a further value for the argument
 
 Pick: TypeAlias = int | str | tuple[int, int]  # an index, a key, or (place, required number of parts)
@@ -66,17 +70,38 @@ def argument_of(name: str) -> str:
     return name.partition(_NTH)[0]
 
 
+def packed_calls(calls: Any) -> str:
+    """Return the calls of `bind` as text, because a string travels at less cost than nested values."""
+    return msgspec.json.encode(serialization.flatten(calls)[0]).decode()
+
+
+def _unpacked_calls(calls: Any) -> Any:
+    """Return the calls of the blocks from their text, which may be untrusted; other calls stay as they are."""
+    if not isinstance(calls, str):
+        return calls
+    return _read_calls(calls) if len(calls) <= _MAX_KEPT_CHARS else _read_calls.__wrapped__(calls)
+
+
+@functools.lru_cache(_MAX_KEPT_CALLS)
+def _read_calls(text: str) -> Any:
+    try:
+        return serialization.unflatten(msgspec.json.decode(text), [])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"the calls of blocks must be JSON, got {text[:40]!r}: {error}") from error
+
+
 def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Select the extras that some of the blocks need from the extras of `bind`."""
-    bound = {name: call for name, call in extras[CALLS].items() if name in names}
+    calls = _unpacked_calls(extras[CALLS])
+    bound = {name: call for name, call in calls.items() if name in names}
     wanted = {value for arguments, _ in bound.values() for value in arguments.values()}
     found = {name: value for name, value in extras.items() if name in wanted or name == CARRIED}
-    return {**found, CALLS: bound}
+    return {**found, CALLS: bound if calls is extras[CALLS] else extras[CALLS]}
 
 
 def extras_after(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Select the extras that all other blocks need."""
-    return extras_for(extras, [name for name in extras[CALLS] if name not in names])
+    return extras_for(extras, [name for name in _unpacked_calls(extras[CALLS]) if name not in names])
 
 
 def call_bound(
@@ -87,9 +112,9 @@ def call_bound(
     # before, or the hidden state and the carried values.
     carried, last = extras.get(CARRIED, ([], names[-1]))
     hidden, *others = inputs if len(inputs) > 1 or not carried else inputs[0]
-    extras = {**extras, **dict(zip(carried, others, strict=True))}
+    extras, calls = {**extras, **dict(zip(carried, others, strict=True))}, _unpacked_calls(extras[CALLS])
     for block, name in zip(blocks, names, strict=True):
-        arguments, picks = extras[CALLS][name] if name is not None else ({}, ())
+        arguments, picks = calls[name] if name is not None else ({}, ())
         hidden = block(hidden, **{argument: extras[value] for argument, value in arguments.items()})
         for pick in picks:
             hidden = _picked(hidden, pick, name)

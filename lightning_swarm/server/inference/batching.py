@@ -13,16 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import product
 from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import SessionLost
-from lightning_swarm.core.moving_average import MovingAverage
-from lightning_swarm.model.inference import attention_cache, joint_attention
+from lightning_swarm.model.inference import attention_cache, joint_attention, padded_cache
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
 from lightning_swarm.server.executor import TOKENS, Executor
@@ -40,10 +38,6 @@ _MAX_KINDS: Final = 256  # kinds with a verdict
 _MAX_TRIED: Final = 4  # steps in one trial
 _MAX_REFUSED: Final = 16  # refused kinds of a stage, after which no more are tried
 _MOST: Final = 0.99  # share of the numbers that must agree: rounding may tip a choice of experts
-_SMOOTHING: Final = 0.1  # weight of the newest forward
-_PATIENCE: Final = 0.5  # longest wait for further steps, in forwards
-_LONGEST_PATIENCE_S: Final = 0.05
-_GOING_ON_S: Final = 1.0  # seconds after its last step in which a session is expected to continue
 
 
 @dataclass(eq=False)
@@ -67,7 +61,7 @@ class WaitingStep(Generic[_T]):
         """Set the kind of the step."""
         rows, tokens = self.part.rows, self.part.tokens
         can_join = self.step.number > 1 and self.step.recipe is not None and not self.step.draws
-        if self.stage.batches_texts and can_join and tokens <= _MAX_TOKENS:
+        if self.stage.batches_texts and not self.step.exact and can_join and tokens <= _MAX_TOKENS:
             arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
             adapted = None if self.part.adapter is None else self.part.adapter.layers
             self.kind = (self.stage.index, str(self.step.modes[0]), arguments, adapted)
@@ -85,12 +79,8 @@ class JointSteps(Generic[_T]):
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._waiting: dict[Any, list[WaitingStep[_T]]] = {}  # kind -> steps in the order of their arrival
-        self._timers: dict[Any, asyncio.TimerHandle] = {}  # kind -> timer that starts its waiting steps
         self._queued: set[Any] = set()  # kinds with a job that has not begun
         self._verdicts = _Verdicts()
-        # (session, stage) -> time and kind of its last step; the newest last
-        self._seen: dict[tuple[str, int], tuple[float, Any]] = {}
-        self._busy_s = MovingAverage(_SMOOTHING)  # mean seconds of a forward
         self.num_joint = 0  # steps that shared a forward
         self._problem: Exception | None = None  # error of the newest joint forward
         self._long_step = asyncio.Lock()
@@ -106,9 +96,9 @@ class JointSteps(Generic[_T]):
             _, took_s = await self._executor.submit(TOKENS, partial(self._compute, [work]))
             self._end([work], took_s)
         else:
-            waiting = self._waiting.setdefault(work.kind, [])
-            waiting.append(work)
-            self._start_soon(work, len(waiting))
+            self._waiting.setdefault(work.kind, []).append(work)
+            # Not yet, because steps that came in the same message are added in the same tick of the loop.
+            asyncio.get_running_loop().call_soon(self._submit, work.kind)
             await work.done.wait()
         if work.error is not None:
             raise work.error
@@ -135,40 +125,21 @@ class JointSteps(Generic[_T]):
             return False
 
         async with self._long_step:  # one at a time: a step that has begun holds memory that no limit counts yet
+            await asyncio.sleep(0)  # steps that came in the same moment are queued first, and run after one block
             is_done = False
             while not is_done:
                 if not work.is_wanted():
                     raise SessionLost("the session ended while a step was computed")
                 is_done, _ = await self._executor.submit(TOKENS, compute_blocks)
 
-    def forget(self, session: str, stage: int) -> None:
-        """Expect no more steps of a session."""
-        self._seen.pop((session, stage), None)
-
-    def _start_soon(self, work: WaitingStep[_T], num_waiting: int) -> None:
-        """Compute the waiting steps: now if they are many, otherwise soon, because more may share the forward."""
-        loop, kind = asyncio.get_running_loop(), work.kind
-        if num_waiting >= self._num_expected(work):
-            self._submit(kind)
-        elif kind not in self._timers:
-            patience_s = min(_PATIENCE * (self._busy_s.value or 0.0), _LONGEST_PATIENCE_S)
-            self._timers[kind] = loop.call_later(patience_s, self._submit, kind)
-
-    def _num_expected(self, work: WaitingStep[_T]) -> int:
-        """Return how many steps are worth a forward: half of the active sessions; the rest are at other servers."""
-        at_s, key = now_s(), (work.step.session, work.stage.index)
-        self._seen.pop(key, None)
-        self._seen[key] = at_s, work.kind
-        for old in [*takewhile(lambda one: self._seen[one][0] < at_s - _GOING_ON_S, self._seen)]:
-            del self._seen[old]
-        going_on = [kind for _, kind in self._seen.values() if kind == work.kind]
-        return (len(going_on) + 1) // 2
+    def release(self, cache: Any) -> None:
+        """Free the memory that the cache of a text that has ended shares with others, on the compute thread."""
+        if (slab := padded_cache.slab_of(cache)) is not None:
+            self._executor.submit(TOKENS, slab.dissolve)
 
     def _submit(self, kind: Any) -> None:
         """Queue a job for all steps of a kind that wait when it begins."""
-        if (timer := self._timers.pop(kind, None)) is not None:
-            timer.cancel()
-        if kind in self._queued:
+        if kind in self._queued or kind not in self._waiting:
             return
         self._queued.add(kind)
         taken: list[WaitingStep[_T]] = []
@@ -182,14 +153,11 @@ class JointSteps(Generic[_T]):
                     work.done.set()
                 self._queued.discard(kind)
                 return
-            took_s = job.result()[1]
-            if taken:
-                self._busy_s.measure(took_s)
-                self._end(taken, took_s)
-            if not self._waiting.get(kind):
-                self._waiting.pop(kind, None)
-            elif kind not in self._timers:  # the job had no room for these steps
+            self._end(taken, job.result()[1])
+            if self._waiting.get(kind):  # the job had no room for these steps
                 self._submit(kind)
+            else:
+                self._waiting.pop(kind, None)
 
         self._executor.submit(TOKENS, partial(self._compute_waiting, kind, taken)).add_done_callback(ended)
 
@@ -304,13 +272,15 @@ class _Verdicts:
 
     def refuses(self, work: WaitingStep[Any]) -> bool:
         """Return whether a step need not wait, because its kind or many kinds of its stage were refused."""
-        found = (self._found.get((work.kind, is_equal)) for is_equal in (True, False))
+        found = (self._found.get((work.kind, *forms)) for forms in product((True, False), repeat=2))
         return self._num_refused[work.stage.index] >= _MAX_REFUSED or False in found
 
 
 def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:
-    """Return the kind of steps, and whether their texts have one length."""
-    return works[0].kind, len({attention_cache.length_of(work.part.cache) for work in works}) == 1
+    """Return the kind of steps, whether their texts have one length, and whether they would be padded."""
+    caches = [work.part.cache for work in works]
+    is_equal = len({*map(attention_cache.length_of, caches)}) == 1
+    return works[0].kind, is_equal, padded_cache.pads(caches, works[0].part.tokens)
 
 
 def _putting_back(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:

@@ -302,8 +302,8 @@ class SessionHandlers:
     def _drop(self, key: _Key) -> int:
         """Drop a session at a stage; return the number of bytes freed."""
         held = self._held.pop(key)
-        self._steps.forget(*key)
         num_bytes = held.num_bytes
+        self._steps.release(held.cache)
         held.cache = None  # a task may still hold the session, and must not keep its tensors
         held.kept.clear()
         held.cache_bytes = held.kept_bytes = 0

@@ -16,6 +16,7 @@ from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.fidelity.module_states import ServerStates
 from lightning_swarm.model.inference.attention_cache import Shadow, is_in_session, without_cache
 from lightning_swarm.model.inference.joint_attention import JointCache, attending_jointly, join_rows, split_rows
+from lightning_swarm.model.inference.padded_cache import PaddedCache, leave_slab, pads
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.random import KeyedRandom
 from lightning_swarm.protocol import serialization
@@ -63,9 +64,17 @@ class SessionComputation:
             seed: Key of all random draws; None if no module is in train mode.
         """
         codec = self._codecs.activations
-        arguments = [self._arguments(part) for part in parts]
+        # Copied, because a block may work in place, and a replay sends the originals again. Joining copies, too.
+        arguments = [self._arguments(part, copy=len(parts) == 1) for part in parts]
         caches, rows = [part.cache for part in parts], [part.rows for part in parts]
-        joint = caches[0] if len(parts) == 1 else JointCache(caches, rows)
+        padded = None
+        if len(parts) == 1:
+            joint = caches[0]
+            leave_slab(joint)
+        elif pads(caches, parts[0].tokens):
+            joint = padded = PaddedCache(caches, rows, parts[0].tokens)
+        else:
+            joint = JointCache(caches, rows)
         with torch.no_grad(), self._entered(mode, None if seed is None else KeyedRandom(seed)):
             inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
             shadows = [
@@ -73,8 +82,11 @@ class SessionComputation:
                 for part in parts
                 if part.cache is not None
             ]
+            if padded is not None:
+                keywords = padded.arguments(keywords, like=serialization.leaves(inputs)[0])
             keywords = {name: joint if is_in_session(value) else value for name, value in keywords.items()}
-            with contextlib.nullcontext() if len(parts) == 1 else attending_jointly(self._modules):
+            attending = attending_jointly(self._modules) if type(joint) is JointCache else contextlib.nullcontext()
+            with attending:
                 output = without_cache(self._module.uncompiled((inputs,), keywords), joint)
             outputs = [output] if len(parts) == 1 else split_rows(output, rows)
             for shadow in shadows:  # of the caches: extends the lengths of later blocks' layers
@@ -90,6 +102,7 @@ class SessionComputation:
         keywords = {name: part.cache if is_in_session(value) else value for name, value in keywords.items()}
         shadow, num_drawn = None, 0
         if part.cache is not None:
+            leave_slab(part.cache)
             shadow = Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
         for number in range(len(self._module.blocks)):
             if number:
@@ -140,12 +153,12 @@ class SessionComputation:
                 f"{few(sorted(changed))}. Generate under `model.eval()`."
             )
 
-    def _arguments(self, part: SessionPart) -> tuple[Any, dict[str, Any]]:
-        """Copy a step's arguments, because a block may work in place, and a replay sends the originals again."""
+    def _arguments(self, part: SessionPart, *, copy: bool = True) -> tuple[Any, dict[str, Any]]:
+        """Return a step's arguments on this device."""
         hidden = decoded(part.hidden, self._codecs.activations, self._device)
         structure, tensors = serialization.flatten((hidden, dict(part.extras)))
         found: tuple[Any, dict[str, Any]] = serialization.unflatten(
-            structure, [tensor.to(self._device, copy=True) for tensor in tensors]
+            structure, [tensor.to(self._device, copy=copy) for tensor in tensors]
         )
         return found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.core.clock import VirtualLoop
@@ -26,8 +27,8 @@ from lightning_swarm.server.inference.session_compute import SessionPart
 from tests.parity.test_adapted_texts import save_adapter
 from tests.served import FAMILIES, ServedSwarm, make_model
 
-ALONE = {"falcon", "bloom", "deepseek", "mamba", "qwen3 next"}
-"""Their blocks keep states of another kind, or have their own attention."""
+ALONE = {"bloom", "deepseek", "mamba", "qwen3 next"}
+"""Their blocks keep states, or their arguments depend on the length."""
 
 WINDOWS = {"gemma3", "mistral"}
 """Only texts beyond the window of four tokens have a mask, and these are computed together."""
@@ -185,6 +186,18 @@ def test_an_adapter_of_layers_that_see_no_rows_is_computed_alone(
         found = [result for result, _ in results(loop, steps, texts.waiting(number))]
         torch.testing.assert_close(found, alone(loop, texts.waiting(number)), rtol=1e-9, atol=1e-12)
     assert steps.num_joint == 0
+
+
+def test_an_exact_text_is_computed_alone(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same bits as without the other texts, which are computed together."""
+    texts = recorded(tmp_path, "llama", monkeypatch, [*plain_prompts(), *plain_prompts()])
+    texts.texts[0] = [(replace(step, exact=True), part, cache) for step, part, cache in texts.texts[0]]
+    steps = JointSteps[Any](InlineExecutor())
+    for number in (1, 2, 3):
+        apart = alone(loop, texts.waiting(number)[:1])
+        found = results(loop, steps, texts.waiting(number))
+        torch.testing.assert_close(found[0][0], apart[0], rtol=0, atol=0)
+    assert steps.num_joint == 2 * 5
 
 
 def test_rows_with_masks_go_with_their_like(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:

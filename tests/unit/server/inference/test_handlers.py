@@ -486,6 +486,18 @@ def test_what_a_block_returns_besides_tensors_is_no_ones_end(make_swarm: MakeSwa
         send(swarm, message(tokens(1), A, C, number=2))
 
 
+@pytest.mark.parametrize("calls", ["{", "[" * 9999, "7", '{"0": 7}', '["tensor", 0]'])
+def test_calls_of_blocks_that_cannot_be_read_end_only_their_session(make_swarm: MakeSwarm, calls: str) -> None:
+    swarm = begun(make_swarm)
+    client = Client(swarm.trainer)
+    send(swarm, message(tokens(1), A, C, extras={"cache": IN_SESSION, CALLS: calls}))
+    (failure,) = client.failures
+    assert (failure.kind, failure.stage_index) == ("refused", 0)
+    assert swarm.servers[A].sessions.num_open == 0
+    send(swarm, message(tokens(1), A, C, session="7" * 32))
+    assert client.outputs
+
+
 def test_a_forward_without_a_cache_is_a_session_of_one_step(make_swarm: MakeSwarm) -> None:
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH).double() for _ in range(2)))
     swarm = make_swarm("a b", "c d", module=module)
