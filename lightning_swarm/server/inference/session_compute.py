@@ -83,7 +83,7 @@ class SessionComputation:
                 if part.cache is not None
             ]
             if padded is not None:
-                keywords = padded.arguments(keywords, like=serialization.leaves(inputs)[0])
+                keywords = padded.arguments(keywords, like=serialization.flatten(inputs)[1][0])
             keywords = {name: joint if is_in_session(value) else value for name, value in keywords.items()}
             attending = attending_jointly(self._modules) if type(joint) is JointCache else contextlib.nullcontext()
             with attending:
