@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model.inference import attention_cache
-from lightning_swarm.model.inference.attention_cache import is_in_session
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import rpc, serialization
 from lightning_swarm.protocol.messages.inference import (
@@ -47,6 +45,7 @@ from lightning_swarm.server.inference.batching import JointSteps, WaitingStep
 from lightning_swarm.server.inference.host import SessionHost, SessionStage
 from lightning_swarm.server.inference.session_compute import SessionPart
 from lightning_swarm.server.inference.stage_session import KeptOutput, StageSession
+from lightning_swarm.server.inference.step_checks import check_tokens, checked_tree
 from lightning_swarm.server.sample_costs import num_bytes
 
 _log = logging.getLogger(__name__)
@@ -157,8 +156,8 @@ class SessionHandlers:
         Return False if the step must wait for earlier steps, and `waits` forbids that.
         """
         stage = self._stage_of(step, caller)
-        hidden, extras = _checked_tree(step, tensors)
-        _check_tokens(hidden, stage)
+        hidden, extras = checked_tree(step, tensors)
+        check_tokens(hidden, stage)
         held = self._held_for(step, stage)
         if step.attempt >= held.attempt:
             held.follow(step.attempt, step.route, step.resume)
@@ -284,7 +283,7 @@ class SessionHandlers:
                 held.drop_older()
             held.done = step.number
             self.num_steps += 1
-            self.num_tokens += _num_tokens(hidden)
+            self.num_tokens += part.rows * part.tokens
             if step.number > 1 and busy_s:
                 self._busy_s.measure(busy_s)
         await held.grow()
@@ -456,39 +455,6 @@ class SessionHandlers:
             for held in [held for held in self._held.values() if now_s() >= held.used_s + idle_s]:
                 await self._forget(held)
         self._forgetting = False
-
-
-def _checked_tree(step: SessionStep, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
-    """Return the hidden state and the blocks' arguments that a step brings; refuse other trees."""
-    tree = serialization.unflatten(step.structure, list(tensors))
-    if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
-        raise ProtocolError("a step must bring a hidden state and the blocks' arguments")
-    leaves = serialization.leaves(tree[0])
-    if not leaves or leaves[0].ndim < 2 or 0 in leaves[0].shape[:2]:
-        raise ProtocolError("a step's hidden state must be [rows, tokens, ...], and not empty")
-    if step.recipe is None and any(is_in_session(value) for value in tree[1].values()):
-        raise ProtocolError("a step's blocks must take no cache where the session has no recipe of one")
-    if step.recipe is None and (step.number > 1 or step.operations):
-        raise ProtocolError("a session without a cache has one step, got another one, or operations")
-    return tree
-
-
-def _num_tokens(hidden: Any) -> int:
-    """Return the number of tokens in all rows of a step's hidden state."""
-    return math.prod(serialization.leaves(hidden)[0].shape[:2])
-
-
-def _check_tokens(hidden: Any, stage: SessionStage) -> None:
-    """Refuse a step that would keep other sessions waiting for too long, in any form of its hidden state."""
-    if stage.max_tokens is None:
-        return
-    number = max(_num_tokens(hidden), *(math.prod(leaf.shape[:-1]) for leaf in serialization.leaves(hidden)))
-    if number > stage.max_tokens:
-        raise ProtocolError(
-            f"a step of a text must have at most {stage.max_tokens} tokens in all rows here (`Limits.step_tokens`), "
-            f"got {number}: others would wait too long. Take fewer rows at once or a shorter text, pass "
-            "`prefill_chunk_size` to `generate`, or start the servers with a higher `--step-tokens`."
-        )
 
 
 def _kind_of(error: Exception) -> FailureKind:
