@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,6 +70,7 @@ class ServedBlocks:
         self._exact = exact
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._blocks = blocks
+        self._on_thread = threading.local()  # `call`, as set by `computed_by`
         self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
         self._forwards = forwards
 
@@ -81,7 +83,30 @@ class ServedBlocks:
         finally:
             self._num_writing -= 1
 
+    @contextlib.contextmanager
+    def computed_by(self, call: Callable[[Any, dict[str, Any], Any], Any]) -> Iterator[None]:
+        """Inside, and on this thread, `call` computes the blocks of forwards with a cache, in place of `step`."""
+        before, self._on_thread.call = getattr(self._on_thread, "call", None), call
+        try:
+            yield
+        finally:
+            self._on_thread.call = before
+
+    @contextlib.contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Inside, and on this thread, servers compute the steps of texts that begin alone."""
+        self._on_thread.exact = True
+        try:
+            yield
+        finally:
+            self._on_thread.exact = False
+
     def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
+        """Compute the blocks' output for a forward with a cache."""
+        call = getattr(self._on_thread, "call", None) or self.step
+        return call(hidden, extras, cache)
+
+    def step(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         """Compute the blocks' output for a forward with a cache, such as one step of Hugging Face's `generate`.
 
         If a text is written, the forward is a step of a session. If gradients are needed, or an adapter trains outside
@@ -121,7 +146,8 @@ class ServedBlocks:
     ) -> TextStep | None:
         """Return a text's step; None if the forward is for tuning."""
         _check_not_empty(hidden)
-        make = partial(TextStep, hidden=hidden, extras=extras, cache=cache, weights=_WEIGHTS, exact=self._exact)
+        exact = self._exact or getattr(self._on_thread, "exact", False)
+        make = partial(TextStep, hidden=hidden, extras=extras, cache=cache, weights=_WEIGHTS, exact=exact)
         if self._adapted is None or found is None:
             return make(modes=self._modes(training=self._trains))
         # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation. `is_trained`

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
-from typing_extensions import override
+from torch import Tensor
 
 from lightning_swarm.serving import grammar_check
 from lightning_swarm.serving.grammar import Grammar, refuse
@@ -98,36 +97,35 @@ class CompiledGrammar:
     def __init__(self, matcher: Any, param: str) -> None:
         self._matcher, self._param = matcher, param
 
-    def new_text(self, num_prompt: int) -> GrammarMask:
-        """Return the mask of a new text after `num_prompt` tokens of the prompt."""
-        return GrammarMask(self._matcher.deep_copy(), self._param, num_prompt)
+    def new_text(self) -> GrammarMask:
+        """Return the mask of a new text."""
+        return GrammarMask(self._matcher.deep_copy(), self._param)
 
 
-class GrammarMask(transformers.LogitsProcessor):
+class GrammarMask:
     """Excludes the tokens that break a text's grammar."""
 
-    def __init__(self, matcher: Any, param: str, num_prompt: int) -> None:
+    def __init__(self, matcher: Any, param: str) -> None:
         self._matcher, self._param = matcher, param
-        self._num_read = num_prompt  # tokens of prompt and text that the matcher knows
 
-    @override
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self.is_done(input_ids)
+    def restrict(self, row: Tensor) -> None:
+        """Exclude tokens from the logits ``[tokens]`` of the next token, in place."""
         allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
         self._check()
-        kept = torch.zeros(scores.shape[1], dtype=torch.bool)
-        kept[: len(allowed)] = allowed[: scores.shape[1]]
+        kept = torch.zeros(len(row), dtype=torch.bool)
+        kept[: len(allowed)] = allowed[: len(row)]
         if not kept.any():
             refuse(self._param, "none of the model's tokens continue the text")
-        return scores.masked_fill(~kept.to(scores.device), float("-inf"))
+        row.masked_fill_(~kept.to(row.device), float("-inf"))
 
-    def is_done(self, input_ids: Any) -> bool:
-        """Return whether the text is complete, so that nothing can follow."""
-        new = input_ids[0, self._num_read :].tolist()
-        self._num_read += len(new)
-        if new:
-            self._matcher.consume_tokens(new)
-            self._check()
+    def add(self, token: int) -> None:
+        """Append a token to the text."""
+        self._matcher.consume_tokens([token])
+        self._check()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the text is complete, so that nothing can follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:

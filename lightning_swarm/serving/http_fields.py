@@ -109,6 +109,7 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] = {}
     allowed_token_ids: _TokenIds = []
     seed: int | None = None
+    exact: bool = False  # each step is computed alone, so that no rounding depends on other texts
     stop: str | list[str] = []
     stop_token_ids: _TokenIds = []
     include_stop_str_in_output: bool = False

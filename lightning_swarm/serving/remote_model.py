@@ -53,18 +53,21 @@ def step_tokens(model: Any) -> int:
     return client.step_tokens if isinstance(client, ServedModelClient) else Limits().step_tokens
 
 
-def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
-    """Return the options of `generate` that cut a long prompt, so that other texts wait for one chunk at most."""
+def part_of_prompts(model: Any, num_rows: int = 1) -> int | None:
+    """Return into how many tokens a long prompt is cut, so that other texts wait for one part; None: it stays whole."""
     # A prompt stays whole if peft puts tokens of its own before it, if the model has recurrent states, if its positions
     # depend on the length of the text, or if it keeps no cache.
-    if _has_own_prompt(model):
-        return {}
-    size = max(1, min(_PREFILL_CHUNK, step_tokens(model) // num_rows))
-    if num_tokens <= size or model._is_stateful or positions_depend_on_length(model):
-        return {}
+    if _has_own_prompt(model) or model._is_stateful or positions_depend_on_length(model):
+        return None
     if not getattr(model.generation_config, "use_cache", True):
-        return {}
-    return {"prefill_chunk_size": size}
+        return None
+    return max(1, min(_PREFILL_CHUNK, step_tokens(model) // num_rows))
+
+
+def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
+    """Return the options of `generate` that cut a long prompt."""
+    part = part_of_prompts(model, num_rows)
+    return {"prefill_chunk_size": part} if part is not None and part < num_tokens else {}
 
 
 def _has_own_prompt(model: Any) -> bool:

@@ -1,22 +1,23 @@
-"""Texts that a served model writes for an endpoint: each on a thread of its own, piece by piece."""
+"""Texts that a served model writes for an endpoint, piece by piece."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_swarm.serving.http_fields import RequestError, TextFields
 from lightning_swarm.serving.pieces import StopFinder, TextPiece, TokenScore
 
 if TYPE_CHECKING:
-    from lightning_swarm.serving.grammar_masks import CompiledGrammar, GrammarCompiler, GrammarMask
+    from lightning_swarm.serving.grammar_masks import CompiledGrammar, GrammarCompiler
+    from lightning_swarm.serving.growing_text import GrowingText, TextListener
+    from lightning_swarm.serving.text_scheduler import TextScheduler
 
 _CONTEXT: Final = 4  # last tokens of the prompt, decoded together with the first new tokens
 _MAX_SCORED: Final = 2048  # largest number of tokens of a prompt whose logprobs are reported
@@ -40,11 +41,51 @@ class ServedText:
     parent: str | None = None  # name of the model whose adapter this is
 
     @cached_property
-    def turn(self) -> AbstractContextManager[Any]:
-        """A lock if the model's position tables depend on the text so far: then it writes one text at a time."""
-        from lightning_swarm.serving.remote_model import positions_depend_on_length
+    def scheduler(self) -> TextScheduler:
+        """Writes the model's texts."""
+        from lightning_swarm.serving import remote_model
+        from lightning_swarm.serving.joint_forward import JointForward
+        from lightning_swarm.serving.text_scheduler import TextScheduler
 
-        return threading.Lock() if positions_depend_on_length(self.model) else nullcontext()
+        client = getattr(self.model, "swarm", None)
+        return TextScheduler(
+            JointForward(None if client is None else client.served),
+            part=remote_model.part_of_prompts(self.model),
+            step_tokens=partial(remote_model.step_tokens, self.model),
+            # If position tables depend on the text so far, texts are written one after the other.
+            most_texts=1 if remote_model.positions_depend_on_length(self.model) else None,
+        )
+
+    def new_text(
+        self,
+        given: Mapping[str, Any],
+        asked: TextFields,
+        prompt: Sequence[int],
+        grammar: CompiledGrammar | None,
+        listener: TextListener,
+        *,
+        num_new: int,
+        choice: int,
+    ) -> GrowingText:
+        """Return a text for the scheduler."""
+        from lightning_swarm.serving.growing_text import GrowingText
+        from lightning_swarm.serving.sampling import Sampling, TextSampler
+
+        config = self.model.generation_config
+        ends = [*end_tokens(config), *asked.stop_token_ids]
+        sampler = TextSampler(
+            asked,
+            Sampling.of(asked, config),
+            prompt=prompt,
+            ends=ends,
+            seed=None if asked.seed is None else asked.seed + choice,
+            mask=None if grammar is None else grammar.new_text(),
+        )
+        # The sampler draws the tokens, and applies the repetition penalty in vLLM's order.
+        options = {"num_beams": 1, "num_return_sequences": 1, "do_sample": False, "repetition_penalty": 1.0}
+        return GrowingText(
+            self.model, given, options, sampler, listener, num_new=num_new, ends=ends, is_exact=asked.exact
+        )
 
     @cached_property
     def context(self) -> int | None:
@@ -142,7 +183,7 @@ class PromptScores:
 
 
 class TextWriter:
-    """Writes one text on a thread of its own, which ends soon after `abort`."""
+    """Reads one text piece by piece, as a scheduler's threads write it. It ends soon after `abort`."""
 
     def __init__(
         self,
@@ -156,33 +197,25 @@ class TextWriter:
         prompt_scores: PromptScores | None = None,  # None: not requested
         grammar: CompiledGrammar | None = None,
         kept_tokens: Collection[int] = (),  # special tokens that are part of the text
-        on_end: Callable[[], None] = lambda: None,  # called on the event loop when the text's thread ends
+        on_end: Callable[[], None] = lambda: None,  # called on the event loop when the text has ended
     ) -> None:
         self._on_end = on_end
-        self.served, self._given, self.asked = served, given, asked
-        self.prompt, self._choice, self._prompt_scores = prompt, choice, prompt_scores
-        self._mask = None if grammar is None else grammar.new_text(int(given["input_ids"].shape[1]))
+        self.served, self.asked = served, asked
+        self.prompt, self._prompt_scores = prompt, prompt_scores
         self.kept_tokens = kept_tokens
-        self._aborted = threading.Event()
+        self.is_cancelled = self.is_done = False
         self._pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.num_prompt = int(given["input_ids"].shape[1])
-        self.num_new = num_new
-        self.prompt_end: list[int] = given["input_ids"][0, -_CONTEXT:].tolist()
         self.num_tokens = 0  # new tokens so far
-        self._logits: Any = None  # logits of the next token
         self._scores: list[TokenScore] = []  # scores of tokens whose text was not passed on yet
-        self._thread = threading.Thread(target=self._run, name="text", daemon=True)
-        self._thread.start()
+        tokens = given["input_ids"][0].tolist()
+        self._text = _TokenText(self, tokens[-_CONTEXT:])
+        served.scheduler.submit(served.new_text(given, asked, tokens, grammar, self, num_new=num_new, choice=choice))
 
     def abort(self) -> None:
-        """Stop writing; the thread ends soon."""
-        self._aborted.set()
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether the text's thread has ended."""
-        return not self._thread.is_alive()
+        """Stop writing: no further step is computed."""
+        self.is_cancelled = True
 
     async def pieces(self) -> AsyncIterator[TextPiece]:
         """Yield the text in pieces as it is written; the last piece has the finish reason."""
@@ -211,140 +244,77 @@ class TextWriter:
             raise piece.error
         return piece
 
-    def see(self, logits: Any) -> None:
-        """Record the logits of the next token; called on the text's thread."""
-        if self.asked.num_logprobs is not None:
-            self._logits = logits.detach().clone()
+    # ------------------------------------------------------------------ on the threads that write
 
-    def score(self, token: int) -> None:
-        """Score a drawn token; called on the text's thread."""
-        if self.asked.num_logprobs is not None:
-            self._scores.append(TokenScore.of(self.served.tokenizer, token, self._logits, self.asked.num_logprobs))
+    def begin(self) -> None:
+        """Score the prompt, if requested."""
+        if self._prompt_scores is not None:
+            self._put(TextPiece(scores=self._prompt_scores.get()))
 
-    def give(self, text: str) -> None:
-        """Pass text on to the reader, with the scores of its tokens; called on the text's thread."""
+    def add(self, token: int, logits: Any) -> None:
+        """Pass a token's text on, with its score."""
+        if self.asked.num_logprobs is not None:
+            self._scores.append(TokenScore.of(self.served.tokenizer, token, logits, self.asked.num_logprobs))
+        self.num_tokens += 1
+        if text := self._text.add(token):
+            self._put(TextPiece(text, scores=self._taken_scores()))
+
+    def end(self, *, is_complete: bool, error: BaseException | None) -> None:
+        """Pass on the rest of the text with the finish reason, or the error."""
+        try:
+            if error is not None:
+                raise error
+            if text := self._text.rest():
+                self._put(TextPiece(text, scores=self._taken_scores()))
+            reason = "stop" if is_complete or self.is_cancelled else "length"
+            self._put(TextPiece(finish_reason=reason, scores=self._taken_scores()))
+        except BaseException as problem:  # noqa: BLE001 - the request's task raises it
+            self._put(TextPiece(error=problem))
+        self.is_done = True
+        with contextlib.suppress(RuntimeError):  # the endpoint has ended
+            self._loop.call_soon_threadsafe(self._on_end)
+
+    def _taken_scores(self) -> list[TokenScore]:
         scores, self._scores = self._scores, []
-        self._put(TextPiece(text, scores=scores))
+        return scores
 
     def _put(self, piece: TextPiece) -> None:
         with contextlib.suppress(RuntimeError):  # the endpoint has ended
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
-    def _run(self) -> None:
-        """Write the text on its own thread; its last piece has the finish reason or the error."""
-        try:
-            with self.served.turn:
-                if self._prompt_scores is not None and not self._aborted.is_set():
-                    self._put(TextPiece(scores=self._prompt_scores.get()))
-                reason = "stop" if self._aborted.is_set() else self._generate()
-        except BaseException as error:  # noqa: BLE001 - the request's task raises it
-            self._put(TextPiece(error=error))
-        else:
-            scores, self._scores = self._scores, []
-            self._put(TextPiece(finish_reason=reason, scores=scores))
-        finally:
-            with contextlib.suppress(RuntimeError):  # the endpoint has ended
-                self._loop.call_soon_threadsafe(self._on_end)
 
-    def _generate(self) -> str:
-        """Write the text, and return the finish reason."""
-        if self.num_new == 0:
-            return "length"
-        found = self._write()
-        is_complete = self._mask is not None and self._mask.is_done(found)
-        return "length" if int(found.shape[1]) - self.num_prompt >= self.num_new and not is_complete else "stop"
-
-    def _write(self) -> Any:
-        import transformers
-
-        from lightning_swarm.serving.remote_model import prefill_in_chunks
-        from lightning_swarm.serving.sampling import Sampling, processors
-
-        model, asked = self.served.model, self.asked
-        config = model.generation_config
-        ends = [*end_tokens(config), *asked.stop_token_ids]
-        drawing = processors(
-            asked,
-            Sampling.of(asked, config),
-            prompt=self.num_prompt,
-            ends=ends,
-            seed=None if asked.seed is None else asked.seed + self._choice,
-            see=self.see,
-            mask=self._mask,
-            device=model.device,
-        )
-        return model.generate(
-            **self._given,
-            **prefill_in_chunks(model, self.num_prompt),
-            **({"eos_token_id": ends} if asked.stop_token_ids else {}),
-            num_beams=1,
-            num_return_sequences=1,
-            max_new_tokens=self.num_new,
-            do_sample=False,  # `processors` draw the token
-            repetition_penalty=1.0,  # `processors` applies it in vLLM's order
-            logits_processor=transformers.LogitsProcessorList(drawing),
-            stopping_criteria=transformers.StoppingCriteriaList([_Until(self._aborted, self._mask)]),
-            streamer=_Streamer(self),
-        )
-
-
-class _Until:
-    """Stops a text when an event is set, or when its grammar allows no more."""
-
-    def __init__(self, event: threading.Event, mask: GrammarMask | None) -> None:
-        self._event, self._mask = event, mask
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        import torch
-
-        ends = self._event.is_set() or (self._mask is not None and self._mask.is_done(input_ids))
-        return torch.full((len(input_ids),), ends, dtype=torch.bool, device=input_ids.device)
-
-
-class _Streamer:
+class _TokenText:
     """Turns tokens into text that later tokens no longer change."""
 
-    def __init__(self, writer: TextWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: TextWriter, prompt_end: Sequence[int]) -> None:
+        self._decode = writer.served.tokenizer.decode
         self._skips = writer.asked.skip_special_tokens and not writer.kept_tokens
         special = writer.served.special_tokens if writer.kept_tokens else frozenset[int]()
         self._dropped = special - {*writer.kept_tokens} if writer.asked.skip_special_tokens else frozenset[int]()
         # Decoding drops a space at the beginning of a text, so it begins with tokens of the prompt.
-        self._tokens = [token for token in writer.prompt_end if token not in self._dropped]
-        self._begin, self._given = 0, len(self._tokens)  # first decoded token; first token not passed on
-        self._is_prompt = True
+        self._tokens = [token for token in prompt_end if token not in self._dropped]
+        self._given = len(self._tokens)  # first token not passed on
+        self._passed = self._decoded()  # text of the tokens before it
 
-    def put(self, value: Any) -> None:
-        """Receive the prompt, and then each token."""
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        for token in value.flatten().tolist():
-            self._tokens += [] if token in self._dropped else [token]
-            self._writer.score(token)
-        self._writer.num_tokens += value.numel()
-        text = self._new_text()
-        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is not complete
-            self._give(text)
+    def add(self, token: int) -> str:
+        """Append a token; return the text to pass on."""
+        if token not in self._dropped:
+            self._tokens.append(token)
+        text = self._decoded()
+        return self._pass(text) if not text.endswith("\N{REPLACEMENT CHARACTER}") else ""  # else a part of a character
 
-    def end(self) -> None:
-        """Pass on the rest of the text."""
-        if text := self._new_text():
-            self._give(text)
+    def rest(self) -> str:
+        """Return the text that was not passed on, at the end."""
+        return self._pass(self._decoded())
 
-    def _new_text(self) -> str:
-        """Return the text of the tokens that were not passed on."""
-        return self._decoded(len(self._tokens))[len(self._decoded(self._given)) :]
+    def _pass(self, text: str) -> str:
+        new = text[len(self._passed) :]
+        if new:
+            # The next decoding begins with these tokens, as the first began with the prompt's.
+            self._tokens = self._tokens[self._given :]
+            self._given, self._passed = len(self._tokens), self._decoded()
+        return new
 
-    def _decoded(self, end: int) -> str:
-        text: str = self._writer.served.tokenizer.decode(
-            self._tokens[self._begin : end],
-            skip_special_tokens=self._skips,
-            clean_up_tokenization_spaces=False,
-        )
+    def _decoded(self) -> str:
+        text: str = self._decode(self._tokens, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
         return text
-
-    def _give(self, text: str) -> None:
-        self._writer.give(text)
-        # The next decoding begins with these tokens, as the first began with the prompt's.
-        self._begin, self._given = self._given, len(self._tokens)

@@ -62,7 +62,7 @@ def complete(served: ServedText, prompt: Any = PROMPT, **fields: Any) -> Any:
 
 
 EXTRA = {"top_k", "min_p", "repetition_penalty", "stop_token_ids", "min_tokens", "allowed_token_ids"}
-EXTRA |= {"include_stop_str_in_output", "skip_special_tokens", "add_special_tokens"}
+EXTRA |= {"include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "exact"}
 
 
 def text_of(served: ServedText, prompt: str = PROMPT, num_tokens: int = 12, **options: Any) -> str:
@@ -85,6 +85,7 @@ def test_text_is_the_models(served: ServedText) -> None:
     assert found.choices[0].text == text_of(served)
     assert found.choices[0].finish_reason == "length"
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (6, 12)
+    assert complete(served, max_tokens=12, temperature=0, exact=True).choices[0].text == text_of(served)
 
 
 def test_without_a_limit_a_text_has_the_rest_of_the_context(served: ServedText) -> None:

@@ -132,6 +132,11 @@ class InferenceSession:
         """The number of steps so far."""
         return len(self._log)
 
+    @property
+    def route(self) -> tuple[PeerId, ...]:
+        """The server of each stage; empty before the first step."""
+        return tuple(self._route)
+
     async def step(self, session_input: SessionInput) -> SessionResult:
         """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
         self._log.append(session_input)

@@ -110,6 +110,12 @@ class CacheHandle:
         handle: CacheHandle = vars(cache)[_HANDLE]
         return handle
 
+    @classmethod
+    def found(cls, cache: Any) -> CacheHandle | None:
+        """Return a cache's handle; None if the cache is not bound."""
+        handle: CacheHandle | None = vars(cache).get(_HANDLE)
+        return handle
+
     def refuse_use(self, reason: str) -> None:
         """Make all later uses of the cache raise `ConfigError` with this reason, as its contents are incomplete."""
         self._refused = self._refused or reason

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 _NAME: Final = "lightning_swarm_joint_"
-_MASK_DIMENSIONS: Final = 4  # [rows, heads, tokens, keys]: the last one differs from text to text
+MASK_DIMENSIONS: Final = 4  # [rows, heads, tokens, keys]: the last one differs from text to text
 
 
 class CannotJoin(Exception):
@@ -139,7 +139,7 @@ def _join_tensors(tensors: Sequence[Any], rows: Sequence[int]) -> Any:
         raise CannotJoin("tensors that differ have no rows")
     if all(one.shape[1:] == first.shape[1:] for one in tensors):
         return torch.cat([one.expand(num, *one.shape[1:]) for one, num in zip(tensors, rows, strict=True)])
-    if first.ndim == _MASK_DIMENSIONS and all(one.shape[1:-1] == first.shape[1:-1] for one in tensors):
+    if first.ndim == MASK_DIMENSIONS and all(one.shape[1:-1] == first.shape[1:-1] for one in tensors):
         return PerText(one.clone() for one in tensors)
     raise CannotJoin("tensors of different shapes cannot be rows of one")
 
@@ -165,7 +165,7 @@ def kind_of(tree: Any, rows: int) -> Any:
     """Return the hashable properties of a text's arguments that must be equal to join texts."""
     if isinstance(tree, Tensor):
         lead = "rows" if tree.ndim and len(tree) in (1, rows) else tuple(tree.shape[:1])
-        shape = tree.shape[1:-1] if tree.ndim == _MASK_DIMENSIONS else tree.shape[1:]
+        shape = tree.shape[1:-1] if tree.ndim == MASK_DIMENSIONS else tree.shape[1:]
         return ("tensor", str(tree.dtype), lead, tuple(shape), tree.ndim)
     if isinstance(tree, dict):
         return tuple((key, kind_of(one, rows)) for key, one in tree.items())

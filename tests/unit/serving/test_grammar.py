@@ -30,9 +30,11 @@ def asked_grammar(**fields: Any) -> Grammar:
 
 def next_tokens(grammar: Grammar, text: str) -> set[str]:
     """Return the tokens that may follow a text; the end is an empty text."""
-    ids = torch.tensor([[1, *TOKENIZER(text).input_ids]])
-    masked = COMPILER.compile(grammar).new_text(1)(ids, torch.zeros(1, NUM_TOKENS, dtype=torch.float64))
-    allowed = (masked[0] == 0).nonzero().flatten().tolist()
+    mask, row = COMPILER.compile(grammar).new_text(), torch.zeros(NUM_TOKENS, dtype=torch.float64)
+    for token in TOKENIZER(text).input_ids:
+        mask.add(token)
+    mask.restrict(row)
+    allowed = (row == 0).nonzero().flatten().tolist()
     return {"" if token == END else TOKENIZER.convert_ids_to_tokens(token) for token in allowed}
 
 
@@ -93,10 +95,13 @@ def test_a_mask_has_the_next_tokens() -> None:
 
 def test_texts_of_one_grammar_are_apart() -> None:
     compiled = COMPILER.compile(asked_grammar(**outputs(choice=["ab", "cd"])))
-    one, other = compiled.new_text(0), compiled.new_text(0)
-    ids = torch.tensor([TOKENIZER("ab").input_ids])
-    assert [one.is_done(ids[:, :end]) for end in (0, 1, 2, 2)] == [False, False, True, True]
-    assert not other.is_done(torch.tensor([TOKENIZER("c").input_ids]))
+    one, other = compiled.new_text(), compiled.new_text()
+    assert not one.is_done
+    for token, is_done in zip(TOKENIZER("ab").input_ids, (False, True), strict=True):
+        one.add(token)
+        assert one.is_done == is_done
+    other.add(*TOKENIZER("c").input_ids)
+    assert not other.is_done
 
 
 def chain(length: int) -> dict[str, Any]:
@@ -175,9 +180,9 @@ def test_an_error_in_the_checks_thread_is_reported(monkeypatch: pytest.MonkeyPat
 
 def test_a_step_without_a_token_is_an_error() -> None:
     grammar = Grammar("structured_outputs", rule='"a"')
-    mask = COMPILER.compile(grammar).new_text(0)
+    mask = COMPILER.compile(grammar).new_text()
     with pytest.raises(RequestError, match="none of the model's tokens continue the text"):
-        mask(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 3))
+        mask.restrict(torch.zeros(3))
 
 
 def test_a_model_must_have_an_end_token_and_a_tokenizer_of_bytes() -> None:

@@ -75,6 +75,7 @@ def test_the_page_names_each_field() -> None:
         (Completion, {"temperature": "warm"}, r"Expected `float.*temperature"),
         (Completion, {"temperature": -1}, r"temperature"),
         (Completion, {"top_p": 0}, r"top_p"),
+        (Completion, {"exact": 1}, "Expected `bool`"),
         (Completion, {"n": 17}, r"`n`|\.n"),
         (Completion, {"n": 2, "best_of": 3}, "`best_of` must be `n`"),
         (Completion, {"prompt": []}, "prompts that are not empty"),

@@ -148,11 +148,11 @@ def test_text_beside_a_call(seed: int) -> None:
 def test_a_marker_in_ordinary_tokens_is_no_part_of_a_text() -> None:
     """Readers see only the characters, so that they would take it for the special token."""
     tokenizer = bytes_tokenizer(*SPECIAL)
-    spelled = torch.tensor([tokenizer("say [TOOL_CALLS]", split_special_tokens=True).input_ids])
-    mask = COMPILER.compile(grammar("mistral_args")).new_text(0)
-    assert spelled.max() < tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    spelled = tokenizer("say [TOOL_CALLS]", split_special_tokens=True).input_ids
+    mask = COMPILER.compile(grammar("mistral_args")).new_text()
+    assert max(spelled) < tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
     with pytest.raises(RequestError):
-        mask(spelled, torch.zeros(1, len(tokenizer)))
+        list(map(mask.add, spelled))
     assert admits(grammar("mistral_args"), "say [TOOL_CALL] ]")
 
 
@@ -193,12 +193,14 @@ COMPILER = GrammarCompiler(TOKENIZER, num_tokens=len(TOKENIZER), ends=[2])
 
 def admits(grammar: Grammar, text: str) -> bool:
     """Return whether a text follows a grammar to its end."""
-    mask = COMPILER.compile(grammar).new_text(0)
-    ids = torch.tensor([TOKENIZER(text).input_ids])
+    mask, row = COMPILER.compile(grammar).new_text(), torch.zeros(len(TOKENIZER))
     try:
-        return bool(mask(ids, torch.zeros(1, len(TOKENIZER)))[0, 2] == 0)
+        for token in TOKENIZER(text).input_ids:
+            mask.add(token)
+        mask.restrict(row)
     except RequestError:
         return False
+    return bool(row[2] == 0)
 
 
 def grammar(name: str, answer: Grammar | None = None, **fields: Any) -> Grammar:

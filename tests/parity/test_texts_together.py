@@ -1,0 +1,221 @@
+"""Texts of one endpoint whose steps are computed together: each token equals that of plain Hugging Face."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import StageError
+from lightning_swarm.serving.http_fields import TextFields
+from lightning_swarm.serving.joint_forward import JointForward
+from lightning_swarm.serving.remote_model import part_of_prompts
+from lightning_swarm.serving.text_scheduler import TextScheduler
+from lightning_swarm.serving.texts import ServedText
+from tests.served import FAMILIES, ServedSwarm, make_model
+
+LENGTHS = (3, 9, 5, 5, 14, 1)  # of prompts; some exceed the windows of attention
+NUM_NEW = 12
+ALONE = {"bloom"}  # its blocks get a row of positions for each head
+
+
+class Listener:
+    """Keeps a text's tokens."""
+
+    def __init__(self, on_token: Callable[[int], None] = lambda _: None) -> None:
+        self.tokens: list[int] = []
+        self.is_cancelled = False
+        self.ends: list[BaseException | None] = []
+        self._on_token = on_token
+
+    def begin(self) -> None:
+        pass
+
+    def add(self, token: int, _: Tensor | None) -> None:
+        self.tokens.append(token)
+        self._on_token(len(self.tokens))
+
+    def end(self, *, is_complete: bool, error: BaseException | None) -> None:
+        self.ends.append(error)
+
+
+class Texts:
+    """Texts of a served model, whose steps this thread computes."""
+
+    def __init__(self, served: ServedText, **options: Any) -> None:
+        self.served, self.sizes = served, list[int]()
+        blocks = served.model.swarm.served
+        step_many = blocks.step_many
+
+        def counted(steps: Sequence[Any]) -> list[Any]:
+            self.sizes.append(len(steps))
+            found: list[Any] = step_many(steps)
+            return found
+
+        blocks.step_many = counted
+        options = {"part": part_of_prompts(served.model), "step_tokens": lambda: 4096, "has_threads": False, **options}
+        self.scheduler = TextScheduler(JointForward(blocks), **options)
+
+    def begin(self, prompt: Sequence[int], listener: Listener | None = None, **fields: Any) -> Listener:
+        listener, ids = listener or Listener(), torch.tensor([prompt])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        asked = TextFields(**{"temperature": 0.0, **fields})
+        self.scheduler.submit(self.served.new_text(given, asked, prompt, None, listener, num_new=NUM_NEW, choice=0))
+        return listener
+
+    def write(self, prompts: Sequence[Sequence[int]], **fields: Any) -> list[list[int]]:
+        listeners = [self.begin(prompt, **fields) for prompt in prompts]
+        self.scheduler.run()
+        assert [one.ends for one in listeners] == [[None]] * len(prompts)
+        return [one.tokens for one in listeners]
+
+
+def random_prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    torch.manual_seed(7)
+    return [torch.randint(3, 29, (length,)).tolist() for length in lengths]
+
+
+def plain(model: Any, prompt: Sequence[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    return [int(token) for token in found[0, len(prompt) :]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    swarms: list[ServedSwarm] = []
+
+    def make(model: Any, **options: Any) -> Any:
+        model.save_pretrained(tmp_path)
+        swarms.append(ServedSwarm(tmp_path, num_stages=2))
+        swarms[-1].serve("a")
+        swarms[-1].serve("b", join="a", share=0.5)
+        return swarms[-1].connect(**options)
+
+    yield make
+    for swarm in swarms:
+        swarm.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_one_machine(serve: Callable[..., Any], family: str) -> None:
+    model = make_model(family)
+    texts, prompts = Texts(ServedText("m", serve(model), None)), random_prompts()
+    for _ in range(2):  # in the first texts, it is found out what may share a forward
+        texts.sizes.clear()
+        assert texts.write(prompts) == [plain(model, prompt) for prompt in prompts]
+    joint = sum(size for size in texts.sizes if size > 1)
+    assert joint == 0 if family in ALONE else joint > 0.6 * len(prompts) * (NUM_NEW - 1)
+    client = texts.served.model.swarm
+    client._runtime.run(asyncio.sleep(1.0))
+    assert not client.served._forwards._sessions._open, "texts that have ended hold sessions"
+
+
+def test_sampled_texts_depend_on_their_seed_alone(serve: Callable[..., Any]) -> None:
+    texts, prompts = Texts(ServedText("m", serve(make_model("llama")), None)), random_prompts()
+    fields = {"temperature": 1.5, "top_p": 0.95, "presence_penalty": 0.5, "seed": 5}
+    alone = [texts.write([prompt], **fields)[0] for prompt in prompts]
+    assert not any(size > 1 for size in texts.sizes)
+    assert texts.write(prompts, **fields) == alone == texts.write(prompts, **fields)
+    assert any(size > 1 for size in texts.sizes)
+    assert texts.write(prompts, **{**fields, "seed": 6}) != alone
+
+
+def test_exact_texts_are_computed_alone(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    texts, prompts = Texts(ServedText("m", serve(model), None)), random_prompts()
+    forwards, opened = texts.served.model.swarm.served._forwards, list[bool]()
+    open_session = forwards._open
+
+    def noted(step: Any, handle: Any) -> Any:
+        opened.append(step.exact)
+        return open_session(step, handle)
+
+    monkeypatch.setattr(forwards, "_open", noted)
+    listeners = [texts.begin(prompt, exact=index < 2) for index, prompt in enumerate(prompts)]
+    texts.scheduler.run()
+    assert [one.tokens for one in listeners] == [plain(model, prompt) for prompt in prompts]
+    assert opened == [True, True, False, False, False, False]
+    assert 1 < max(texts.sizes) <= 4
+
+
+def test_texts_come_and_go_amid_others(serve: Callable[..., Any]) -> None:
+    """A newcomer's prompt goes in parts between the steps of others, and a cancelled text gets no further step."""
+    model = make_model("llama")
+    texts = Texts(ServedText("m", serve(model), None), part=4)
+    *prompts, long = random_prompts((3, 9, 5, 40))
+    newcomer = Listener()
+    seen, had = list[tuple[int, int]](), list[int]()
+
+    def on_token(number: int) -> None:
+        if number == 3:
+            texts.begin(long, newcomer)
+        if number == 6:
+            leaving.is_cancelled = True
+            had.append(len(leaving.tokens))
+
+    leader, leaving = Listener(on_token), Listener()
+    listeners = [texts.begin(prompt, one) for prompt, one in zip(prompts, (leader, leaving, Listener()), strict=True)]
+    texts.served.model.model.embed_tokens.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
+    texts.scheduler.run()
+    assert newcomer.tokens == plain(model, long)
+    assert listeners[0].tokens == plain(model, prompts[0])
+    assert listeners[2].tokens == plain(model, prompts[2])
+    assert leaving.tokens == plain(model, prompts[1])[: len(leaving.tokens)]
+    assert len(leaving.tokens) <= had[0] + 1 < NUM_NEW  # the newest step may have been drawn already
+    parts = [index for index, shape in enumerate(seen) if shape == (1, 4)]
+    assert len(parts) >= len(long) // 4
+    steps = [index for index, shape in enumerate(seen) if shape[1] == 1 and parts[-9] < index < parts[-1]]
+    assert len(steps) >= 4, "the others wait for a whole prompt"
+
+
+def test_an_error_of_one_text_leaves_the_others(serve: Callable[..., Any]) -> None:
+    model = make_model("llama")
+    texts, prompts = Texts(ServedText("m", serve(model), None)), random_prompts()
+    texts.write(prompts)
+    blocks, failed = texts.served.model.swarm.served, list[int]()
+    step_many = blocks.step_many
+
+    def failing(steps: Sequence[Any]) -> list[Any]:
+        found: list[Any] = step_many(steps)
+        if len(steps) > 2 and not failed:
+            failed.append(1)
+            found[1] = StageError("a stage fails")
+        return found
+
+    blocks.step_many = failing
+    listeners = [texts.begin(prompt) for prompt in prompts]
+    texts.scheduler.run()
+    assert failed, "the fault is due"
+    errors = [one.ends[0] for one in listeners]
+    assert [type(error) for error in errors if error is not None] == [StageError]
+    for prompt, one, error in zip(prompts, listeners, errors, strict=True):
+        assert one.tokens == plain(model, prompt)[: len(one.tokens)]
+        assert len(one.tokens) == NUM_NEW or error is not None
+
+
+@pytest.mark.parametrize("problem", ["positions", "head"])
+def test_a_model_whose_rows_are_not_independent_is_computed_one_by_one(
+    serve: Callable[..., Any], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a row gets depends on the number of rows: in the blocks' arguments, or after the blocks."""
+    model = make_model("llama")
+    remote = serve(model)
+    site = remote.model.rotary_emb if problem == "positions" else remote.model.norm
+
+    def mixed(_: Any, __: Any, output: Any) -> Any:
+        if problem == "head":
+            return output * len(output)
+        return tuple(one * len(one) for one in output)
+
+    site.register_forward_hook(mixed)
+    texts, prompts = Texts(ServedText("m", remote, None)), random_prompts()
+    with caplog.at_level("INFO", logger="lightning_swarm.serving.joint_forward"):
+        assert texts.write(prompts) == [plain(model, prompt) for prompt in prompts]
+    assert "computed one by one from now on" in caplog.text
+    assert not any(size > 1 for size in texts.sizes)
