@@ -79,7 +79,7 @@ def test_only_trainers_answer_what_a_lead_answers() -> None:
         "run.claim",
         "run.text",
         "session.failed",
-        "session.output",
+        "session.outputs",
         "snapshot.keep_loop",
         "trainer.audit",
         "trainer.avoid",
