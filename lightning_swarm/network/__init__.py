@@ -112,11 +112,15 @@ class Transport(ABC):
     """Exchanges messages with other peers, on one asyncio loop: no method may be called from another thread."""
 
     peer_id: PeerId  # this peer's
-    closed: bool  # this peer can no longer send anything
     traffic: Traffic
     links: LinkEstimates
     on_refused: Callable[[int], None]
     """Called with the number of requests refused since the last call because certificates did not permit them."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Return whether this peer can no longer send anything."""
 
     @abstractmethod
     def handle_call(self, method: str, handler: CallHandler) -> None:

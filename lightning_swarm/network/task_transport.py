@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from lightning_swarm.core.errors import NotCoordinator, SwarmError
-from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, PeerId, StreamHandler, Transport
-
-
-def _of_peer(name: str) -> Any:
-    """Return a property with an attribute or a method of the peer's own transport."""
-    return property(attrgetter(f"_transport.{name}"))
+from lightning_swarm.network import MAX_STREAM_BYTES, Admit, CallHandler, Message, PeerId, StreamHandler, Transport
+from lightning_swarm.network.access import Permit
 
 
 class TaskTransport(Transport):
     """A peer's transport while it has a task; at other times the task's methods are refused."""
-
-    peer_id, closed, num_refused, bans = map(_of_peer, ("peer_id", "closed", "num_refused", "bans"))
-    call, stream, ping = map(_of_peer, ("call", "stream", "ping"))
-    certify, permit_of, ban = map(_of_peer, ("certify", "permit_of", "ban"))
-    connect, identify, addresses = map(_of_peer, ("connect", "identify", "addresses"))
 
     def __init__(
         self,
@@ -34,7 +24,7 @@ class TaskTransport(Transport):
         refusal: type[SwarmError] = NotCoordinator,  # class of the error; callers of a coordinator look for another one
     ) -> None:
         self._idle, self._error = idle, refusal
-        self.traffic = transport.traffic
+        self.peer_id, self.traffic = transport.peer_id, transport.traffic
         self._transport = transport
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
         self._admits: dict[str, Admit | None] = {}
@@ -47,6 +37,11 @@ class TaskTransport(Transport):
     def retire(self) -> None:
         """End the task: refuse its methods from now on."""
         self._handlers = dict.fromkeys(self._handlers)
+
+    @property
+    def closed(self) -> bool:
+        """See `Transport`."""
+        return self._transport.closed
 
     def handle_call(self, method: str, handler: CallHandler | None) -> None:
         """Answer a method by its handler until the task ends; without a handler, refuse its calls."""
@@ -67,6 +62,54 @@ class TaskTransport(Transport):
             answer, look = partial(self._answer, method), partial(self._admit, method)
             self._transport.handle_stream(method, answer, max_bytes=max_bytes, admit=look)
         self._handlers[method], self._admits[method] = handler, admit
+
+    async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """See `Transport`."""
+        return await self._transport.call(peer, method, body, timeout=timeout)
+
+    async def stream(
+        self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    ) -> Message:
+        """See `Transport`."""
+        return await self._transport.stream(peer, method, message, timeout=timeout, max_bytes=max_bytes)
+
+    async def ping(self, peer: PeerId) -> float:
+        """See `Transport`."""
+        return await self._transport.ping(peer)
+
+    def permit_of(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return self._transport.permit_of(peer)
+
+    async def certify(self, peer: PeerId) -> Permit | None:
+        """See `Transport`."""
+        return await self._transport.certify(peer)
+
+    @property
+    def num_refused(self) -> int:
+        """See `Transport`."""
+        return self._transport.num_refused
+
+    @property
+    def bans(self) -> list[bytes]:
+        """See `Transport`."""
+        return self._transport.bans
+
+    def ban(self, signed: bytes) -> None:
+        """See `Transport`."""
+        self._transport.ban(signed)
+
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """See `Transport`."""
+        await self._transport.connect(addresses)
+
+    async def identify(self, address: str) -> PeerId | None:
+        """See `Transport`."""
+        return await self._transport.identify(address)
+
+    async def addresses(self) -> tuple[str, ...]:
+        """See `Transport`."""
+        return await self._transport.addresses()
 
     async def close(self) -> None:
         """End the task, and leave the peer's transport open."""

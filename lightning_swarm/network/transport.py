@@ -70,9 +70,10 @@ class CutOff(asyncio.Event):
 class BaseTransport(Transport):
     """A transport without the wire, which subclasses add by `_send_call` and `_send_stream`."""
 
+    closed = False
+
     def __init__(self, peer_id: PeerId, *, silence_s: float, receive_bytes: int = MAX_STREAM_BYTES) -> None:
         self.peer_id = peer_id
-        self.closed = False
         self.traffic = Traffic()
         self.links = LinkEstimates()
         self.cut_off = CutOff()
