@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from lightning_swarm.model.folder_reader import FolderReader
 
 # Tensors of a quantised layer -> their names in files, after the layer's name.
-_OF_4BIT: Final = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_IN_FILES: Final = {"weight": "weight", "SCB": "SCB", **{name: f"weight.{name}" for name in _OF_4BIT}}
+_IN_FILES: Final = {
+    "weight": "weight",
+    "SCB": "SCB",
+    "absmax": "weight.absmax",
+    "quant_map": "weight.quant_map",
+    "nested_absmax": "weight.nested_absmax",
+    "nested_quant_map": "weight.nested_quant_map",
+}
 
 
 def check_finite(name: str, values: Tensor, remedy: str) -> None:

@@ -37,10 +37,17 @@ class _IndexRecord:
         self.state = state
 
 
-_CLASSES: Final = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties)
-_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _PLACE, _STORED = (
-    type(kind.__name__, (_IndexRecord,), {}) for kind in (*_CLASSES, MetadataIndex, _StorageInfo)
-)
+def _record(kind: type) -> type[_IndexRecord]:
+    return type(kind.__name__, (_IndexRecord,), {})
+
+
+_METADATA: Final = _record(Metadata)
+_TENSOR: Final = _record(TensorStorageMetadata)
+_BYTES: Final = _record(BytesStorageMetadata)
+_CHUNK: Final = _record(ChunkStorageMetadata)
+_PROPERTIES: Final = _record(TensorProperties)
+_PLACE: Final = _record(MetadataIndex)
+_STORED: Final = _record(_StorageInfo)
 
 _MAX_NAME: Final = 200  # characters of a file's name
 _METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"

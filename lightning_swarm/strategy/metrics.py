@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, Final, TypeAlias, get_args
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,11 @@ from lightning_swarm.strategy.metric_states import MetricContents
 _log = logging.getLogger(__name__)
 _HOOK: Final = "training_step"
 LOG_OPTIONS: Final = ("on_step", "on_epoch", "prog_bar", "logger")  # options of `self.log` that travel
-REDUCTIONS: Final[Mapping[Reduction, Callable[..., Tensor]]] = {
-    name: getattr(torch, name) for name in get_args(Reduction)
+REDUCTIONS: Final[Mapping[Reduction, Callable[[Tensor], Tensor]]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.max,
+    "min": torch.min,
 }
 
 _NOTHING: Final = MetricContents(0, {})

@@ -49,7 +49,7 @@ class _WatchedGroup(dict[str, Any]):
 
 def _add(kind: Any, name: str, *, keyed: bool = False) -> None:
     """Add a method that reports the use; `keyed`: only if the first argument is a key that the steps write."""
-    own = getattr(super(kind, kind), name)
+    own = getattr(kind.__base__, name)
 
     def use(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not keyed or (args and args[0] in self.written):

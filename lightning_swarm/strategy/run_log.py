@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from lightning.pytorch import Trainer
 from tqdm import tqdm
+from typing_extensions import override
 
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.rebase import written_part
@@ -19,9 +20,18 @@ from lightning_swarm.protocol.messages.step import Record
 
 _package_log = logging.getLogger("lightning_swarm")
 _log = logging.getLogger("lightning_swarm.membership")  # users filter by this name
-# Writes to the current `sys.stderr`, which rich replaces while its progress bar is shown.
-_TerminalHandler: Any = logging._StderrHandler  # type: ignore[attr-defined]
 _REPORTED: Final = ("joined", "left", "gone")  # kinds of events that membership lines already report
+
+
+class _TerminalHandler(logging.Handler):
+    """Writes to the current `sys.stderr`, which rich replaces while its progress bar is shown."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)  # noqa: T201 - a log handler may print
+        except Exception:  # noqa: BLE001 - a terminal that is gone must not end the run
+            self.handleError(record)
 
 
 class RunLog:
@@ -43,7 +53,7 @@ class RunLog:
             _log.setLevel(logging.INFO)
             undo.callback(_log.setLevel, logging.NOTSET)
         if not _log.hasHandlers():
-            handler: logging.Handler = _TerminalHandler()
+            handler = _TerminalHandler()
             _log.addHandler(handler)
             undo.callback(_log.removeHandler, handler)
         return undo

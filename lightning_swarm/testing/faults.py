@@ -90,18 +90,28 @@ ANSWER_PHASES: Final = frozenset(
 ) | {Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE, Phase.AVERAGE_TIED}
 """The phases in which an answer leaves or has arrived."""
 
-# A phase is named after the work, and a method after the call. Most have one name. But the method FOLLOW, by which a
-# joiner asks for a stage's state, is in the phase DONATE, and the phase FOLLOW has the method NEXT.
-_ALIKE: Final = (
-    *("CANCEL", "REPLAY", "GRANT", "DONE", "RECORD", "SKETCH", "AUDIT", "KEPT_WORK", "FINDINGS", "AVERAGE", "PREPARE"),
-    *("APPLY", "JOIN", "PIECE", "LISTEN"),
-)
+# A phase is named after the work, and a method after the call. So the method FOLLOW, by which a joiner asks for a
+# stage's state, is in the phase DONATE, and the phase FOLLOW has the method NEXT.
 _METHODS: Final[Mapping[str, Phase]] = {
-    **{getattr(rpc, name).name: Phase[name] for name in _ALIKE},
+    rpc.CANCEL.name: Phase.CANCEL,
+    rpc.REPLAY.name: Phase.REPLAY,
+    rpc.GRANT.name: Phase.GRANT,
+    rpc.DONE.name: Phase.DONE,
+    rpc.RECORD.name: Phase.RECORD,
     rpc.FREEZE.name: Phase.CLOSE,
+    rpc.SKETCH.name: Phase.SKETCH,
+    rpc.AUDIT.name: Phase.AUDIT,
+    rpc.KEPT_WORK.name: Phase.KEPT_WORK,
+    rpc.FINDINGS.name: Phase.FINDINGS,
+    rpc.AVERAGE.name: Phase.AVERAGE,
+    rpc.PREPARE.name: Phase.PREPARE,
     rpc.PROPOSE.name: Phase.DECIDE,
+    rpc.APPLY.name: Phase.APPLY,
+    rpc.JOIN.name: Phase.JOIN,
     rpc.FOLLOW.name: Phase.DONATE,
+    rpc.PIECE.name: Phase.PIECE,
     rpc.NEXT.name: Phase.FOLLOW,
+    rpc.LISTEN.name: Phase.LISTEN,
     rpc.DRAIN.name: Phase.LEAVE,
 }
 _MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)@.+")

@@ -122,13 +122,29 @@ class _Deferred:
 
 
 # Methods that change a tensor in place, or return something other than a tensor, cannot be deferred.
-_CANNOT_WAIT = {"item", "tolist", "numpy", "size", "dim", "backward"} | {
-    f"__{name}__"
-    for name in (
-        *("bool", "int", "float", "index", "len", "iter", "contains", "format", "complex"),
-        *("get", "set", "delete", "setitem"),
-    )
-}
+_CANNOT_WAIT = frozenset(
+    [
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__len__",
+        "__iter__",
+        "__contains__",
+        "__format__",
+        "__get__",
+        "__complex__",
+        "__setitem__",
+        "__set__",
+        "__delete__",
+        "item",
+        "tolist",
+        "numpy",
+        "size",
+        "dim",
+        "backward",
+    ]
+)
 
 
 def _use(func: Any, args: Any, kwargs: Any, frame: FrameType) -> Any:

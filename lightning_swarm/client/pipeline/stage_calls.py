@@ -164,7 +164,7 @@ class StageCalls:
             stage_index=stage,
             mode=microbatch.modes[stage],
             source=self._ticket(stage - 1, "forward") if stage else None,
-            result_key=self.result(stage, "forward")[1],
+            result_key=self._result_key(self._name(stage, "forward")),
             structure=structure,
             keep=stage >= self.gradient_end,
         )
@@ -192,7 +192,7 @@ class StageCalls:
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,
-            result_key=self.result(stage, "backward")[1],
+            result_key=self._result_key(self._name(stage, "backward")),
             structure=structure,
             inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
@@ -236,15 +236,17 @@ class StageCalls:
             return result, decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
-        name, key = self.result(stage, direction)
-        return Ticket(peer_id=self.peer(stage), name=name, key=key)
+        name = self._name(stage, direction)
+        return Ticket(peer_id=self.peer(stage), name=name, key=self._result_key(name))
 
-    def result(self, stage: int, direction: Direction) -> tuple[str, TicketKey]:
-        """Return the name of a call's result, and the key that only its holder, its reader and this trainer know."""
+    def _name(self, stage: int, direction: Direction) -> str:
+        return self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
+
+    def _result_key(self, name: str) -> TicketKey:
+        """Return the key of a call's result, which only its holder, its reader and this trainer know."""
         # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need not
         # learn which readers a new route has.
-        name = self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
-        return name, blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
+        return blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
 
     def _blaming(self, stage: int, direction: Direction) -> _Blaming:
         """Inside, turn a failure of a stage's peer into `StageCallFailed`, if another peer may do better."""

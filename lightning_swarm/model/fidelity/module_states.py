@@ -7,7 +7,6 @@ compute with the same values. All peers build the same first values by the same 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,10 +75,13 @@ def remember(model: nn.Module) -> None:
         _first_of(module)
 
 
-def remember_copy(made: nn.Module, original: nn.Module) -> None:
+def remember_copy(copy: nn.Module, original: nn.Module) -> None:
     """Give a copy's modules the first values of the original's modules."""
-    for own, other in zip(made.modules(), original.modules(), strict=True):
-        vars(_first_of(own)).update(copy.deepcopy(vars(_first_of(other))))
+    for own, other in zip(copy.modules(), original.modules(), strict=True):
+        first, there = _first_of(own), _first_of(other)
+        first.plain = {name: kept(value) for name, value in there.plain.items()}
+        first.exempt, first.changed_by_forward = set(there.exempt), set(there.changed_by_forward)
+        first.of_class = there.of_class
 
 
 def exempt(module: nn.Module, name: str) -> None:

@@ -150,8 +150,12 @@ def _slot_in_stage(slot: Slot, model: nn.Module, run: Run) -> Slot:
     name, owner, key = slot
     parameter = owner._parameters[key]
     inside = {id(module) for _, block in run for module in block.modules()}
-    places = ((name, module, key) for module in model.modules() if id(module) in inside for key in module._parameters)
-    return next((place for place in places if place[1]._parameters[place[2]] is parameter), slot)
+    for module in model.modules():
+        if id(module) in inside:
+            for own_key, value in module._parameters.items():
+                if value is parameter:
+                    return name, module, own_key
+    return slot
 
 
 def _ids(groups: Iterable[Iterator[Tensor]]) -> set[int]:
