@@ -122,13 +122,16 @@ def _initial_rates(scenario: Scenario) -> dict[PeerId, float]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable()
+    logs = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_swarm")]
+    levels = [log.level for log in logs]
     try:
+        for log in logs:
+            log.setLevel(logging.CRITICAL)
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(before)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 class _ScenarioEvents(L.Callback):

@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, islice
 from typing import Any, Final
 
@@ -38,6 +38,12 @@ from lightning_swarm.strategy.data.loader import (
 from lightning_swarm.strategy.framework import framework_of
 
 _log = logging.getLogger(__name__)
+
+
+# At module level, because a copy or a pickle of the user's module contains it.
+def _read_by(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with reading_data():
+        return hook(*args, **kwargs)
 
 
 STATE: Final = "swarm_data"  # key of the position in the data, in a fit loop's state
@@ -74,7 +80,7 @@ class SharedData:
         hooks = [(data, "setup"), (data, "train_dataloader"), (module, "train_dataloader")]
         is_overridden = framework_of(self._trainer).is_overridden
         self._hooks = [
-            Override(owner, name, reading_data()(getattr(owner, name)))
+            Override(owner, name, partial(_read_by, getattr(owner, name)))
             for owner, name in hooks
             if owner is not None and is_overridden(name, owner)
         ]

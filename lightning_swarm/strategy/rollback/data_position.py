@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
@@ -161,9 +162,13 @@ def generators_of(loaders: Iterable[object]) -> list[torch.Generator]:
 
 def random_state(generators: Iterable[torch.Generator] = ()) -> RandomState:
     """Return the state of all default generators, and of the given `generators`."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    own = [generator.get_state() for generator in generators]
-    return {**_collect_rng_states(include_cuda=False), "cuda": cuda, "own": own}
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - user code draws from it
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "own": [generator.get_state() for generator in generators],
+    }
 
 
 def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) -> None:
@@ -173,7 +178,9 @@ def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) 
             f"the training loaders of the run draw from {len(state['own'])} generators of their own, and those here "
             f"have {len(generators)}. Give every peer that may take the run over the same loaders and samplers."
         )
-    _set_rng_states(state)
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002 - user code draws from it
     for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # another machine may have fewer
         torch.cuda.set_rng_state(cuda_state, device)
     for generator, own_state in zip(generators, state["own"], strict=True):
