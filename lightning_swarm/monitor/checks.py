@@ -83,7 +83,7 @@ def check_binary(path: str | None, *, executable: bool) -> Finding:
     return Finding("daemon's file", path)
 
 
-def check_port(host: str, port: int, problem: object) -> Finding:
+def check_port(host: str, port: int, problem: Exception | str | None) -> Finding:
     """Check that this machine can listen on an address and a port (0 for any)."""
     where = f"{host}, {f'port {port}' if port else 'any port'}"
     if problem is None:

@@ -85,7 +85,7 @@ class SumReconciliation:
         run = self._run = context.run
         self._generation, self._events = context.generation, context.events
         self._servers, self.step = servers, step
-        self._request = partial(FreezeRequest, context.generation, step.step)
+        self._request = partial(FreezeRequest, generation=context.generation, step=step.step)
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._late, self._joining = late, joining
         self._fence, self._step_aside = fence, context.step_aside
@@ -228,7 +228,7 @@ class SumReconciliation:
         # With the expected closing, servers average before they get the final one. A late step waits for an idle link
         # instead, and sums that may prove false are averaged only after their examination.
         expected = None if self._late or each_tensor or self.oversight.examines else self._closing(round_)
-        request = self._request(round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
+        request = self._request(round=round_, expected=expected, each_tensor=each_tensor, challenge=challenge)
         there = self.step_servers
         replies = await self._ask(dict.fromkeys(there.peers, request))
         self._snapshots = {peer: reply.snapshots or () for peer, reply in replies.items()}
@@ -345,7 +345,7 @@ class SumReconciliation:
         round_, granted = next(self._rounds), self.step.origins
         requests = {
             peer: self._request(
-                round_,
+                round=round_,
                 named=[
                     NamedReceipts(
                         stage_index=index,
@@ -397,7 +397,7 @@ class SumReconciliation:
         if reopens:
             # Reopen the sums before places are free, because a granted batch needs open sums.
             added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
-            request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
+            request = self._request(round=next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.step_servers.peers, request))
             self.oversight.reopen()
             self.step.reopen()

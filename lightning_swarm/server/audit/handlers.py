@@ -349,13 +349,19 @@ def _enter(found: _Recomputed, inputs: _Inputs) -> None:
     if inputs.results is not None:
         output, requires_grad, input_gradients = inputs.results
         its_digest = tree_digest(output, requires_grad)
-        for codec, its, own in (
+        pairs = [
             (stage.codecs.activations, output, again.output),
             (stage.codecs.gradients, input_gradients, again.input_gradients),
-        ):
-            pair = decoded(its, codec, stage.device), decoded(own, codec, stage.device)
-            distance = relative_distance(*pair, may_overflow=found.precision == "float16")
-            found.distance = max(distance, found.distance or 0.0)
+        ]
+        distances = [
+            relative_distance(
+                decoded(its, codec, stage.device),
+                decoded(own, codec, stage.device),
+                may_overflow=found.precision == "float16",
+            )
+            for codec, its, own in pairs
+        ]
+        found.distance = max(*distances, found.distance or 0.0)
     work = KeptWork.of(inputs.call, its_digest, inputs.gradients, input_gradients, is_first=stage.index == 0)
     found.claims[request.key.receipt] = work.claim
 
