@@ -67,9 +67,11 @@ async def gather_snapshots(
     events: EventLog | None = None,
     sound: int | None = None,
 ) -> ModelState | None:
-    """Fetch the newest of `versions` of which answering peers keep all stages; None if there is none."""
-    # Versions after `sound` may contain false work, so they come last, the oldest of them first. Raise `Unreachable` if
-    # peers report complete versions, but none of these can be fetched.
+    """Fetch the newest of `versions` of which answering peers keep all stages; None if there is none.
+
+    Versions after `sound` may contain false work, so they come last, the oldest of them first. Raises `Unreachable` if
+    peers report complete versions, but none of these can be fetched.
+    """
     answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
     confirmation = Confirmation(transport, run, timeout, events)
     failure: Unreachable | None = None

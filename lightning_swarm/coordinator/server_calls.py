@@ -91,7 +91,10 @@ class ServerCalls:
         return (await self._transport.addresses())[0]
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have the servers begin the open step with a change; exclude servers that fail, unless all of a stage fail."""
+        """Have the servers begin the open step with a change; exclude servers that fail from the step.
+
+        Raises SwarmError if the coordinator's own server refuses, or all of a stage.
+        """
         _, failed = await self.ask_all(rpc.SETTLE, self._run.servers, request)
         for roster in self._run.rosters:
             if all(member.peer_id in failed for member in roster):
@@ -154,7 +157,10 @@ class ServerCalls:
         return await self._call(peer, method, request, timeout=num_timeouts * self._timeout)
 
     async def apply(self, record: Record) -> None:
-        """Have all servers that averaged, and newcomers, apply a decided record; retry servers that do not answer."""
+        """Have all servers that averaged, and newcomers, apply a decided record; retry servers that do not answer.
+
+        Raises SwarmError if the coordinator's own server did not.
+        """
         self._behind.clear()
         self.unsettled.clear()
         # Also the servers that the record releases, because they stay until they have applied it.
@@ -262,7 +268,10 @@ class ServerCalls:
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
     async def _as_coordinator(self, peer: PeerId, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Call a peer; if it does not know this coordinator yet, announce the term and call again."""
+        """Call a peer; if it does not know this coordinator yet, announce the term and call again.
+
+        Raises NotCoordinator if the peer knows a coordinator under a higher term.
+        """
         try:
             return await ask()
         except NotCoordinator:

@@ -87,10 +87,12 @@ class Arrivals:
             apply_received_ban(self._transport, signed)
 
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
-        """Return the servers that may be first members."""
-        # Their certificates permit the announced role, and they were not convicted. The invitation of a peer that did
-        # not use it before is valid and has a use left. If the run takes any peer, return all servers that were not
-        # convicted.
+        """Return the servers that may be first members.
+
+        Their certificates permit the announced role, and they were not convicted. The invitation of a peer that did not
+        use it before is valid and has a use left. If the run takes any peer, return all servers that were not
+        convicted.
+        """
         self._warned &= servers.keys()
         for peer in sorted(servers.keys() & self.convicted.keys()):
             self._warn(peer, f"it was convicted: {printable(self.convicted[peer])}")
@@ -123,8 +125,10 @@ class Arrivals:
         self.keepers = run.electorate.keepers or ()
 
     def keepers_among(self, me: PeerId, members: Iterable[PeerId]) -> list[PeerId]:
-        """Return the keepers of an audited run that begins: `me`, its starter, and first members that are certified."""
-        # Raises `ConfigError` if this peer's certificate is not a keeper's, because later joiners accept keepers alone.
+        """Return the keepers of an audited run that begins: `me`, its starter, and first members that are certified.
+
+        Raises `ConfigError` if this peer's certificate is not a keeper's, because later joiners accept keepers alone.
+        """
         if is_certified_keeper(self._transport, me) is False:
             raise ConfigError(
                 "an audited run must be started by a keeper, because peers that join later recognize it by its "

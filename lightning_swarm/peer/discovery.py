@@ -193,8 +193,10 @@ class RunDirectory:
         arithmetic: str = "",
         among: str = "servers",
     ) -> None:
-        """Announce under `among` that this server waits for its run."""
-        # Retry for `timeout` seconds, because the peers that store announcements may still be starting.
+        """Announce under `among` that this server waits for its run.
+
+        Retries for `timeout` seconds, because the peers that store announcements may still be starting.
+        """
         addresses = list(await self.transport.addresses())
         peer = ServerAnnouncement(
             boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET, arithmetic=arithmetic

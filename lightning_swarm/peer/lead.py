@@ -91,8 +91,10 @@ def continued(spec: RunSpec, former: Manifest) -> RunSpec:
 
 
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
-    """Raise a ConfigError if all of the `initial_peers` that answer belong to other runs."""
-    # If none answers with its run, but one refuses this peer, raise its reason, such as `AccessDenied`.
+    """Raise a ConfigError if all of the `initial_peers` that answer belong to other runs.
+
+    If none answers with its run, but one refuses this peer, raise its reason, such as `AccessDenied`.
+    """
 
     async def ask(peer: PeerId) -> str | SwarmError | None:
         try:
@@ -123,9 +125,11 @@ def make_manifest(
     announced: Mapping[PeerId, ServerAnnouncement],
     keepers: Keepers = UNSET,
 ) -> Manifest:
-    """Return record 0 of a run that `me` starts and leads, and in which `others` train."""
-    # `announced` are the servers' announcements. Raises `ConfigError` if no server may coordinate, or if a stage that
-    # needs machines of one kind has several kinds.
+    """Return record 0 of a run that `me` starts and leads, and in which `others` train.
+
+    `announced` are the servers' announcements. Raises `ConfigError` if no server may coordinate, or if a stage that
+    needs machines of one kind has several kinds.
+    """
     hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
     kinds = {peer: server.arithmetic for peer, server in announced.items()}
     # The starter's own server coordinates, so that the lead's control calls cross no network; otherwise a keeper's.

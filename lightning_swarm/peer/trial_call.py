@@ -45,8 +45,10 @@ class ModelForm:
 
 
 def servable(form: ModelForm) -> tuple[ModelForm, str]:
-    """Return the form in which clients can write text, and the reason if that form is without a cache."""
-    # Raise `ConfigError` if clients cannot write text without a cache, either.
+    """Return the form in which clients can write text, and the reason if that form is without a cache.
+
+    Raises `ConfigError` if clients cannot write text without a cache, either.
+    """
     try:
         _call(form, use_cache=True)
     except ConfigError as error:
@@ -59,8 +61,10 @@ def servable(form: ModelForm) -> tuple[ModelForm, str]:
 
 
 def _call(form: ModelForm, *, use_cache: bool) -> None:
-    """Make a client's first calls, with blocks that return their input and zeros as weights around the blocks."""
-    # Raise `ConfigError` if the model changes its blocks, or the number of its tokens.
+    """Make a client's first calls, with blocks that return their input and zeros as weights around the blocks.
+
+    Raises `ConfigError` if the model changes its blocks, or the number of its tokens.
+    """
     model = PretrainedModel(form.config, form.generation_config, dtype=form.dtype, blocks=form.blocks)
     around = model.around
     # Zeros that are only read take no memory.

@@ -123,8 +123,10 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
 def taken_alike(
     claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, trusted: Sequence[PeerId]
 ) -> bytes | None:
-    """Return a snapshot's digest as the first of `trusted` among its takers claims it, or else most takers. Pure."""
-    # None if that peer has claimed no digest, or no majority has claimed the same.
+    """Return a snapshot's digest as the first of `trusted` among its takers claims it, or else most takers. Pure.
+
+    None if that peer has claimed no digest, or no majority has claimed the same.
+    """
     arbiter = next((peer for peer in trusted if peer in takers), None)
     if arbiter is not None:
         return claimed.get(arbiter)
@@ -166,7 +168,10 @@ async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: 
 
 
 async def ask_servers(transport: Transport, run: RunState) -> dict[PeerId, WatchReply]:
-    """Send `WATCH` to all other servers, and return the answers that come within `GRACE_S`."""
+    """Send `WATCH` to all other servers; return those of their answers that come within `GRACE_S` of the first.
+
+    Returns nothing if no answer comes within `GRACE_S`.
+    """
     others = [peer for peer in run.servers if peer != transport.peer_id]
     return await _ask_watch(transport, run, others, lambda _: False, GRACE_S)
 

@@ -80,7 +80,7 @@ class Call(TypedRpc[Q, A]):
 class StreamRpc(TypedRpc[Q, A]):
     """A method whose messages may have tensors."""
 
-    is_call_if_small: bool = False  # requests without tensors are sent as calls, which cost less
+    is_call_if_small: bool = False  # requests without tensors are sent and answered as calls, which cost less
 
     async def ask(
         self,

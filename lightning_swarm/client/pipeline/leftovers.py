@@ -112,8 +112,10 @@ class Leftovers:
         )
 
     def set_on_modules(self, collected: Collected, tensors: Sequence[Tensor]) -> list[tuple[str, serialization.Tree]]:
-        """Set the attributes of the trainer's modules, with `tensors` in place of the collected tensors."""
-        # Return (argument name, value) pairs for the values that blocks wrote into the call's arguments.
+        """Set the attributes of the trainer's modules, with `tensors` in place of the collected tensors.
+
+        Returns (argument name, value) pairs for the values that blocks wrote into the call's arguments.
+        """
         written, observed = [], []
         by_site: dict[Site, list[Tensor]] = {}
         for (module, name, _), tensor in zip(collected.tensors, tensors, strict=True):

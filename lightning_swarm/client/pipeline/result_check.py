@@ -45,8 +45,10 @@ class ResultCheck:
     async def received(
         self, server: PeerId, direction: Direction, result: Result, microbatch: Microbatch
     ) -> GivenResult | None:
-        """Return the record of a result that only this trainer received; None: it is not recorded."""
-        # Raises `PeerError` if the gradients of a microbatch's inputs have another form than the inputs.
+        """Return the record of a result that only this trainer received; None: it is not recorded.
+
+        Raises `PeerError` if the gradients of a microbatch's inputs have another form than the inputs.
+        """
         return None
 
     def opened(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:

@@ -20,7 +20,8 @@ def plan_relief(
     fixed: Collection[PeerId] = (),  # servers that neither move nor give up a stage
 ) -> tuple[list[Move], list[StageRelease]]:
     """Plan which servers move to another stage, and which give up one of several."""
-    # If every server of a stage lacks memory, none leaves. If no stage is left for a server, it leaves the run by
+    # A server moves only to a stage of at most as many bytes, and to none that was too large for it. If every server of
+    # a stage lacks memory, none leaves. If no stage is left for a server, no move is planned, and it leaves the run by
     # itself.
     moves: list[Move] = []
     releases: list[StageRelease] = []
