@@ -162,7 +162,7 @@ def test_servers_that_keep_nothing_compute_again(make_swarm: MakeSwarm, cache_by
 class Far(MemoryNetwork):
     """A network in which the trainer is far from servers that are near each other."""
 
-    async def depart(self, sender: PeerId, receiver: PeerId) -> None:
+    async def wait_latency(self, sender: PeerId, receiver: PeerId) -> None:
         await asyncio.sleep(1.0 if LEAD in (sender, receiver) else 0.001)
 
 

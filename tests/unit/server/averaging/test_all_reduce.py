@@ -42,7 +42,7 @@ class Jittery(MemoryNetwork):
         super().__init__()
         self._rng = random.Random(seed)
 
-    async def depart(self, _sender: PeerId, _receiver: PeerId) -> None:
+    async def wait_latency(self, _sender: PeerId, _receiver: PeerId) -> None:
         await asyncio.sleep(self._rng.uniform(0.0, 2.0))
 
 
