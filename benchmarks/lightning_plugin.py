@@ -35,9 +35,9 @@ def _choose_swarm() -> None:
     # A run of the tests as they are must not import it.
     from lightning_swarm import SwarmStrategy
     from lightning_swarm.core.errors import ConfigError
+    from lightning_swarm.model import partition
     from lightning_swarm.model.partition import Blocks
     from lightning_swarm.peer.config import SwarmConfig
-    from lightning_swarm.strategy import model_setup
     from lightning_swarm.strategy.launcher import SwarmLauncher
 
     choose, launch = _AcceleratorConnector._choose_strategy, SwarmLauncher.launch
@@ -52,7 +52,7 @@ def _choose_swarm() -> None:
         _began = True
         return launch(*args, **kwargs)
 
-    find = model_setup.find_blocks  # type: ignore[attr-defined]
+    find = partition.find_blocks
 
     def find_some(model: nn.Module, pipeline: str | None) -> Blocks:
         try:
@@ -69,7 +69,7 @@ def _choose_swarm() -> None:
     if os.environ[HOW] != "alone":
         SwarmConfig.is_for_one = lambda *_: False  # type: ignore[method-assign]
     if os.environ[HOW] == "stage":
-        model_setup.find_blocks, model_setup.can_be_cut = find_some, can_always  # type: ignore[attr-defined]
+        partition.find_blocks, partition.can_be_cut = find_some, can_always  # as `strategy.model_setup` calls them
     _AcceleratorConnector._choose_strategy = choose_swarm  # type: ignore[method-assign]
     SwarmLauncher.launch = launch_noted  # type: ignore[method-assign]
 

@@ -164,7 +164,7 @@ class StageCalls:
             stage_index=stage,
             mode=microbatch.modes[stage],
             source=self._ticket(stage - 1, "forward") if stage else None,
-            result_key=self._result_key(self._name(stage, "forward")),
+            result_key=self.result_key(stage, "forward"),
             structure=structure,
             keep=stage >= self.gradient_end,
         )
@@ -192,7 +192,7 @@ class StageCalls:
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,
-            result_key=self._result_key(self._name(stage, "backward")),
+            result_key=self.result_key(stage, "backward"),
             structure=structure,
             inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
@@ -237,13 +237,16 @@ class StageCalls:
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
         name = self._name(stage, direction)
-        return Ticket(peer_id=self.peer(stage), name=name, key=self._result_key(name))
+        return Ticket(peer_id=self.peer(stage), name=name, key=self._key_of(name))
 
     def _name(self, stage: int, direction: Direction) -> str:
         return self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
 
-    def _result_key(self, name: str) -> TicketKey:
+    def result_key(self, stage: int, direction: Direction) -> TicketKey:
         """Return the key of a call's result, which only its holder, its reader and this trainer know."""
+        return self._key_of(self._name(stage, direction))
+
+    def _key_of(self, name: str) -> TicketKey:
         # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need not
         # learn which readers a new route has.
         return blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
