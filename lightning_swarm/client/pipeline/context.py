@@ -78,6 +78,7 @@ async def send(
     timeout = min(timeout, accept_s + sum(tensor.nbytes for tensor in tensors) / _SLOWEST_BYTES_PER_S)
     with AnswersOf(peer):
         if isinstance(method, Call):
+            assert not tensors  # a call would lose them
             return await method.ask(transport, peer, request, timeout=timeout)
         answer, _ = await method.ask(transport, peer, request, tensors, timeout=timeout, max_bytes=0)
         return answer
