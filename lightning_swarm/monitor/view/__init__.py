@@ -19,15 +19,19 @@ from typing_extensions import override
 from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.rebase import written_once
-from lightning_swarm.monitor.view.scene import (
-    NO_SWARM,
+from lightning_swarm.monitor.view.history import (
     DownsampledSeries,
     PeerPresence,
-    PeerRow,
     RateWindow,
-    Scene,
-    event_line,
     newer_than,
+)
+from lightning_swarm.monitor.view.scene import (
+    NO_SWARM,
+    PeerRow,
+    Scene,
+)
+from lightning_swarm.monitor.view.texts import (
+    event_line,
     plain_line,
 )
 from lightning_swarm.protocol.events import Event
@@ -264,7 +268,7 @@ class SwarmView(_ProgressBar):
         trainer = self.trainer
         with self._lock:
             status, rows = self._status, self._rows
-            steps_per_s, samples_per_s = self._rates.now or (None, None)
+            steps_per_s, samples_per_s = self._rates.current or (None, None)
             losses = tuple(self._curve.values)
         return Scene(
             status=status,

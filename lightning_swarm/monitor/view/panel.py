@@ -20,18 +20,20 @@ from rich.text import Text
 from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.readable import short_name
 from lightning_swarm.monitor.view.scene import (
-    WORDS,
     PeerRow,
     Scene,
     State,
-    duration,
-    rates,
+)
+from lightning_swarm.monitor.view.texts import (
+    WORDS,
+    duration_text,
+    location_text,
+    rates_text,
+    reason_text,
     sparkline,
     stage_name,
-    steps,
+    steps_text,
     time_of_day,
-    where,
-    why,
 )
 from lightning_swarm.protocol.events import Event
 from lightning_swarm.protocol.messages.reports import EventKind
@@ -136,7 +138,9 @@ def _headline(scene: Scene) -> Table:
     if scene.progress is not None:
         bar = ProgressBar(total=1.0, completed=scene.progress, complete_style="blue", finished_style="green")
     phase_style = "green" if scene.phase in ("training", "done") else "yellow"
-    line.add_row(Text(steps(scene), "bold"), bar, Text(scene.phase, phase_style), Text(duration(scene.elapsed_s)))
+    line.add_row(
+        Text(steps_text(scene), "bold"), bar, Text(scene.phase, phase_style), Text(duration_text(scene.elapsed_s))
+    )
     return line
 
 
@@ -146,7 +150,7 @@ def _numbers(scene: Scene, width: int) -> Text:
     spark = sparkline(scene.losses, max(width // 4, 8))
     if spark and parts:
         parts[0] = Text.assemble(parts[0], " ", (spark, "blue"))
-    speed, _, unit = rates(scene).partition(" ")
+    speed, _, unit = rates_text(scene).partition(" ")
     parts += [Text.assemble((speed, "bold"), (f" {unit}", "dim"))] if speed else []
     return Text("   ").join(parts)
 
@@ -207,7 +211,7 @@ def _events(events: Sequence[Event]) -> Table:
             time_of_day(event),
             Text(short_name(event.peer) if event.peer is not None else "", "bold"),
             Text(WORDS[event.kind], _EVENT_STYLES.get(event.kind, "yellow")),
-            where(event),
-            Text(why(event)),
+            location_text(event),
+            Text(reason_text(event)),
         )
     return table

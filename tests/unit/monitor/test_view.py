@@ -20,17 +20,21 @@ from typing_extensions import override
 
 from lightning_swarm import SwarmView, pytorch_lightning
 from lightning_swarm.client.status import PeerStatus, StageStatus, SwarmStatus
-from lightning_swarm.monitor.view.panel import SwarmPanel
-from lightning_swarm.monitor.view.scene import (
-    WORDS,
+from lightning_swarm.monitor.view.history import (
     DownsampledSeries,
     PeerPresence,
-    PeerRow,
     RateWindow,
-    Scene,
-    duration,
-    event_line,
     newer_than,
+)
+from lightning_swarm.monitor.view.panel import SwarmPanel
+from lightning_swarm.monitor.view.scene import (
+    PeerRow,
+    Scene,
+)
+from lightning_swarm.monitor.view.texts import (
+    WORDS,
+    duration_text,
+    event_line,
     plain_line,
     sparkline,
 )
@@ -139,7 +143,7 @@ def test_the_same_in_a_line_of_text() -> None:
         "peer Mddddd joined (stage 1, step 121)",
     ]
     assert set(WORDS) == set(EVENT_KINDS)
-    assert (duration(59), duration(3661)) == ("0:59", "1:01:01")
+    assert (duration_text(59), duration_text(3661)) == ("0:59", "1:01:01")
 
 
 def test_the_curve_keeps_its_shape_whatever_its_length() -> None:
@@ -156,22 +160,22 @@ def test_the_curve_keeps_its_shape_whatever_its_length() -> None:
 
 def test_rates_are_those_of_the_last_seconds() -> None:
     rates = RateWindow()
-    assert rates.now is None
+    assert rates.current is None
     for second in range(21):
         step = second if second <= 10 else 10 + 3 * (second - 10)
         rates.tick(float(second), step, num_samples=32 * step)
-    assert rates.now == (3.0, 96.0)
+    assert rates.current == (3.0, 96.0)
     rates.pause()  # validation takes an hour
-    assert rates.now == (3.0, 96.0)
+    assert rates.current == (3.0, 96.0)
     rates.tick(3600.0, step=40, num_samples=1280)
     rates.tick(3602.0, step=42, num_samples=1344)
-    assert rates.now == (1.0, 32.0)
+    assert rates.current == (1.0, 32.0)
     for second in range(3603, 3620):  # no step is decided
         rates.tick(float(second), step=42, num_samples=1344)
-    assert rates.now == (0.0, 0.0)
+    assert rates.current == (0.0, 0.0)
     rates.tick(3620.0, step=40, num_samples=0)  # after a rollback
     rates.tick(3622.0, step=42, num_samples=64)
-    assert rates.now == (1.0, 32.0)
+    assert rates.current == (1.0, 32.0)
 
 
 def test_a_line_of_text_fits_whatever_the_swarm() -> None:
